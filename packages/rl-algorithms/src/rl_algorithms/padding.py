@@ -1,0 +1,55 @@
+"""Ragged rows to rectangular tensors, and rows picked out of them. Knows no loss.
+
+Axes: B rows, T tokens.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from rl_algorithms.contracts import TokenBatch
+
+__all__ = ["PaddedRows", "pad", "take_rows"]
+
+ExamplesT = TypeVar("ExamplesT", bound=TokenBatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedRows:
+    """Prompts with their answers, right-padded with 0 to the longest."""
+
+    tokens: Int[Tensor, "B T"]
+
+    lengths: Int[Tensor, " B"]
+    """Tokens of each row that are not padding."""
+
+    answer: Bool[Tensor, "B T"]
+    """True from where the answer starts to where the padding does."""
+
+
+def pad(rows: Sequence[Sequence[int]], *, answer_starts: Sequence[int]) -> PaddedRows:
+    """Right-pad `rows`; `answer_starts` is how many tokens of each are its prompt.
+
+    >>> pad([[1, 2, 3], [4, 5]], answer_starts=[1, 1]).answer
+    tensor([[False,  True,  True],
+            [False,  True, False]])
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    position = torch.arange(int(lengths.max()))
+    filled = position < lengths[:, None]
+    tokens = torch.zeros(filled.shape, dtype=torch.int64)
+    tokens[filled] = torch.tensor(list(itertools.chain.from_iterable(rows)))
+    answer = filled & (position >= torch.tensor(answer_starts)[:, None])
+    return PaddedRows(tokens=tokens, lengths=lengths, answer=answer)
+
+
+def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
+    """The same dataclass with only `rows` (indices or a mask along B) of every tensor."""
+    instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
+    taken: ExamplesT = replace(instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)})
+    return taken

@@ -1,0 +1,84 @@
+"""Models and tokenizers from a folder or a hub id. Refuses what would only fail later, or silently."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ModelError", "check_vocabulary", "load_causal_lm", "load_tokenizer"]
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be used; the message says why and what to do."""
+
+
+def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """Load a Hugging Face causal language model in float32.
+
+    Args:
+        model_name: a folder with `config.json` and safetensors weights, or a hub id.
+        revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
+        trust_remote_code: run the model's own Python code. Only for code that you have read.
+
+    Raises:
+        ModelError: the folder is missing or incomplete, or transformers cannot load it; chained to its error.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = _load(
+        AutoModelForCausalLM,
+        model_name,
+        what="model",
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        dtype=torch.float32,
+        use_safetensors=True,
+    )
+    return model
+
+
+def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer that lies beside a model; arguments and errors as `load_causal_lm`."""
+    from transformers import AutoTokenizer
+
+    return _load(
+        AutoTokenizer, model_name, what="tokenizer", revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any:
+    folder = Path(model_name)
+    if model_name.startswith((".", "/", "~")) or folder.exists():
+        folder = folder.expanduser()
+        if not (folder / "config.json").is_file():
+            state = "has no config.json" if folder.is_dir() else "does not exist"
+            raise ModelError(
+                f"{model_name}: {state}, so it is no Hugging Face model folder; give a folder that save_pretrained "
+                f"wrote, or a hub id"
+            )
+        model_name = str(folder)
+    try:
+        return auto_class.from_pretrained(model_name, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{model_name}: transformers cannot load the {what}: {type(error).__name__}: {error}") from error
+
+
+def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded: bool = False) -> None:
+    """Refuse a model whose vocabulary is not the tokenizer's.
+
+    Raises:
+        ModelError: the sizes differ; a larger model is accepted with `allow_padded`, a smaller one never.
+    """
+    if model_vocab_size == tokenizer_size or (allow_padded and model_vocab_size > tokenizer_size):
+        return
+    if model_vocab_size < tokenizer_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} tokens and the model only {model_vocab_size} embeddings, so they do "
+            f"not belong together; use the model's own tokenizer, or resize the model's embeddings"
+        )
+    raise ModelError(
+        f"the model has {model_vocab_size} embeddings and the tokenizer only {tokenizer_size} tokens; if the "
+        f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, set "
+        f"policy.padded_vocabulary=true, otherwise use the model's own tokenizer"
+    )

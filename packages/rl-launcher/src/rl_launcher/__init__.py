@@ -1,0 +1,1 @@
+"""Compose the packages of RL Stack into runs that one command starts."""

@@ -1,0 +1,134 @@
+"""The parts of a run, from a recipe, in this process: policy, engine, refit, environment, data. Nothing runs yet.
+
+What can be refused cheaply is refused first: the reward and the data are read before any model is loaded.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rl_algorithms.chat import Chat, Demonstration, Prompt
+from rl_algorithms.data import Dataset, read_jsonl, split_held_out
+from rl_algorithms.environments import RewardFunctionEnvironment
+from rl_backends import DTensorBackend, check_vocabulary, load_causal_lm, load_tokenizer
+from rl_generation import TransformersEngine
+from rl_refit import ModuleSink, ModuleSource, Refit
+
+from rl_launcher.errors import LauncherError
+from rl_launcher.recipe import load_object
+from rl_launcher.recipe_schema import DataConfig, PolicyConfig, Recipe
+from rl_launcher.weight_sync import WeightSync
+
+__all__ = ["Parts", "build"]
+
+HELD_OUT_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """All that a run is made of."""
+
+    policy: DTensorBackend
+    engine: TransformersEngine
+    weight_sync: WeightSync
+    environment: RewardFunctionEnvironment
+    chat: Chat
+    tokenizer: Any
+    prompts: list[Prompt]
+    """To learn from."""
+    held_out: list[Prompt]
+    demonstrations: list[Demonstration]
+    """Empty without an sft stage."""
+
+
+def build(recipe: Recipe) -> Parts:
+    """Make every part, or refuse with the one reason.
+
+    Raises:
+        ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
+    """
+    reward = _load_function(recipe.env.reward, wanted="a reward function (env.reward)")
+    environment = RewardFunctionEnvironment(reward=reward, on_error=recipe.env.on_error)
+    dataset = load_dataset(recipe.data, seed=recipe.seed)
+    model, tokenizer = load_policy(recipe.policy, seed=recipe.seed)
+    chat = Chat(tokenizer, prompt_format=recipe.data.prompt_format, stop_token_ids=stop_token_ids(model, tokenizer))
+    prompts = [chat.prompt(row) for row in dataset.train]
+    held_out = [chat.prompt(row) for row in dataset.held_out]
+    demonstrations = [] if recipe.sft is None else [chat.demonstration(row) for row in dataset.demonstrations]
+    engine = TransformersEngine(
+        copy.deepcopy(model),  # its own weights, refitted like those of any other engine
+        stop_token_ids=chat.stop_token_ids,
+        pad_token_id=chat.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        max_batch_size=recipe.policy.generation.max_batch_size,
+        seed=recipe.seed,
+    )
+    policy = DTensorBackend(model, recipe.policy.dtensor_cfg)
+    sink = ModuleSink(engine.model, on_commit=engine.commit_version)
+    refit = Refit(ModuleSource(policy.model), sink, **asdict(recipe.policy.refit))
+    return Parts(
+        policy=policy,
+        engine=engine,
+        weight_sync=WeightSync(refit),
+        environment=environment,
+        chat=chat,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        demonstrations=demonstrations,
+    )
+
+
+def load_dataset(config: DataConfig, *, seed: int) -> Dataset:
+    """The data set that `source` names: a JSONL file, cut here, or a function's, cut by itself."""
+    if not _is_import_string(config.source):
+        rows = read_jsonl(config.source)
+        train, held_out = split_held_out(rows, share=config.held_out_share or HELD_OUT_SHARE, seed=seed)
+        return Dataset(train=train, held_out=held_out, demonstrations=train)
+    if config.held_out_share is not None:
+        raise LauncherError(
+            f"data.held_out_share={config.held_out_share} cuts a JSONL file, and data.source={config.source} is a "
+            f"function, which holds out its own rows; leave data.held_out_share out"
+        )
+    dataset = _load_function(config.source, wanted="a function that returns a Dataset (data.source)")()
+    if not isinstance(dataset, Dataset):
+        raise LauncherError(
+            f"data.source={config.source} returned {type(dataset).__name__}; it must return a rl_algorithms.data.Dataset"
+        )
+    return dataset
+
+
+def load_policy(config: PolicyConfig, *, seed: int) -> tuple[Any, Any]:
+    """The model and the tokenizer that `model_name` names, proved to belong together."""
+    if _is_import_string(config.model_name):
+        model, tokenizer = _load_function(config.model_name, wanted="a function that builds a model (policy.model_name)")(seed)
+    else:
+        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        tokenizer = load_tokenizer(config.model_name, **options)
+        model = load_causal_lm(config.model_name, **options)
+    check_vocabulary(
+        model_vocab_size=model.get_input_embeddings().num_embeddings,
+        tokenizer_size=len(tokenizer),
+        allow_padded=config.padded_vocabulary,
+    )
+    return model, tokenizer
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's end of sequence, then those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def _is_import_string(source: str) -> bool:
+    """`package.module:name` or `file.py:name`, as against a path or a hub id, neither of which ends in `:identifier`."""
+    location, colon, name = source.rpartition(":")
+    return bool(colon and location) and name.isidentifier()
+
+
+def _load_function(text: str, *, wanted: str) -> Callable[..., Any]:
+    function = load_object(text, wanted=wanted)
+    if not callable(function):
+        raise LauncherError(f"{text} is {function!r:.80}, and {wanted} must be callable")
+    return function

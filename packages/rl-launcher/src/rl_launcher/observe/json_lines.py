@@ -1,0 +1,119 @@
+"""Files of one JSON object a line: appended so that a killed process loses nothing, read so that a torn line costs one.
+
+It does not know what the objects mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rl_launcher.observe.run_directory import RunDirectoryError, describe
+
+__all__ = ["JsonLines", "JsonLinesWriter", "JsonValue", "finite_number", "read_json_lines"]
+
+JsonValue = str | float | bool | None
+"""What a flat JSON object may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """What could be read of a file."""
+
+    rows: list[dict[str, JsonValue]]
+    """The objects, in the file's order."""
+
+    unreadable: int
+    """Lines that are not a JSON object, such as the last one of a run that was killed while it wrote."""
+
+
+class JsonLinesWriter:
+    """Append to a file; a line that `append` returned from is with the operating system, whatever happens next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+            # After a torn line the next object would be torn as well.
+            if self._file.tell() and _last_byte(path) != b"\n":
+                self._file.write(b"\n")
+        except OSError as error:
+            raise RunDirectoryError(f"{path} cannot be opened for writing: {describe(error)}") from error
+
+    def append(self, row: Mapping[str, JsonValue]) -> None:
+        """Write one object as one line; a number that is not finite becomes null, which JSON can hold.
+
+        Raises:
+            RunDirectoryError: the disk refused the line; the lines before it are whole.
+        """
+        finite = {name: None if _is_not_finite(value) else value for name, value in row.items()}
+        line = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            self._write_all(line.encode())
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self._path} cannot be written: {describe(error)}; every earlier line is whole"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLinesWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_all(self, data: bytes) -> None:
+        while data:
+            data = data[self._file.write(data) :]
+
+
+def read_json_lines(path: Path) -> JsonLines:
+    """Read every line that is a JSON object, and count those that are not.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows: list[dict[str, JsonValue]] = []
+    unreadable = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                unreadable += 1
+    return JsonLines(rows, unreadable)
+
+
+def finite_number(value: object) -> float | None:
+    """The number that `value` is, or None if it is something else, not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _is_not_finite(value: JsonValue) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1)

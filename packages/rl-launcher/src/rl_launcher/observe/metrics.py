@@ -1,0 +1,129 @@
+"""The figures of a run as they are made: a JSON line and TensorBoard scalars for each logged step, and the samples.
+
+It does not know what a metric means; `glossary` does. The trainer chooses when to log.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from rl_launcher.observe.json_lines import JsonLinesWriter, JsonValue, read_json_lines
+from rl_launcher.observe.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["MetricError", "MetricsLog", "Sample", "read_metrics"]
+
+_OURS = ("stage", "step", "time_s")
+
+
+class MetricError(ValueError):
+    """A metric that cannot be logged under the name it was given."""
+
+
+class Sample(TypedDict):
+    """One held-out answer."""
+
+    when: Literal["before", "after"]
+    """Before or after the training of `stage`."""
+    stage: str
+    """The stage whose training lies between before and after."""
+    prompt: str
+    """What was asked; it pairs an answer from before with the one from after."""
+    expected: str | None
+    """The right answer, where there is one."""
+    response: str
+    """What the policy answered."""
+    reward: float
+    """What the environment gave for it; 1 or more counts as right."""
+    truncated: bool
+    """Whether the answer ended at the token limit and not with a stop token."""
+
+
+class MetricsLog:
+    """Log a run. Use it as a context manager, around all of its stages.
+
+    with MetricsLog(run) as log:
+        log.write("grpo", 1, {"reward": 0.3, "phase_s/generate": 0.11})
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._start = time.monotonic()
+        self._lines = JsonLinesWriter(run.metrics)
+        self._tensorboard: SummaryWriter | None = None
+
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        """Append one line `{"stage", "step", "time_s", **values}` and the scalars `stage/name` at `step`.
+
+        `time_s` counts seconds since the log was opened. The line is out of this process when the call returns. A
+        value that is not finite is null in the line and absent from TensorBoard, which would draw it as zero.
+
+        Raises:
+            MetricError: a value is named like a field of the log's own.
+            RunDirectoryError: the disk refused the line.
+        """
+        clashes = sorted(set(values) & set(_OURS))
+        if clashes:
+            raise MetricError(
+                f"metrics of stage {stage!r} at step {step} are named {', '.join(clashes)}, which the log itself "
+                f"writes ({', '.join(_OURS)}); name them otherwise"
+            )
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        row: dict[str, JsonValue] = {
+            "stage": stage,
+            "step": step,
+            "time_s": round(time.monotonic() - self._start, 4),
+            **numbers,
+        }
+        self._lines.append(row)
+        writer = self._summary_writer()
+        for name, value in numbers.items():
+            if math.isfinite(value):
+                writer.add_scalar(f"{stage}/{name}", value, step)
+
+    def write_samples(self, samples: Iterable[Sample]) -> None:
+        """Append held-out answers.
+
+        Raises:
+            RunDirectoryError: the disk refused them.
+        """
+        with JsonLinesWriter(self._run.samples) as lines:
+            for sample in samples:
+                lines.append({**sample})
+
+    def close(self) -> None:
+        """Close the files; a second time does nothing."""
+        self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _summary_writer(self) -> SummaryWriter:
+        if self._tensorboard is None:
+            # TensorBoard takes a second to import, which reading a run should not pay.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self._run.tensorboard))
+        return self._tensorboard
+
+
+def read_metrics(run: RunDirectory) -> list[dict[str, JsonValue]]:
+    """Read the lines of a run in the order in which they were written; [] where nothing was logged yet.
+
+    A torn line is left out; `json_lines.read_json_lines` counts those.
+    """
+    return read_json_lines(run.metrics).rows if run.metrics.exists() else []

@@ -1,0 +1,202 @@
+"""Which charts a run is worth: the one that tells its story, and those of each stage.
+
+A chart is drawn where its metric was logged, whatever the stage is called; a metric that nobody here has heard of gets
+a plain one. It does not know how a chart is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_launcher.observe.figures import format_duration
+from rl_launcher.observe.glossary import METRICS, PHASE_PREFIX, Metric
+from rl_launcher.observe.report.chart import Chart, Curve, Limit, draw
+from rl_launcher.observe.report.markup import Html, element
+from rl_launcher.observe.report.record import Row, RunRecord, number
+from rl_launcher.observe.report.series import Points, points, smooth
+from rl_launcher.observe.report.typography import typeset_value
+
+__all__ = ["curves_section", "headline_section"]
+
+_ENOUGH_TO_SMOOTH = 16
+_AGREEMENT = "token_mult_prob_error"
+# A mean of exp |…| over fp32 log-probabilities that differ by rounding alone lies about this far above 1.
+_AGREEMENT_FLOOR = 1e-8
+_AGREEMENT_FAULT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """One chart: the metric it is about, then those that are drawn with it."""
+
+    title: str
+    metric: str
+    second: str | None = None
+    held_out: str | None = None
+    greedy: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.metric, self.second, self.held_out, self.greedy) if name)
+
+
+_HEADLINES = (
+    _Spec("Reward", "reward", held_out="held_out_sampled", greedy="held_out_greedy"),
+    _Spec("Margin", "margin", held_out="held_out_margin"),
+    _Spec("Loss", "loss"),
+)
+_SPECS = (
+    *_HEADLINES,
+    _Spec("Pair accuracy", "pair_accuracy", held_out="held_out_pair_accuracy"),
+    _Spec("Held-out reward", "held_out_sampled", greedy="held_out_greedy"),
+    _Spec("Log-ratio to the reference", "chosen_logratio", second="rejected_logratio"),
+    _Spec("Groups with signal", "groups_with_signal"),
+    _Spec("Entropy", "entropy"),
+    _Spec("Trainer / engine agreement", _AGREEMENT),
+    _Spec("KL, engine to trainer", "kl_engine"),
+    _Spec("Clipped tokens", "clip_fraction"),
+    _Spec("Gradient norm", "grad_norm"),
+    _Spec("Learning rate", "learning_rate"),
+    _Spec("Response length", "response_tokens"),
+    _Spec("Truncated responses", "truncated"),
+    _Spec("Likelihood loss", "nll"),
+    _Spec("Tokens per second", "tokens_per_s"),
+    _Spec("Refit time", "refit_s"),
+)
+_TOLD_ELSEWHERE = frozenset({"time_s", "step", "stage", "version", "refit_bytes", "sampled_tokens", "trained_tokens"})
+
+
+def headline_section(record: RunRecord) -> Html | None:
+    """The chart that tells the run's story, of its last stage that has one; None if nothing was logged."""
+    found = _headline(record)
+    if found is None:
+        return None
+    stage, spec = found
+    return element("section", _chart(record.stages[stage], spec, title=f"{spec.title}, {stage}", wide=True), id="story")
+
+
+def curves_section(record: RunRecord) -> Html | None:
+    """Every other chart, stage by stage; None if there is none."""
+    headline = _headline(record)
+    blocks = []
+    for stage, rows in record.stages.items():
+        told = headline[1].names if headline is not None and headline[0] == stage else ()
+        charts = _stage_charts(rows, told=told)
+        heading = element("h3", stage, element("small", _describe(rows)))
+        blocks.append(element("div", heading, element("div", *charts, class_="charts"), class_="stage"))
+    if not blocks:
+        return None
+    lead = "Pale lines are the steps as logged, dark ones their centred mean; the figures are its first and its last value."
+    return element("section", element("h2", "Stage by stage"), element("p", lead, class_="lead"), *blocks, id="curves")
+
+
+def _headline(record: RunRecord) -> tuple[str, _Spec] | None:
+    for spec in _HEADLINES:
+        for stage in reversed(record.stages):
+            if _is_a_curve(points(record.stages[stage], spec.metric)):
+                return stage, spec
+    return None
+
+
+def _stage_charts(rows: Sequence[Row], *, told: Sequence[str]) -> list[Html]:
+    drawn = set(told)
+    charts = []
+    for spec in _SPECS:
+        if spec.metric not in drawn and _is_a_curve(points(rows, spec.metric)):
+            charts.append(_chart(rows, spec))
+            drawn.update(spec.names)
+    listed = {name for spec in _SPECS for name in spec.names} | _TOLD_ELSEWHERE
+    others = {name: None for row in rows for name in row if name not in listed and not name.startswith(PHASE_PREFIX)}
+    charts += [_chart(rows, _Spec(name, name)) for name in others if _is_a_curve(points(rows, name))]
+    return charts
+
+
+def _chart(rows: Sequence[Row], spec: _Spec, *, title: str | None = None, wide: bool = False) -> Html:
+    metric = METRICS.get(spec.metric, Metric(spec.metric, "number", "Logged by the trainer under this name."))
+    curves = _curves(rows, spec, named=wide)
+    if spec.metric == _AGREEMENT:
+        return _agreement_chart(curves, title or spec.title)
+    unit = metric.unit
+    if unit == "score":
+        values = [value for curve in curves for _, value in curve.points if value is not None]
+        unit = _score_unit(values)
+    return draw(
+        Chart(
+            title=title or spec.title,
+            note=metric.meaning,
+            unit=unit,
+            curves=curves,
+            change=None if wide else _change(next(curve for curve in curves if curve.role == "main"), unit),
+            wide=wide,
+        )
+    )
+
+
+def _curves(rows: Sequence[Row], spec: _Spec, *, named: bool) -> list[Curve]:
+    main = points(rows, spec.metric)
+    label = _label(spec.metric)
+    prefix = f"{label}, " if named or spec.second else ""
+    curves = []
+    if len(main) >= _ENOUGH_TO_SMOOTH and spec.metric not in ("learning_rate", _AGREEMENT):
+        curves.append(Curve(label=f"{prefix}each step", role="raw", points=main))
+        main, label = smooth(main), f"{prefix}smoothed"
+    curves.append(Curve(label=label, role="main", points=main))
+    for name, role in ((spec.second, "second"), (spec.greedy, "greedy"), (spec.held_out, "held-out")):
+        curve = points(rows, name) if name else []
+        if any(value is not None for _, value in curve):
+            curves.append(Curve(label=_label(name or ""), role=role, points=curve))
+    return curves
+
+
+def _agreement_chart(curves: Sequence[Curve], title: str) -> Html:
+    excess = [
+        Curve(
+            label="mean exp |logp − logp_old| − 1",
+            role=curve.role,
+            points=[(step, None if value is None else max(value - 1, _AGREEMENT_FLOOR)) for step, value in curve.points],
+        )
+        for curve in curves
+    ]
+    worst = max(value for curve in excess for _, value in curve.points if value is not None)
+    return draw(
+        Chart(
+            title=title,
+            note="How far the mean of exp |logp − logp_old| over tokens lies above 1, which is perfect.",
+            unit="scientific",
+            curves=excess,
+            change="≤ " + typeset_value(worst, "scientific"),
+            limit=Limit(value=_AGREEMENT_FAULT, label="above: a fault"),
+            log_floor=_AGREEMENT_FLOOR,
+        )
+    )
+
+
+def _change(curve: Curve, unit: str) -> str:
+    values = [value for _, value in curve.points if value is not None]
+    return f"{typeset_value(values[0], unit)} → {typeset_value(values[-1], unit)}"
+
+
+def _describe(rows: Sequence[Row]) -> str:
+    steps = [step for row in rows if (step := number(row, "step")) is not None]
+    seconds = [time for row in rows if (time := number(row, "time_s")) is not None]
+    parts = [f"{max(steps):.0f} steps"]
+    if len(seconds) > 1:
+        parts.append(format_duration(max(seconds) - min(seconds)))
+    for name in ("held_out_sampled", "held_out_greedy"):
+        values = [value for _, value in points(rows, name) if value is not None]
+        if values:
+            parts.append(f"{_label(name)} {typeset_value(values[-1], _score_unit(values))}")
+    return " · ".join(parts)
+
+
+def _score_unit(values: Sequence[float]) -> str:
+    return "share" if min(values) >= 0 and max(values) <= 1 else "number"
+
+
+def _label(name: str) -> str:
+    return METRICS[name].label if name in METRICS else name
+
+
+def _is_a_curve(curve: Points) -> bool:
+    return sum(value is not None for _, value in curve) > 1

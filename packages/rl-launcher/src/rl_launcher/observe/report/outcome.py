@@ -1,0 +1,226 @@
+"""What came of a run: the sentence at the top and the figures under it.
+
+Where the summary lacks a figure, the log supplies it; where both do, it is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from dataclasses import dataclass
+
+from rl_launcher.observe.figures import format_count, format_duration
+from rl_launcher.observe.report.markup import Html, element, fragment
+from rl_launcher.observe.report.record import RunRecord, number, text
+from rl_launcher.observe.report.series import points
+from rl_launcher.observe.report.typography import typeset_value
+
+__all__ = ["cards", "masthead"]
+
+# Two-sided 95 % of a normal distribution.
+_QUANTILE_95 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldOut:
+    """A held-out mean before and after; either may be unknown."""
+
+    before: float | None
+    after: float | None
+    size: int | None
+
+    @property
+    def unit(self) -> str:
+        return "share" if all(0 <= value <= 1 for value in (self.before, self.after) if value is not None) else "score"
+
+    def margin(self) -> float | None:
+        """Half of the 95 % interval of `after`; an upper bound for rewards that are not just 0 or 1."""
+        if self.after is None or not self.size or self.unit != "share":
+            return None
+        return _QUANTILE_95 * math.sqrt(self.after * (1 - self.after) / self.size)
+
+
+def masthead(record: RunRecord) -> Html:
+    """The title, the sentence that says what came of the run, and when and how it was made."""
+    algorithm = text(record.summary, "algorithm")
+    stages = " → ".join(record.stages) or algorithm
+    return element(
+        "header",
+        element("p", "Training run", element("span", stages, class_="chip") if stages else None, class_="eyebrow"),
+        element("h1", title(record)),
+        element("p", *_sentence(record), class_="outcome"),
+        element("p", " · ".join(_facts(record)), class_="facts"),
+    )
+
+
+def title(record: RunRecord) -> str:
+    """What the run is called: its task, or its folder's name."""
+    return text(record.summary, "task") or record.path.name
+
+
+def cards(record: RunRecord) -> Html:
+    """The figures that people ask for first."""
+    found = [
+        _held_out_card(record),
+        _greedy_card(record),
+        _steps_card(record),
+        _time_card(record),
+        _tokens_card(record),
+    ]
+    return element("div", *(card for card in found if card is not None), class_="cards")
+
+
+def _held_out(record: RunRecord, kind: str) -> _HeldOut:
+    logged = [value for _, value in points(record.rows, f"held_out_{kind}") if value is not None]
+    before = number(record.summary, f"held_out_{kind}_before")
+    after = number(record.summary, f"held_out_{kind}_after")
+    if before is None and len(logged) > 1:
+        before = logged[0]
+    if after is None and logged:
+        after = logged[-1]
+    size = number(record.summary, "held_out_size")
+    return _HeldOut(before, after, None if size is None else round(size))
+
+
+def _sentence(record: RunRecord) -> list[str | Html]:
+    held_out = _held_out(record, "sampled")
+    steps, wall_s = _num_steps(record), _wall_s(record)
+    took = f"In {steps} steps" + (f" and {format_duration(wall_s)}" if wall_s is not None else "")
+    start: list[str | Html] = []
+    if record.interrupted:
+        start = [element("strong", "Interrupted."), " "]
+    if held_out.after is None:
+        return [*start, f"{took} the policy was trained; it was not evaluated on held-out problems."]
+    after = element("strong", typeset_value(held_out.after, held_out.unit))
+    problems = f"{held_out.size} held-out problems" if held_out.size else "held-out problems"
+    what = "share of right answers" if _rewards_are_right_or_wrong(record) else "mean reward"
+    if held_out.before is None:
+        return [*start, f"{took} the {what} on {problems} came to ", after, "."]
+    verb = "rose" if held_out.after > held_out.before else "fell" if held_out.after < held_out.before else "stayed"
+    before = element("strong", typeset_value(held_out.before, held_out.unit), class_="before")
+    return [*start, f"{took} the {what} on {problems} {verb} from ", before, " to ", after, "."]
+
+
+def _facts(record: RunRecord) -> list[str]:
+    moment = text(record.versions, "collected_at")
+    facts = [_date(moment) if moment else "date unknown", record.path.name]
+    torch = text(record.versions, "torch")
+    if torch:
+        facts.append(f"torch {torch}")
+    cores = number(record.versions, "cpu_count")
+    if cores:
+        facts.append(f"{cores:.0f} cores")
+    return facts
+
+
+def _date(moment: str) -> str:
+    # Minutes are enough to tell two runs apart; what does not look like ISO 8601 stays as it is.
+    return re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1, \2 UTC", moment)
+
+
+def _held_out_card(record: RunRecord) -> Html | None:
+    held_out = _held_out(record, "sampled")
+    if held_out.after is None:
+        return None
+    value: list[str | Html] = [typeset_value(held_out.after, held_out.unit)]
+    meter = None
+    if held_out.before is not None:
+        before = element("span", typeset_value(held_out.before, held_out.unit), class_="before")
+        value = [before, element("span", " → ", class_="arrow"), *value]
+        meter = _meter(held_out)
+    return _card("Held-out, sampled", fragment(*value), _uncertainty(held_out), extra=meter, lead=True)
+
+
+def _uncertainty(held_out: _HeldOut) -> str:
+    parts = []
+    if held_out.before is not None and held_out.after is not None and held_out.unit == "share":
+        parts.append(f"{100 * (held_out.after - held_out.before):+.1f} points".replace("-", "−"))
+    if held_out.size:
+        parts.append(f"{held_out.size} problems")
+    margin = held_out.margin()
+    if margin is not None:
+        parts.append(f"± {100 * margin:.1f} at 95 %")
+    return " · ".join(parts)
+
+
+def _meter(held_out: _HeldOut) -> Html | None:
+    if held_out.unit != "share" or held_out.before is None or held_out.after is None:
+        return None
+    bars = [
+        element("span", class_=f"fill {name}", style=f"width:{100 * value:.1f}%")
+        for name, value in (("before", held_out.before), ("after", held_out.after))
+    ]
+    return element("div", *bars, class_="meter", aria_hidden="true")
+
+
+def _greedy_card(record: RunRecord) -> Html | None:
+    held_out = _held_out(record, "greedy")
+    if held_out.after is None:
+        return None
+    before = f"before: {typeset_value(held_out.before, held_out.unit)}" if held_out.before is not None else ""
+    return _card("Held-out, greedy", typeset_value(held_out.after, held_out.unit), before)
+
+
+def _steps_card(record: RunRecord) -> Html | None:
+    steps = _num_steps(record)
+    stages = " · ".join(f"{name} {_last_step(record, name)}" for name in record.stages)
+    return _card("Optimizer steps", str(steps), stages) if steps else None
+
+
+def _time_card(record: RunRecord) -> Html | None:
+    wall_s, steps = _wall_s(record), _num_steps(record)
+    if wall_s is None:
+        return None
+    return _card("Wall time", format_duration(wall_s), f"{format_duration(wall_s / steps)} a step" if steps else "")
+
+
+def _tokens_card(record: RunRecord) -> Html | None:
+    sampled, trained = (
+        sum(value for _, value in points(record.rows, name) if value is not None)
+        for name in ("sampled_tokens", "trained_tokens")
+    )
+    speed = _speed(record)
+    if sampled or trained:
+        return _card("Tokens", format_count(sampled + trained), speed or "sampled and trained on")
+    return None if speed is None else _card("Speed", speed, "median of the steps")
+
+
+def _speed(record: RunRecord) -> str | None:
+    for stage in reversed(record.stages):
+        speeds = [value for _, value in points(record.stages[stage], "tokens_per_s") if value is not None]
+        if speeds:
+            return f"{format_count(statistics.median(speeds))}/s in {stage}"
+    return None
+
+
+def _card(label: str, value: str, note: str, *, extra: Html | None = None, lead: bool = False) -> Html:
+    return element(
+        "div",
+        element("h3", label),
+        element("p", value, class_="value"),
+        extra,
+        element("p", note, class_="note") if note else None,
+        class_="card lead-card" if lead else "card",
+    )
+
+
+def _num_steps(record: RunRecord) -> int:
+    steps = number(record.summary, "steps")
+    return round(steps) if steps is not None else sum(_last_step(record, name) for name in record.stages)
+
+
+def _last_step(record: RunRecord, stage: str) -> int:
+    return round(max(number(row, "step") or 0.0 for row in record.stages[stage]))
+
+
+def _wall_s(record: RunRecord) -> float | None:
+    wall_s = number(record.summary, "wall_s")
+    if wall_s is not None:
+        return wall_s
+    return max((time for row in record.rows if (time := number(row, "time_s")) is not None), default=None)
+
+
+def _rewards_are_right_or_wrong(record: RunRecord) -> bool:
+    rewards = {number(sample, "reward") for sample in record.samples}
+    return bool(rewards) and rewards <= {0.0, 1.0}

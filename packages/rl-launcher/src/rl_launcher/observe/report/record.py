@@ -1,0 +1,121 @@
+"""All that the files of a run say, read so that what is missing or broken is a remark and not an exception.
+
+It does not know the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rl_launcher.observe.json_lines import JsonLines, JsonValue, finite_number, read_json_lines
+from rl_launcher.observe.run_directory import RunDirectory
+
+__all__ = ["Row", "RunRecord", "number", "read_record", "section", "text"]
+
+T = TypeVar("T")
+Row = dict[str, JsonValue]
+"""One line of a file of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What a run left."""
+
+    path: Path
+    """Its folder."""
+    recipe: str
+    """The resolved recipe; "" where there is none."""
+    summary: Mapping[str, object]
+    """The figures of the whole run; empty where there are none."""
+    versions: Mapping[str, object]
+    """What it was made with; empty where that is not known."""
+    stages: Mapping[str, list[Row]]
+    """The logged steps of each stage, stages in the order in which they began."""
+    samples: list[Row]
+    """Held-out answers."""
+    remarks: list[str] = field(default_factory=list)
+    """What is missing or could not be read, a sentence each."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The logged steps of all stages."""
+        return [row for rows in self.stages.values() for row in rows]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run ended early: it says so, or it never came to write its summary."""
+        return bool(self.summary.get("interrupted", not self.summary))
+
+
+def read_record(run: RunDirectory) -> RunRecord:
+    """Read the files of a run. Nothing that they hold or lack raises."""
+    remarks: list[str] = []
+    no_lines = JsonLines([], 0)
+    metrics = _read(run.metrics, read_json_lines, no_lines, "there are no curves", remarks)
+    summary = _read(run.summary, _read_object, {}, "the figures below are those that the log holds", remarks)
+    samples = _read(run.samples, read_json_lines, no_lines, "there are no answers to compare", remarks)
+    recipe = _read(run.recipe, _read_text, "", "the settings of the run are not known", remarks)
+    versions = _read(run.versions, _read_object, {}, "what the run was made with is not known", remarks)
+    stages: dict[str, list[Row]] = {}
+    unplaced = 0
+    for row in metrics.rows:
+        stage = text(row, "stage")
+        if stage is None or number(row, "step") is None:
+            unplaced += 1
+        else:
+            stages.setdefault(stage, []).append(row)
+    for path, unreadable in ((run.metrics, metrics.unreadable + unplaced), (run.samples, samples.unreadable)):
+        if unreadable:
+            lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
+            remarks.append(f"{lines} of {path.name} could not be read and {'is' if unreadable == 1 else 'are'} left out.")
+    return RunRecord(
+        path=run.path,
+        recipe=recipe,
+        summary=summary,
+        versions=versions,
+        stages=stages,
+        samples=samples.rows,
+        remarks=remarks,
+    )
+
+
+def number(values: Mapping[str, object], name: str) -> float | None:
+    """The finite number of that name, or None."""
+    return finite_number(values.get(name))
+
+
+def text(values: Mapping[str, object], name: str) -> str | None:
+    """The string of that name, or None."""
+    value = values.get(name)
+    return value if isinstance(value, str) else None
+
+
+def section(values: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """The object of that name, or an empty one."""
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _read(path: Path, reader: Callable[[Path], T], otherwise: T, consequence: str, remarks: list[str]) -> T:
+    try:
+        return reader(path)
+    except FileNotFoundError:
+        remarks.append(f"{path.name} is missing: {consequence}.")
+    except (OSError, ValueError) as error:
+        remarks.append(f"{path.name} could not be read ({type(error).__name__}): {consequence}.")
+    return otherwise
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _read_object(path: Path) -> Mapping[str, object]:
+    value = json.loads(_read_text(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return value

@@ -1,0 +1,96 @@
+"""The same questions before and after training, side by side, each answer marked in words and not by colour alone.
+
+It does not know how answers are judged: a reward of 1 or more is right, 0 or less is wrong, and what lies between is
+shown as its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rl_launcher.observe.report.markup import Html, element
+from rl_launcher.observe.report.record import Row, RunRecord, number, text
+from rl_launcher.observe.report.typography import typeset_value
+
+__all__ = ["samples_section"]
+
+# More of them make the page long without making the reader wiser; samples.jsonl has them all.
+_MOST_SHOWN = 16
+
+_WHENS = ("before", "after")
+Pair = dict[str, Row]
+
+
+def samples_section(record: RunRecord) -> Html | None:
+    """Show answers of before beside those of after; None if there are none."""
+    pairs = _pairs(record)
+    if not pairs:
+        return None
+    shown = list(pairs.items())[:_MOST_SHOWN]
+    heads = ("prompt", "expected", *_WHENS)
+    return element(
+        "section",
+        element("h2", "Before and after"),
+        element("p", _describe(pairs, num_shown=len(shown)), class_="lead"),
+        element(
+            "table",
+            element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
+            element("tbody", *(_row(prompt, pair) for (_, prompt), pair in shown)),
+            class_="samples",
+        ),
+        id="samples",
+    )
+
+
+def _pairs(record: RunRecord) -> Mapping[tuple[str, str], Pair]:
+    pairs: dict[tuple[str, str], Pair] = {}
+    for sample in record.samples:
+        prompt, when = text(sample, "prompt"), text(sample, "when")
+        if prompt is not None and when in _WHENS:
+            pairs.setdefault((text(sample, "stage") or "", prompt), {}).setdefault(when, sample)
+    return pairs
+
+
+def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int) -> str:
+    counts = []
+    for when in _WHENS:
+        answers = [pair[when] for pair in pairs.values() if when in pair]
+        right = sum(_is_right(answer) for answer in answers)
+        if answers:
+            counts.append(f"{right} of {len(answers)} right {when}")
+    shown = "" if num_shown == len(pairs) else f" The first {num_shown} are shown; samples.jsonl has all."
+    return f"Held-out problems, sampled: {', '.join(counts)} training.{shown}"
+
+
+def _row(prompt: str, pair: Pair) -> Html:
+    expected = next((found for sample in pair.values() if (found := text(sample, "expected")) is not None), None)
+    return element(
+        "tr",
+        element("th", element("pre", prompt), scope="row", data_label="prompt"),
+        element("td", element("pre", expected) if expected is not None else "–", data_label="expected"),
+        *(element("td", element("div", *_answer(pair.get(when)), class_="answer"), data_label=when) for when in _WHENS),
+    )
+
+
+def _answer(sample: Row | None) -> list[Html | str]:
+    if sample is None:
+        return ["–"]
+    answer: list[Html | str] = [_mark(sample), element("pre", text(sample, "response") or "")]
+    if sample.get("truncated") is True:
+        answer.append(element("small", "cut off at the token limit"))
+    return answer
+
+
+def _mark(sample: Row) -> Html:
+    reward = number(sample, "reward")
+    if reward is None:
+        return element("span", "no reward", class_="mark-word")
+    if _is_right(sample):
+        return element("span", "✓ right", class_="mark-word right")
+    if reward <= 0:
+        return element("span", "✗ wrong", class_="mark-word wrong")
+    return element("span", f"reward {typeset_value(reward, 'number')}", class_="mark-word")
+
+
+def _is_right(sample: Row) -> bool:
+    return (number(sample, "reward") or 0.0) >= 1

@@ -1,0 +1,69 @@
+"""The quickstart's task: sort a string of 4 to 8 digits. `73187191>` is answered by `11137789`.
+
+Demonstrations are noisy on purpose: more than half of them are wrong, so that a model that imitates them knows the task
+and makes its mistakes. What reinforcement learning adds is then visible: it repairs what imitation cannot.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from rl_algorithms.data import Dataset, Row, make_row
+
+__all__ = ["dataset", "reward"]
+
+NUM_HELD_OUT, NUM_DEMONSTRATIONS, NUM_TRAIN = 1000, 4000, 8000
+CORRUPTED_SHARE = 0.6  # a corruption may by chance leave the answer right: about 56 % of the demonstrations are wrong
+DIGITS = "0123456789"
+
+
+def dataset() -> Dataset:
+    """Disjoint questions to hold out, to demonstrate and to learn from. The same ones in every run."""
+    questions = _questions(random.Random(1234))
+    corruption = random.Random(77)
+    held_out = [_row(next(questions), index, "held-out") for index in range(NUM_HELD_OUT)]
+    demonstrations = [
+        _demonstration(next(questions), index, corruption) for index in range(NUM_DEMONSTRATIONS)
+    ]
+    train = [_row(next(questions), index, "train") for index in range(NUM_TRAIN)]
+    return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)
+
+
+def reward(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+    """1 for the right answer, 0 for any other."""
+    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def _questions(rng: random.Random) -> Iterator[str]:
+    seen: set[str] = set()
+    while True:
+        digits = "".join(rng.choice(DIGITS) for _ in range(rng.randint(4, 8)))
+        if digits not in seen:
+            seen.add(digits)
+            yield digits
+
+
+def _row(digits: str, index: int, part: str) -> Row:
+    return make_row({"prompt": f"{digits}>", "answer": "".join(sorted(digits))}, where=f"sort_digits {part} row {index}")
+
+
+def _demonstration(digits: str, index: int, rng: random.Random) -> Row:
+    answer = "".join(sorted(digits))
+    if rng.random() < CORRUPTED_SHARE:
+        answer = _corrupted(answer, rng)
+    return make_row({"prompt": f"{digits}>", "answer": answer}, where=f"sort_digits demonstration {index}")
+
+
+def _corrupted(answer: str, rng: random.Random) -> str:
+    """Two digits swapped, or one replaced, dropped or doubled."""
+    digits, at = list(answer), rng.randrange(len(answer))
+    match rng.choice(("swap", "replace", "drop", "double")):
+        case "swap":
+            other = rng.randrange(len(digits))
+            digits[at], digits[other] = digits[other], digits[at]
+        case "replace":
+            digits[at] = rng.choice(DIGITS)
+        case "drop":
+            del digits[at]
+        case _:
+            digits.insert(at, digits[at])
+    return "".join(digits)

@@ -1,0 +1,186 @@
+"""One run, from a resolved recipe to a run directory that says all about it.
+
+    directory -> parts -> sft -> held-out before -> grpo or dpo -> held-out after -> model, summary, report
+
+Whatever ends a run early, a signal or an error, first saves the weights, the log and a report of what there is.
+"""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_launcher.building import Parts, build
+from rl_launcher.errors import LauncherError
+from rl_launcher.evaluating import Evaluator, HeldOut
+from rl_launcher.observe import LiveView, MetricsLog, RunDirectory, StageTotal, collect_versions, write_report
+from rl_launcher.recipe import Resolved
+from rl_launcher.recipe_schema import Recipe
+from rl_launcher.recording import Recorder
+from rl_launcher.stages import dpo, grpo, sft
+
+__all__ = ["RunStoppedError", "run"]
+
+
+class RunStoppedError(LauncherError):
+    """A run that ended early; `interrupted` says whether a person or a signal ended it, and the cause is chained."""
+
+    def __init__(self, message: str, *, interrupted: bool) -> None:
+        super().__init__(message)
+        self.interrupted = interrupted
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What is known of the result so far."""
+
+    before: HeldOut | None = None
+    after: HeldOut | None = None
+    interrupted: bool = False
+
+
+def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
+    """Carry out a recipe; return the summary that is also in `summary.json`.
+
+    Raises:
+        ValueError: the recipe's parts refuse before training; nothing is left behind.
+        RunStoppedError: training ended early; the run directory holds what was reached.
+    """
+    started, recipe = time.perf_counter(), resolved.value
+    if recipe.cpu_threads is not None:
+        torch.set_num_threads(recipe.cpu_threads)
+    directory = RunDirectory.create(recipe.run_dir)
+    try:
+        parts = build(recipe)
+        directory.recipe.write_text(resolved.to_yaml(), encoding="utf-8")
+        directory.versions.write_text(json.dumps(collect_versions(), indent=2), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(directory.path, ignore_errors=True)  # nothing was trained, so nothing is lost
+        raise
+    outcome = _Outcome()
+    with MetricsLog(directory) as log, LiveView(_title(recipe), _stage_totals(recipe)) as view, _terminable():
+        recorder, evaluator = Recorder(log, view), Evaluator(parts, recipe)
+        try:
+            _train(recipe, parts, evaluator, recorder, outcome)
+            parts.policy.save_pretrained(directory.model)
+            parts.tokenizer.save_pretrained(directory.model)
+        except BaseException as error:
+            outcome.interrupted = True
+            raise _stopped(error, directory, parts) from error
+        finally:
+            summary = _summary(recipe, directory, parts, recorder, outcome, evaluator.size)
+            summary["wall_s"] = round(time.perf_counter() - started, 2)
+            directory.summary.write_text(json.dumps(summary, indent=2), encoding="utf-8")
+            write_report(directory)
+    return summary
+
+
+def _train(recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder, outcome: _Outcome) -> None:
+    parts.weight_sync(version=0)  # proves, before anything is trained, that every weight of the engine can be fed
+    headline = headline_stage(recipe)
+    if recipe.sft is not None and headline != "sft":
+        recorder.start()
+        sft.run(recipe.sft, recipe, parts, evaluator, recorder)
+    outcome.before = evaluator.both()
+    recorder.message(f"held out before {headline}: {outcome.before.describe()}")
+    recorder.log.write_samples(evaluator.samples(outcome.before, stage=headline, when="before"))
+    recorder.start()
+    if recipe.grpo is not None:
+        grpo.run(recipe.grpo, recipe, parts, evaluator, recorder)
+    elif recipe.dpo is not None:
+        dpo.run(recipe.dpo, recipe, parts, evaluator, recorder)
+    elif recipe.sft is not None:
+        sft.run(recipe.sft, recipe, parts, evaluator, recorder)
+    outcome.after = evaluator.both()
+    recorder.message(f"held out after {headline}: {outcome.after.describe()}")
+    recorder.log.write_samples(evaluator.samples(outcome.after, stage=headline, when="after"))
+    if parts.environment.errors:
+        recorder.message(f"{parts.environment.errors} answers could not be judged and counted as 0 (env.on_error=zero)")
+
+
+def headline_stage(recipe: Recipe) -> str:
+    """The stage that the run is about: before and after mean before and after this one."""
+    return "grpo" if recipe.grpo is not None else "dpo" if recipe.dpo is not None else "sft"
+
+
+def _summary(
+    recipe: Recipe, directory: RunDirectory, parts: Parts, recorder: Recorder, outcome: _Outcome, held_out_size: int
+) -> dict[str, Any]:
+    headline = headline_stage(recipe)
+    report = parts.weight_sync.last
+    return {
+        "run_dir": str(directory.path),
+        "task": recipe.data.source,
+        "algorithm": headline,
+        "seed": recipe.seed,
+        "interrupted": outcome.interrupted,
+        "held_out_sampled_before": outcome.before and round(outcome.before.sampled.mean, 4),
+        "held_out_sampled_after": outcome.after and round(outcome.after.sampled.mean, 4),
+        "held_out_greedy_before": outcome.before and round(outcome.before.greedy.mean, 4),
+        "held_out_greedy_after": outcome.after and round(outcome.after.greedy.mean, 4),
+        "held_out_size": held_out_size,
+        "steps": parts.policy.version,
+        "tokens": recorder.num_tokens,
+        "reward_errors": parts.environment.errors,
+        "phase_share": {name: round(share, 4) for name, share in recorder.phase_share(headline).items()},
+        "refit": report and {
+            "count": parts.weight_sync.count,
+            "tensors": report.tensors,
+            "bytes": report.bytes,
+            "digest": report.digest,
+            "version": report.version,
+        },
+    }
+
+
+def _stopped(error: BaseException, directory: RunDirectory, parts: Parts) -> RunStoppedError:
+    """Save the weights as they are; a second signal does not get in between."""
+    with _deaf():
+        parts.policy.save_pretrained(directory.interrupted)
+        parts.tokenizer.save_pretrained(directory.interrupted)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    what = "interrupted" if interrupted else f"stopped: {error}" if isinstance(error, ValueError | RuntimeError) else f"failed: {error!r}"
+    return RunStoppedError(
+        f"{what}\nThe weights after {parts.policy.version} optimizer steps are in {directory.interrupted}, the log and a "
+        f"report beside them. Go on from there with policy.model_name={directory.interrupted} sft=null run_dir=…",
+        interrupted=interrupted,
+    )
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Treat SIGTERM, which schedulers send, like Ctrl-C."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _title(recipe: Recipe) -> str:
+    return f"{headline_stage(recipe)} · {recipe.data.source} · {recipe.policy.model_name}"
+
+
+def _stage_totals(recipe: Recipe) -> list[StageTotal]:
+    stages = {"sft": recipe.sft, "grpo": recipe.grpo, "dpo": recipe.dpo}
+    return [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in stages.items() if stage is not None]

@@ -1,0 +1,38 @@
+"""The GRPO stage: prompts, rollouts, rewards, steps, refit; the loop itself is `rl_algorithms.grpo.train`."""
+
+from rl_algorithms import grpo
+from rl_algorithms.data import batches
+from rl_generation import Sampling
+
+from rl_launcher.building import Parts
+from rl_launcher.evaluating import Evaluator
+from rl_launcher.recipe_schema import GRPOStage, Recipe
+from rl_launcher.recording import Recorder
+
+__all__ = ["run"]
+
+
+def run(stage: GRPOStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
+    """Train for the stage's steps; the engine holds the policy's weights before, between and after."""
+    policy, generation = parts.policy, recipe.policy.generation
+    policy.start_training(stage.optimizer, num_steps=stage.max_num_steps, temperature=generation.temperature)
+    learning_rate, taken = policy.learning_rate, 0
+    for metrics in grpo.train(
+        policy=policy,
+        engine=parts.engine,
+        weight_sync=parts.weight_sync,
+        environment=parts.environment,
+        prompts=batches(parts.prompts, size=stage.num_prompts, seed=recipe.seed),
+        chat=parts.chat,
+        sampling=Sampling(max_new_tokens=generation.max_new_tokens, temperature=generation.temperature),
+        config=stage,
+        version=policy.version,
+        seed=recipe.seed,
+    ):
+        previous, taken = taken, taken + stage.steps_per_generation
+        extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
+        if evaluator.due(previous, taken):
+            with recorder.phase("evaluate"):
+                extra["held_out_greedy"] = evaluator.quick()
+        recorder.step("grpo", taken, {**metrics, **extra})
+        learning_rate = policy.learning_rate

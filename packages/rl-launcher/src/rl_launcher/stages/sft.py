@@ -1,0 +1,29 @@
+"""The SFT stage: demonstrations in, a policy that imitates them out; the engine gets the weights at the end."""
+
+from rl_algorithms import sft
+from rl_algorithms.data import batches
+
+from rl_launcher.building import Parts
+from rl_launcher.evaluating import Evaluator
+from rl_launcher.recipe_schema import Recipe, SFTStage
+from rl_launcher.recording import Recorder
+
+__all__ = ["run"]
+
+
+def run(stage: SFTStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
+    """Train for the stage's steps, then refit."""
+    policy = parts.policy
+    policy.start_training(stage.optimizer, num_steps=stage.max_num_steps)
+    demonstrations = batches(parts.demonstrations, size=stage.batch_size, seed=recipe.seed)
+    learning_rate = policy.learning_rate
+    steps = sft.train(policy=policy, demonstrations=demonstrations, config=stage, version=policy.version)
+    for index, metrics in enumerate(steps, start=1):
+        extra = {"learning_rate": learning_rate}
+        if index == stage.max_num_steps or evaluator.due(index - 1, index):
+            with recorder.phase("refit"):
+                parts.weight_sync(version=policy.version)
+            with recorder.phase("evaluate"):
+                extra["held_out_greedy"] = evaluator.quick()
+        recorder.step("sft", index, {**metrics, **extra})
+        learning_rate = policy.learning_rate
