@@ -1,5 +1,7 @@
 """The report, made from a synthetic run. `python test_observe_report.py FOLDER` leaves one there to look at."""
 
+import base64
+import hashlib
 import json
 import math
 import random
@@ -7,13 +9,15 @@ import re
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_launcher.observe import RunDirectory, RunDirectoryError, write_report
+from rl_launcher.observe.report.chart import Chart, Curve, draw
 from rl_launcher.observe.report.markup import element
 from rl_launcher.observe.report.scale import linear_scale, log_scale
 from rl_launcher.observe.report.series import smooth, thin
@@ -27,11 +31,10 @@ model:
 stages:
   - sft: {max_num_steps: 100, batch_size: 128, learning_rate: 2.0e-3}
   - grpo: {max_num_steps: 120, num_prompts: 32, num_generations_per_prompt: 8, learning_rate: 3.0e-4}
-  - dpo: {max_num_steps: 60, batch_size: 64, beta: 0.5}
 """
 
 
-def synthetic_run(path: Path, *, stages: tuple[str, ...] = ("sft", "grpo", "dpo"), steps: int = 120) -> RunDirectory:
+def synthetic_run(path: Path, *, stages: tuple[str, ...] = ("sft", "grpo"), steps: int = 120) -> RunDirectory:
     """What a run of the quickstart leaves, with curves of about its shape."""
     run = RunDirectory.create(path)
     generator = random.Random(0)
@@ -63,8 +66,8 @@ def synthetic_run(path: Path, *, stages: tuple[str, ...] = ("sft", "grpo", "dpo"
         json.dumps(
             {
                 "run_dir": str(path),
-                "task": "sort digits",
-                "algorithm": " → ".join(stages),
+                "task": "sort_digits",
+                "algorithm": stages[-1],
                 "held_out_sampled_before": 0.33,
                 "held_out_sampled_after": 0.909,
                 "held_out_greedy_before": 0.718,
@@ -72,6 +75,7 @@ def synthetic_run(path: Path, *, stages: tuple[str, ...] = ("sft", "grpo", "dpo"
                 "held_out_size": 1000,
                 "steps": steps * len(stages),
                 "wall_s": clock_s + 4.2,
+                "tokens": 326_000,
                 "interrupted": False,
                 "phase_share": {"generate": 0.35, "train": 0.6, "other": 0.05},
                 "refit": {"count": steps, "tensors": 26, "bytes": 1_612_800, "digest": "9f2a" * 16, "version": steps},
@@ -88,12 +92,11 @@ def _sft_rows(steps: int, generator: random.Random) -> Iterator[dict[str, float 
             "grad_norm": 0.5 + 2.4 * math.exp(-step / (steps / 5)) + generator.gauss(0, 0.05),
             "learning_rate": 2e-3 * min(1.0, step / 20),
             "tokens_per_s": 14_200 + generator.gauss(0, 400),
-            "trained_tokens": 900,
             "phase_s/train": 0.068 + generator.random() * 0.01,
             "phase_s/other": 0.0008,
         }
         if step == steps:
-            row |= {"held_out_sampled": 0.33, "held_out_greedy": 0.718, "phase_s/evaluate": 1.1}
+            row["phase_s/evaluate"] = 1.1
         yield row
 
 
@@ -105,7 +108,6 @@ def _grpo_rows(steps: int, generator: random.Random) -> Iterator[dict[str, float
             "groups_with_signal": 0.85 - 0.46 * learnt + generator.gauss(0, 0.03),
             "response_tokens": 7.1 + generator.gauss(0, 0.06),
             "truncated": abs(generator.gauss(0, 0.01)),
-            "sampled_tokens": 1818,
             "tokens_per_s": 5200 + generator.gauss(0, 250),
             "clip_fraction": 0.03 + generator.gauss(0, 0.006),
             "kl_engine": generator.gauss(0, 4e-8),
@@ -154,7 +156,10 @@ def _samples(generator: random.Random) -> Iterator[dict[str, object]]:
         digits = "".join(generator.choice("0123456789") for _ in range(generator.randint(4, 8)))
         right = "".join(sorted(digits))
         wrong = right[:2] + right[3:] + ("" if index % 2 else right[2])
-        for when, response in (("before", right if index % 4 == 0 else wrong), ("after", wrong if index == 7 else right)):
+        for when, response in (
+            ("before", right if index % 4 == 0 else wrong),
+            ("after", wrong if index == 7 else right),
+        ):
             yield {
                 "when": when,
                 "stage": "grpo",
@@ -164,6 +169,326 @@ def _samples(generator: random.Random) -> Iterator[dict[str, object]]:
                 "reward": float(response == right),
                 "truncated": index == 7 and when == "after",
             }
+
+
+def page_of(run: RunDirectory) -> str:
+    return write_report(run).read_text()
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and what is written between them; it also proves that all are closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.words += data
+
+    def named(self, name):
+        return [attributes for tag, attributes in self.tags if tag == name]
+
+
+def test_the_page_says_what_came_of_the_run(tmp_path):
+    page = Elements(page_of(synthetic_run(tmp_path / "run")))
+    for words in (
+        "GRPO raised the share of right answers on 1000 held-out problems from 33.0 % to 90.9 %.",
+        "The whole run took 240 steps and ",
+        "+57.9 points · 1000 problems · ± 1.8 at 95 %",  # 1.96 sqrt(0.909 · 0.091 / 1000) = 0.0178
+        "before: 71.8 %",
+        "2026-11-21, 09:30 UTC",
+        "Reward, grpo",
+        "3 of 10 right before, 9 of 10 right after training",
+        "cut off at the token limit",
+        "Where the time went",
+        "Groups with signal",
+        "Trainer / engine agreement",
+        "1.61 MB",
+        "9f2a" * 16,
+        "num_generations_per_prompt: 8",
+        "4f1c0de9a7b35c2e8d6f4f1c0de9a7b35c2e8d6f",
+    ):
+        assert words in page.words, words
+    assert "What this report lacks" not in page.words
+
+
+def test_the_page_is_whole_in_itself(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run"))
+    elements = Elements(page)
+    assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in elements.tags}
+    assert not any(name in attributes for _, attributes in elements.tags for name in ("src", "href"))
+    assert not re.search(r"https?:|url\(|@import|@font-face", page)
+    assert len(page) < 400_000
+
+
+def test_the_only_script_is_the_pages_own_and_its_policy_names_it_by_hash(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run"))
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    policy = next(meta["content"] for meta in Elements(page).named("meta") if "http-equiv" in meta)
+    assert len(scripts) == 1
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def test_nothing_that_a_run_holds_becomes_markup(tmp_path):
+    attack = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+    run = synthetic_run(tmp_path / "run")
+    tame = Elements(page_of(run))
+    sample = {"when": "after", "stage": attack, "prompt": attack, "expected": attack, "response": attack, "reward": 0.0}
+    run.samples.write_text(json.dumps(sample) + "\n" + json.dumps({**sample, "when": "before"}) + "\n")
+    run.recipe.write_text(attack)
+    run.summary.write_text(json.dumps({"task": attack, "algorithm": attack, "refit": {"digest": attack}}))
+    run.versions.write_text(json.dumps({"collected_at": attack, "torch": attack, attack: attack}))
+    with run.metrics.open("a") as lines:
+        for step in (1, 2):
+            row = {"stage": attack, "step": step, "reward": 0.5, attack: step, f"phase_s/{attack}": 1.0}
+            lines.write(json.dumps(row) + "\n")
+    wild = Elements(page_of(run))
+    assert wild.words.count(attack) > 10
+    assert {tag for tag, _ in wild.tags} <= {tag for tag, _ in tame.tags}
+    assert len(wild.named("script")) == 1
+    assert not any(name.startswith("on") for _, attributes in wild.tags for name in attributes)
+
+
+def test_right_and_wrong_are_said_in_words(tmp_path):
+    words = Elements(page_of(synthetic_run(tmp_path / "run"))).words
+    assert words.count("✓ right") == 3 + 9
+    assert words.count("✗ wrong") == 7 + 1
+
+
+def test_every_chart_says_in_words_what_it_shows(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run"))
+    charts = re.findall(r"<svg[^>]*role=\"img\"><title>(.*?)</title>", page)
+    assert len(charts) == page.count("<svg") > 10
+    assert any(
+        re.match(r"Reward, grpo\. .*held-out, sampled: 33\.0 % at step 0, \d\d\.\d % at step 120\.", text)
+        for text in charts
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "part"),
+    [
+        ("recipe", "Resolved recipe"),
+        ("metrics", "Stage by stage"),
+        ("samples", "Before and after"),
+        ("summary", "digest of the last"),
+        ("versions", "git commit"),
+    ],
+)
+def test_a_missing_file_makes_a_smaller_report_that_says_so(tmp_path, missing, part):
+    run = synthetic_run(tmp_path / "run")
+    assert part in Elements(page_of(run)).words
+    path: Path = getattr(run, missing)
+    path.unlink()
+    words = Elements(page_of(run)).words
+    assert f"{path.name} is missing" in words
+    assert part not in words
+    path.write_bytes(b"\xff{")
+    assert f"{path.name} could not be read" in Elements(page_of(run)).words
+
+
+def test_an_empty_directory_still_gives_a_page(tmp_path):
+    words = Elements(page_of(RunDirectory.create(tmp_path / "run"))).words
+    assert words.count("is missing") == 5
+    assert "This run ended early." in words
+
+
+def test_an_interrupted_run_is_reported_from_its_log(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    run.summary.unlink()
+    log = run.metrics.read_text()
+    run.metrics.write_text(log[: int(0.8 * len(log))])
+    words = Elements(page_of(run)).words
+    assert "This run ended early." in words
+    assert "1 line of metrics.jsonl could not be read" in words
+    assert "the mean reward" in words or "share of right answers" in words
+    assert "Held-out, sampled" in words
+
+
+@pytest.mark.parametrize("stages", [("sft",), ("dpo",), ("sft", "dpo"), ("sft", "grpo", "dpo")])
+def test_every_combination_of_stages_has_its_story(tmp_path, stages):
+    words = Elements(page_of(synthetic_run(tmp_path / "run", stages=stages))).words
+    story = {"sft": "Loss, sft", "grpo": "Reward, grpo", "dpo": "Margin, dpo"}
+    assert (story["grpo"] if "grpo" in stages else story[stages[-1]]) in words
+    assert ("Pair accuracy" in words) == ("dpo" in stages)
+
+
+def test_a_long_run_makes_no_heavy_page(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run", stages=("grpo",), steps=3000))
+    assert len(page) < 1_200_000
+    assert "3000" in page
+
+
+def test_the_same_files_give_the_same_page(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    assert page_of(run) == page_of(run)
+    assert {path.name for path in run.path.iterdir()} == {
+        *("recipe.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "versions.json", "report.html")
+    }
+
+
+def test_a_report_that_cannot_be_written_says_so(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    run.report.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"report\.html cannot be written"):
+        write_report(run)
+    assert not list(run.path.glob("*.unfinished"))
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just([])
+names = st.sampled_from(
+    [
+        "reward",
+        "loss",
+        "held_out_sampled",
+        "token_mult_prob_error",
+        "margin",
+        "time_s",
+        "phase_s/train",
+        "phase_s/x",
+        "new",
+    ]
+)
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40, deadline=None
+)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 5) | values, st.dictionaries(names, values)), max_size=8
+    ),
+    summary=st.dictionaries(
+        st.sampled_from(["task", "steps", "wall_s", "held_out_sampled_after", "held_out_sampled_before", "refit"]),
+        values,
+    ),
+    samples=st.lists(
+        st.dictionaries(st.sampled_from(["when", "prompt", "response", "reward", "expected"]), values), max_size=3
+    ),
+)
+def test_no_content_of_the_files_raises(tmp_path, rows, summary, samples):
+    run = RunDirectory(tmp_path)
+    lines = [json.dumps({"stage": stage, "step": step, **metrics}) for stage, step, metrics in rows]
+    run.metrics.write_text("\n".join(lines))
+    run.summary.write_text(json.dumps(summary))
+    run.samples.write_text("\n".join(json.dumps({"when": "after", **sample}) for sample in samples))
+    Elements(page_of(run))
+
+
+def test_markup_escapes_what_it_did_not_make():
+    inner = element("b", "a < b")
+    assert element("p", inner, " & 'c'", class_="x", data_unit='"') == (
+        '<p class="x" data-unit="&quot;"><b>a &lt; b</b> &amp; &#x27;c&#x27;</p>'
+    )
+
+
+def test_a_curve_is_drawn_where_its_numbers_are_and_breaks_where_there_is_none():
+    points = [(0.0, 0.0), (1.0, 1.0), (2.0, None), (3.0, 0.25), (4.0, 0.5)]
+    chart = Chart(title="t", note="n", unit="share", curves=[Curve(label="c", role="main", points=points)])
+    # In a square of 1000 whose origin is at the top left.
+    assert '<path class="line main" d="M0 1000L250 0M750 750L1000 500"/>' in draw(chart)
+
+
+def test_phases_are_drawn_with_their_shares(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    rows = [{"stage": "grpo", "step": step, "phase_s/train": 0.75, "phase_s/generate": 0.25} for step in (4, 8)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(run)
+    assert re.search(r'phase-generate" style="flex-grow:0.2500".*phase-train" style="flex-grow:0.7500"', page)
+    assert "Shares of the time of grpo: generate 25.0 %, train 75.0 %" in page
+    assert "750 ms<span> per 4 steps</span>" in page
+    assert '<path class="layer phase-generate" d="M0 750L1000 750L1000 1000L0 1000Z"/>' in page
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1), st.floats(-1e300, 1e300))
+def test_a_linear_axis_holds_every_value_between_round_ends(numbers, probe):
+    scale = linear_scale(numbers)
+    invisible = 1e-8 * (max(numbers) - min(numbers))
+    assert scale.low <= min(numbers) + invisible
+    assert scale.high >= max(numbers) - invisible
+    assert scale.low < scale.high
+    assert 2 <= len(scale.ticks) <= 8
+    assert list(scale.ticks) == sorted(scale.ticks)
+    assert 0.0 <= scale.place(probe) <= 1.0
+
+
+@given(st.lists(st.floats(1e-12, 1e12), min_size=1))
+def test_a_logarithmic_axis_has_powers_of_ten_for_ticks_and_puts_ratios_at_equal_distances(numbers):
+    scale = log_scale(numbers, floor=1e-9)
+    assert all(0.0 <= scale.place(value) <= 1.0 for value in numbers)
+    assert all(math.isclose(math.log10(tick), round(math.log10(tick)), abs_tol=1e-9) for tick in scale.ticks)
+    middle = math.sqrt(scale.low * scale.high)
+    assert math.isclose(scale.place(middle), 0.5, abs_tol=1e-9)
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=4000))
+def test_thinning_keeps_the_order_and_the_extremes(numbers):
+    curve = [(float(step), value) for step, value in enumerate(numbers)]
+    kept = thin(curve)
+    finite = [value for value in numbers if value is not None]
+    assert len(kept) <= 600
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+    assert set(kept) <= set(curve)
+    if finite:
+        drawn = [value for _, value in kept if value is not None]
+        assert (min(drawn), max(drawn)) == (min(finite), max(finite))
+
+
+def test_smoothing_keeps_a_line_a_line_and_a_gap_a_gap():
+    line = [(float(step), 2.0 * step) for step in range(100)]
+    inner = list(zip(line, smooth(line), strict=True))[2:-2]
+    assert all(math.isclose(before[1], after[1], abs_tol=1e-9) for before, after in inner)
+    with_gap = smooth([(0.0, 1.0), (1.0, None), (2.0, 4.0)])
+    assert with_gap == [(0.0, 2.5), (1.0, None), (2.0, 2.5)]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_and_fills_stand_out_from_what_they_lie_on(theme):
+    style = resources.files("rl_launcher.observe.report").joinpath("report.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2]
+    )
+    colours = light if theme == "light" else light | dark
+    # WCAG 2.2: 4.5 for text, 3 for graphics.
+    for name in ("ink", "ink-2", "ink-3", "good", "bad", "accent"):
+        assert contrast(colours[name], colours["surface"]) >= 4.5, name
+    assert contrast(colours["ink-3"], colours["page"]) >= 4.5
+    assert contrast(colours["good"], colours["good-soft"]) >= 4.5
+    assert contrast(colours["bad"], colours["bad-soft"]) >= 4.5
+    for phase in ("generate", "reward", "reference", "train", "refit", "evaluate", "other"):
+        assert contrast(colours["on-fill"], colours[phase]) >= 4.5, phase
+    for name in ("held-out", "greedy"):
+        assert contrast(colours[name], colours["surface"]) >= 3, name
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from rl_launcher.recipe import ImportStringError, load_object
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
+
 from rl_launcher.recipe import RecipeError, load_recipe, resolve_path
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}

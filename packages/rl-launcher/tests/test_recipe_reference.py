@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Optional
 
 import pytest
+
 from rl_launcher.recipe import json_schema, reference
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}

@@ -151,7 +151,7 @@ def step(policy: Policy, examples: Examples, config: DPOConfig) -> dict[str, flo
     nll = (sums.pop("nll") / num_chosen_tokens).item()
     means = {name: (total / num_pairs).item() for name, total in sums.items()}
     means["loss"] += config.nll_weight * nll
-    return {**means, "nll": nll, "grad_norm": grad_norm}
+    return {**means, "nll": nll, "grad_norm": grad_norm, "trained_tokens": examples.trainable.sum().item()}
 
 
 def margins(policy: Policy, examples: Examples, *, beta: float) -> dict[str, float]:

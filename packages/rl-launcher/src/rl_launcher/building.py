@@ -103,9 +103,9 @@ def load_policy(config: PolicyConfig, *, seed: int) -> tuple[Any, Any]:
     if _is_import_string(config.model_name):
         model, tokenizer = _load_function(config.model_name, wanted="a function that builds a model (policy.model_name)")(seed)
     else:
-        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-        tokenizer = load_tokenizer(config.model_name, **options)
-        model = load_causal_lm(config.model_name, **options)
+        origin, trust = config.revision, config.trust_remote_code
+        tokenizer = load_tokenizer(config.model_name, revision=origin, trust_remote_code=trust)
+        model = load_causal_lm(config.model_name, revision=origin, trust_remote_code=trust)
     check_vocabulary(
         model_vocab_size=model.get_input_embeddings().num_embeddings,
         tokenizer_size=len(tokenizer),

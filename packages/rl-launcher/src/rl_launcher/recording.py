@@ -1,7 +1,7 @@
 """What a run writes down as it goes: each step to the log and to the live view, phases and tokens to the totals."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -18,14 +18,15 @@ class Recorder:
 
     def __init__(self, log: MetricsLog, view: LiveView) -> None:
         self.log, self._view = log, view
-        self._totals: dict[str, Counter[str]] = {}
-        self._claimed: Counter[str] = Counter()
+        self._totals: dict[str, dict[str, float]] = {}
+        self._claimed: dict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
         self.num_tokens = 0
 
     def start(self) -> None:
         """Begin to count a stage's time here: what went before belongs to no step."""
-        self._last, self._claimed = time.perf_counter(), Counter()
+        self._last = time.perf_counter()
+        self._claimed.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,11 +39,12 @@ class Recorder:
         """Log one step of `stage`; `step` counts the stage's own optimizer steps."""
         now = time.perf_counter()
         wall, self._last = now - self._last, now
-        phases = Counter({name: value for name, value in metrics.items() if name.startswith(PHASE)}) + self._claimed
+        phases = {name: value for name, value in metrics.items() if name.startswith(PHASE)}
+        _add(phases, self._claimed)
         phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
+        self._claimed.clear()
+        _add(self._totals.setdefault(stage, {}), phases)
         tokens = sum(int(metrics.get(name, 0)) for name in TOKENS)
-        self._claimed = Counter()
-        self._totals.setdefault(stage, Counter()).update(phases)
         self.num_tokens += tokens
         shown = {name: value for name, value in metrics.items() if name not in TOKENS and not name.startswith(PHASE)}
         values = {**shown, "tokens_per_s": tokens / wall, **phases}
@@ -55,6 +57,12 @@ class Recorder:
 
     def phase_share(self, stage: str) -> dict[str, float]:
         """Share of each phase in the time of a stage; they sum to 1."""
-        totals = self._totals.get(stage, Counter())
+        totals = self._totals.get(stage, {})
         whole = sum(totals.values()) or 1.0
-        return {name.removeprefix(PHASE): value / whole for name, value in totals.most_common()}
+        largest_first = sorted(totals, key=totals.__getitem__, reverse=True)
+        return {name.removeprefix(PHASE): totals[name] / whole for name in largest_first}
+
+
+def _add(totals: dict[str, float], parts: Mapping[str, float]) -> None:
+    for name, part in parts.items():
+        totals[name] = totals.get(name, 0.0) + part

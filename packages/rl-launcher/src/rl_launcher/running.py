@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from rl_launcher.building import Parts, build
 from rl_launcher.errors import LauncherError
@@ -55,6 +56,7 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
     started, recipe = time.perf_counter(), resolved.value
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would run through the live view
     directory = RunDirectory.create(recipe.run_dir)
     try:
         parts = build(recipe)

@@ -6,29 +6,14 @@ Plain text only; it does not know terminals or HTML. The decimal point is a poin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 __all__ = ["format_bytes", "format_clock", "format_count", "format_duration", "format_percent", "format_value"]
 
 
 def format_value(value: float, unit: str) -> str:
     """Write a number in one of the units of `glossary.Metric`; one that is not known is written as a plain number."""
-    match unit:
-        case "bytes":
-            return format_bytes(value)
-        case "count":
-            return format_count(value)
-        case "share":
-            return format_percent(value)
-        case "seconds":
-            return format_duration(value)
-        case "scientific":
-            return f"{value:.1e}" if value else "0"
-        case "ratio":
-            return f"{value:.6f}".rstrip("0").rstrip(".")
-        case "score":
-            return f"{value:.3f}"
-        case _:
-            return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return _FORMATS.get(unit, _format_number)(value)
 
 
 def format_percent(share: float) -> str:
@@ -76,3 +61,30 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
 
 def _significant(value: float) -> str:
     return f"{value:.0f}" if value == round(value) else f"{value:.3g}"
+
+
+def _format_number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
+def _format_scientific(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def _format_ratio(value: float) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+def _format_score(value: float) -> str:
+    return f"{value:.3f}"
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "count": format_count,
+    "ratio": _format_ratio,
+    "scientific": _format_scientific,
+    "score": _format_score,
+    "seconds": format_duration,
+    "share": format_percent,
+}

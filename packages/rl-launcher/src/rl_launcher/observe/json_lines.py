@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from rl_launcher.observe.run_directory import RunDirectoryError, describe
 
@@ -44,7 +45,7 @@ class JsonLinesWriter:
         except OSError as error:
             raise RunDirectoryError(f"{path} cannot be opened for writing: {describe(error)}") from error
 
-    def append(self, row: Mapping[str, JsonValue]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         """Write one object as one line; a number that is not finite becomes null, which JSON can hold.
 
         Raises:
@@ -63,7 +64,7 @@ class JsonLinesWriter:
         """Close the file; a second time does nothing."""
         self._file.close()
 
-    def __enter__(self) -> JsonLinesWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -109,7 +110,7 @@ def finite_number(value: object) -> float | None:
         return None
 
 
-def _is_not_finite(value: JsonValue) -> bool:
+def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 

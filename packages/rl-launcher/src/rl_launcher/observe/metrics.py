@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
 from rl_launcher.observe.json_lines import JsonLinesWriter, JsonValue, read_json_lines
 from rl_launcher.observe.run_directory import RunDirectory
@@ -95,7 +95,7 @@ class MetricsLog:
         """
         with JsonLinesWriter(self._run.samples) as lines:
             for sample in samples:
-                lines.append({**sample})
+                lines.append(sample)
 
     def close(self) -> None:
         """Close the files; a second time does nothing."""
@@ -104,7 +104,7 @@ class MetricsLog:
             self._tensorboard.close()
             self._tensorboard = None
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -36,7 +36,7 @@ def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return Qwen3ForCausalLM(config), tokenizer
+    return Qwen3ForCausalLM(config), tokenizer  # type: ignore[no-untyped-call]
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -45,7 +45,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: a character it lacks is an error
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
+    fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token="<pad>",  # noqa: S106
         bos_token="<bos>",  # noqa: S106

@@ -30,10 +30,12 @@ _YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 def unknown_hint(failure: Failure, schema: type) -> str:
     """Return the valid key that resembles the unknown one most, and the section's keys if they are few."""
+    if "." in str(failure.path[-1]):
+        return "dots join keys in overrides only: in a file, indent the inner key below the outer one"
     parts = []
-    meant = _nearest_key(failure, schema)
+    meant = _nearest_keys(failure, schema)
     if meant:
-        parts.append(f"did you mean {meant}?")
+        parts.append(f"did you mean {' or '.join(meant)}?")
     siblings = list(key_types(failure.section)) if failure.section is not None else []
     if 0 < len(siblings) <= _FEW:
         parts.append(f"valid keys here: {', '.join(siblings)}")
@@ -51,6 +53,8 @@ def type_hint(failure: Failure, where: Origin) -> str:
     given, wanted = failure.given, members(failure.annotation)
     if isinstance(given, str):
         return _text_hint(given, wanted) or described(failure)
+    if str in wanted and isinstance(given, int | float):
+        return "write it in quotes"
     if isinstance(given, float) and int in wanted and given.is_integer():
         return f"write {int(given)}"
     if given is None and any(is_section(member) for member in wanted):
@@ -77,11 +81,13 @@ def _text_hint(given: str, wanted: Sequence[Annotation]) -> str:
     return ""
 
 
-def _nearest_key(failure: Failure, schema: type) -> str:
-    """Compare the unknown name with the last name of each key, and with the key in full; the same section is ahead."""
+def _nearest_keys(failure: Failure, schema: type) -> list[str]:
+    """Compare the unknown name with the last name of each key, and with the key in full; the same section is ahead.
+
+    Several, at most three, where they are equally near.
+    """
     name = str(failure.path[-1])
     siblings = {dotted((*failure.path[:-1], other)) for other in key_types(failure.section or schema)}
-    candidates = siblings | {key.dotted for key in keys(schema)}
 
     def score(candidate: str) -> float:
         last = similarity(name, candidate.rpartition(".")[2])
@@ -89,5 +95,6 @@ def _nearest_key(failure: Failure, schema: type) -> str:
             return last + _SIBLING_BONUS
         return max(last, similarity(name, candidate))
 
-    best = max(sorted(candidates), key=score)
-    return best if score(best) >= _CUTOFF else ""
+    scores = {candidate: score(candidate) for candidate in sorted(siblings | {key.dotted for key in keys(schema)})}
+    best = max(scores.values())
+    return [candidate for candidate in scores if scores[candidate] == best][:3] if best >= _CUTOFF else []

@@ -50,8 +50,7 @@ class RecipeDumper(yaml.SafeDumper):
 
     def represent_text(self, data: str) -> yaml.ScalarNode:
         """Write text of several lines with escapes, on one line."""
-        several_lines = len(data.splitlines()) > 1 or data.endswith("\n")
-        return self.represent_scalar(_PREFIX + "str", data, style='"' if several_lines else None)
+        return self.represent_scalar(_PREFIX + "str", data, style='"' if len(split_lines(data)) > 1 else None)
 
 
 for _tag, _pattern, _first in _RESOLVERS:

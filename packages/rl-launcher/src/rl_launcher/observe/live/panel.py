@@ -40,7 +40,7 @@ def render(progress: RunProgress, *, title: str, now_s: float, width: int, stopp
     """
     width = min(width, _MAX_WIDTH)
     inner = max(20, width - 4)
-    rows = [_stage_row(stage, progress, now_s, inner) for stage in progress.stages.values()]
+    rows = [_stage_row(stage, progress, now_s=now_s, width=inner) for stage in progress.stages.values()]
     current = progress.current
     if current is not None:
         rows.append(Text())
@@ -67,7 +67,7 @@ def render(progress: RunProgress, *, title: str, now_s: float, width: int, stopp
     )
 
 
-def _stage_row(stage: StageProgress, progress: RunProgress, now_s: float, width: int) -> Text:
+def _stage_row(stage: StageProgress, progress: RunProgress, *, now_s: float, width: int) -> Text:
     active = stage is progress.current and not stage.done
     mark = ("✔", _GOOD) if stage.done else ("▸", _ACCENT) if active else ("·", _TRACK)
     digits = len(str(max(other.steps for other in progress.stages.values())))

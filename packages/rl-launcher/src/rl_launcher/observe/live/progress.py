@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rl_launcher.observe.glossary import phase_seconds
 
@@ -61,9 +62,7 @@ class Trace:
         if len(values) <= width:
             return values
         edges = [round(index * len(values) / width) for index in range(width + 1)]
-        return [
-            sum(values[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)
-        ]
+        return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
 
 
 @dataclass(slots=True)
@@ -135,7 +134,7 @@ class RunProgress:
         for name, seconds in phase_seconds(values).items():
             progress.phase_s[name] = progress.phase_s.get(name, 0.0) + seconds
         progress.headline = progress.headline or _headline(values)
-        if progress.headline in values:
+        if progress.headline is not None and progress.headline in values:
             progress.trace.append(values[progress.headline])
         self.current = progress
         return progress

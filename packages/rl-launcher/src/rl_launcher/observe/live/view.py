@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -67,7 +68,7 @@ class LiveView:
         """Print a line of text, on a terminal above the panel."""
         self._print(text)
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> Self:
         self._start_s = time.monotonic()
         if self._on_terminal:
             self._live.start()

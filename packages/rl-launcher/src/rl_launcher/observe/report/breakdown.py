@@ -5,6 +5,7 @@ It does not judge the shares.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,6 +36,11 @@ class _Stage:
     @property
     def totals(self) -> dict[str, float]:
         return {phase: sum(seconds) for phase, seconds in self.layers.items()}
+
+    @property
+    def stride(self) -> int:
+        """Optimizer steps from one logged step to the next."""
+        return round(statistics.median(high - low for low, high in pairwise([0.0, *self.steps])))
 
 
 def breakdown_section(record: RunRecord) -> Html | None:
@@ -95,7 +101,9 @@ def _bar(label: str, note: str, totals: Mapping[str, float]) -> Html:
 
 
 def _table(stages: Sequence[_Stage]) -> Html:
-    names = {name: None for phase in (*_KNOWN, None) for stage in stages for name in stage.layers if phase in (name, None)}
+    names = {
+        name: None for phase in (*_KNOWN, None) for stage in stages for name in stage.layers if phase in (name, None)
+    }
     heads = ("phase", *(stage.name for stage in stages))
     rows = []
     for name in names:
@@ -116,8 +124,9 @@ def _cell(stage: _Stage, phase: str) -> Html:
         return element("td", "–")
     share = format_percent(sum(spent) / sum(stage.totals.values()))
     mean = format_duration(_mean(spent))
-    steps = "a step" if len(spent) == len(stage.steps) else "in 1 step" if len(spent) == 1 else f"in {len(spent)} steps"
-    return element("td", share, element("small", f"{mean} {steps}"))
+    if len(spent) == len(stage.steps):
+        return element("td", share, element("small", mean, element("span", f" {_per_step(stage)}")))
+    return element("td", share, element("small", f"{mean} in {len(spent)} step" + "s" * (len(spent) > 1)))
 
 
 def _area_chart(stage: _Stage) -> Html | None:
@@ -135,7 +144,7 @@ def _area_chart(stage: _Stage) -> Html | None:
         series.append({"label": name, "role": _phase_class(name), **columns})
         floor = ceiling
     chart = Chart(
-        title=f"A step of {stage.name}",
+        title=f"Time {_per_step(stage)}, {stage.name}",
         note="The phases that every step goes through, stacked, as the stage went on.",
         unit="seconds",
         curves=(),
@@ -162,6 +171,10 @@ def _thinned(stage: _Stage) -> tuple[list[float], Layers]:
     steps = [_mean(stage.steps[low:high]) for low, high in pairwise(edges)]
     usual = [name for name, seconds in stage.layers.items() if sum(map(bool, seconds)) > len(seconds) / 2]
     return steps, {name: [_mean(stage.layers[name][low:high]) for low, high in pairwise(edges)] for name in usual}
+
+
+def _per_step(stage: _Stage) -> str:
+    return "a step" if stage.stride <= 1 else f"per {stage.stride} steps"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -186,9 +186,11 @@ def _columns(curve: Points) -> dict[str, object]:
 
 
 def _legend(legend: Sequence[tuple[str, str]], *, wide: bool) -> Html | None:
-    if {role for _, role in legend} <= {"raw", "main"} and not wide:
+    # In a small chart the pale line is the dark one's, as everywhere on the page.
+    named = [(label, role) for label, role in legend if wide or role != "raw"]
+    if len(named) < 2:
         return None
-    items = [element("li", element("i", class_=f"key {role}"), label) for label, role in legend]
+    items = [element("li", element("i", class_=f"key {role}"), label) for label, role in named]
     return element("ul", *items, class_="legend")
 
 
@@ -211,7 +213,8 @@ def _tick_text(scale: Scale, tick: float, unit: str) -> str:
     largest = max(abs(scale.low), abs(scale.high))
     if not 0.001 <= largest < 100_000:
         return typeset(f"{tick:.1e}") if tick else "0"
-    decimals = max(0, -math.floor(math.log10(scale.ticks[1] - scale.ticks[0]) + 1e-9))
+    step = scale.ticks[1] - scale.ticks[0]
+    decimals = next(digits for digits in range(12) if abs(round(step, digits) - step) < 1e-3 * step or digits == 11)
     return typeset(f"{tick:.{decimals}f}")
 
 
@@ -232,4 +235,3 @@ def _length(place: float) -> int:
 
 def _percent(place: float) -> str:
     return f"{100 * place:.2f}%"
-

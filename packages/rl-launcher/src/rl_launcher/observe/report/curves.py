@@ -6,14 +6,14 @@ a plain one. It does not know how a chart is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_launcher.observe.figures import format_duration
 from rl_launcher.observe.glossary import METRICS, PHASE_PREFIX, Metric
 from rl_launcher.observe.report.chart import Chart, Curve, Limit, draw
 from rl_launcher.observe.report.markup import Html, element
-from rl_launcher.observe.report.record import Row, RunRecord, number
+from rl_launcher.observe.report.record import Row, RunRecord, number, text
 from rl_launcher.observe.report.series import Points, points, smooth
 from rl_launcher.observe.report.typography import typeset_value
 
@@ -24,6 +24,7 @@ _AGREEMENT = "token_mult_prob_error"
 # A mean of exp |…| over fp32 log-probabilities that differ by rounding alone lies about this far above 1.
 _AGREEMENT_FLOOR = 1e-8
 _AGREEMENT_FAULT = 0.05
+_NEVER_SMOOTHED = ("learning_rate", _AGREEMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class _Spec:
     second: str | None = None
     held_out: str | None = None
     greedy: str | None = None
+    note: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,7 +52,12 @@ _SPECS = (
     *_HEADLINES,
     _Spec("Pair accuracy", "pair_accuracy", held_out="held_out_pair_accuracy"),
     _Spec("Held-out reward", "held_out_sampled", greedy="held_out_greedy"),
-    _Spec("Log-ratio to the reference", "chosen_logratio", second="rejected_logratio"),
+    _Spec(
+        "Log-ratio to the reference",
+        "chosen_logratio",
+        second="rejected_logratio",
+        note="Mean of log p(answer) − log p_ref(answer), over pairs.",
+    ),
     _Spec("Groups with signal", "groups_with_signal"),
     _Spec("Entropy", "entropy"),
     _Spec("Trainer / engine agreement", _AGREEMENT),
@@ -73,7 +80,23 @@ def headline_section(record: RunRecord) -> Html | None:
     if found is None:
         return None
     stage, spec = found
-    return element("section", _chart(record.stages[stage], spec, title=f"{spec.title}, {stage}", wide=True), id="story")
+    rows = record.stages[stage]
+    if text(record.summary, "algorithm") == stage:
+        rows = _with_summary(rows, record.summary)
+    return element("section", _chart(rows, spec, title=f"{spec.title}, {stage}", wide=True), id="story")
+
+
+def _with_summary(rows: list[Row], summary: Mapping[str, object]) -> list[Row]:
+    """Put the held-out figures of before and after at the ends, where the log has none."""
+    last = max(number(row, "step") or 0.0 for row in rows)
+    ends: dict[float, Row] = {}
+    for when, step in (("before", 0.0), ("after", last)):
+        for name in ("held_out_sampled", "held_out_greedy"):
+            value = number(summary, f"{name}_{when}")
+            logged = {at for at, found in points(rows, name) if found is not None}
+            if value is not None and step not in logged:
+                ends.setdefault(step, {"step": step})[name] = value
+    return [*(ends[step] for step in ends if step < last), *rows, *(ends[step] for step in ends if step >= last)]
 
 
 def curves_section(record: RunRecord) -> Html | None:
@@ -87,7 +110,7 @@ def curves_section(record: RunRecord) -> Html | None:
         blocks.append(element("div", heading, element("div", *charts, class_="charts"), class_="stage"))
     if not blocks:
         return None
-    lead = "Pale lines are the steps as logged, dark ones their centred mean; the figures are its first and its last value."
+    lead = "Pale lines are the steps as logged, dark ones their centred mean, the figures its first and its last value."
     return element("section", element("h2", "Stage by stage"), element("p", lead, class_="lead"), *blocks, id="curves")
 
 
@@ -114,7 +137,7 @@ def _stage_charts(rows: Sequence[Row], *, told: Sequence[str]) -> list[Html]:
 
 def _chart(rows: Sequence[Row], spec: _Spec, *, title: str | None = None, wide: bool = False) -> Html:
     metric = METRICS.get(spec.metric, Metric(spec.metric, "number", "Logged by the trainer under this name."))
-    curves = _curves(rows, spec, named=wide)
+    curves = _curves(rows, spec, wide=wide)
     if spec.metric == _AGREEMENT:
         return _agreement_chart(curves, title or spec.title)
     unit = metric.unit
@@ -124,28 +147,31 @@ def _chart(rows: Sequence[Row], spec: _Spec, *, title: str | None = None, wide: 
     return draw(
         Chart(
             title=title or spec.title,
-            note=metric.meaning,
+            note=spec.note or metric.meaning,
             unit=unit,
             curves=curves,
-            change=None if wide else _change(next(curve for curve in curves if curve.role == "main"), unit),
+            change=None if wide or spec.second else _change(curves, unit),
             wide=wide,
         )
     )
 
 
-def _curves(rows: Sequence[Row], spec: _Spec, *, named: bool) -> list[Curve]:
-    main = points(rows, spec.metric)
-    label = _label(spec.metric)
-    prefix = f"{label}, " if named or spec.second else ""
+def _curves(rows: Sequence[Row], spec: _Spec, *, wide: bool) -> list[Curve]:
     curves = []
-    if len(main) >= _ENOUGH_TO_SMOOTH and spec.metric not in ("learning_rate", _AGREEMENT):
-        curves.append(Curve(label=f"{prefix}each step", role="raw", points=main))
-        main, label = smooth(main), f"{prefix}smoothed"
-    curves.append(Curve(label=label, role="main", points=main))
-    for name, role in ((spec.second, "second"), (spec.greedy, "greedy"), (spec.held_out, "held-out")):
-        curve = points(rows, name) if name else []
-        if any(value is not None for _, value in curve):
-            curves.append(Curve(label=_label(name or ""), role=role, points=curve))
+    for name, role in ((spec.metric, "main"), (spec.second, "second")):
+        logged = points(rows, name) if name else []
+        if not name or not _is_a_curve(logged):
+            continue
+        is_smoothed = len(logged) >= _ENOUGH_TO_SMOOTH and name not in _NEVER_SMOOTHED
+        label = f"{_label(name)}, smoothed" if is_smoothed and wide else _label(name)
+        # Two noisy lines and their means would be four lines.
+        if is_smoothed and not spec.second:
+            curves.append(Curve(label=f"{_label(name)}, each step", role="raw", points=logged))
+        curves.append(Curve(label=label, role=role, points=smooth(logged) if is_smoothed else logged))
+    for name, role in ((spec.greedy, "greedy"), (spec.held_out, "held-out")):
+        marked = [point for point in points(rows, name) if point[1] is not None] if name else []
+        if name and marked:
+            curves.append(Curve(label=_label(name), role=role, points=marked))
     return curves
 
 
@@ -154,7 +180,9 @@ def _agreement_chart(curves: Sequence[Curve], title: str) -> Html:
         Curve(
             label="mean exp |logp − logp_old| − 1",
             role=curve.role,
-            points=[(step, None if value is None else max(value - 1, _AGREEMENT_FLOOR)) for step, value in curve.points],
+            points=[
+                (step, None if value is None else max(value - 1, _AGREEMENT_FLOOR)) for step, value in curve.points
+            ],
         )
         for curve in curves
     ]
@@ -172,8 +200,8 @@ def _agreement_chart(curves: Sequence[Curve], title: str) -> Html:
     )
 
 
-def _change(curve: Curve, unit: str) -> str:
-    values = [value for _, value in curve.points if value is not None]
+def _change(curves: Sequence[Curve], unit: str) -> str:
+    values = [value for curve in curves if curve.role == "main" for _, value in curve.points if value is not None]
     return f"{typeset_value(values[0], unit)} → {typeset_value(values[-1], unit)}"
 
 

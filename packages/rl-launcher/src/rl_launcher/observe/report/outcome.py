@@ -84,22 +84,36 @@ def _held_out(record: RunRecord, kind: str) -> _HeldOut:
 
 
 def _sentence(record: RunRecord) -> list[str | Html]:
-    held_out = _held_out(record, "sampled")
+    held_out, after, before = _held_out(record, "sampled"), None, None
+    if held_out.after is not None:
+        after = element("strong", typeset_value(held_out.after, held_out.unit))
+    if held_out.before is not None:
+        before = element("strong", typeset_value(held_out.before, held_out.unit), class_="before")
+    what = "the share of right answers" if _rewards_are_right_or_wrong(record) else "the mean reward"
+    where = f" on {f'{held_out.size} ' if held_out.size else ''}held-out problems "
+    early: list[str | Html] = [element("strong", "This run ended early."), " "] if record.interrupted else []
+    if after is None or held_out.after is None:
+        return [*early, "It was not evaluated on held-out problems after training.", _cost(record)]
+    if before is None or held_out.before is None:
+        return [*early, what.capitalize(), where, "came to ", after, ".", _cost(record)]
+    change = held_out.after - held_out.before
+    if change == 0:
+        return [*early, _algorithm(record), " left ", what, where, "at ", after, ".", _cost(record)]
+    verb = " raised " if change > 0 else " lowered "
+    return [*early, _algorithm(record), verb, what, where, "from ", before, " to ", after, ".", _cost(record)]
+
+
+def _cost(record: RunRecord) -> str:
     steps, wall_s = _num_steps(record), _wall_s(record)
-    took = f"In {steps} steps" + (f" and {format_duration(wall_s)}" if wall_s is not None else "")
-    start: list[str | Html] = []
-    if record.interrupted:
-        start = [element("strong", "Interrupted."), " "]
-    if held_out.after is None:
-        return [*start, f"{took} the policy was trained; it was not evaluated on held-out problems."]
-    after = element("strong", typeset_value(held_out.after, held_out.unit))
-    problems = f"{held_out.size} held-out problems" if held_out.size else "held-out problems"
-    what = "share of right answers" if _rewards_are_right_or_wrong(record) else "mean reward"
-    if held_out.before is None:
-        return [*start, f"{took} the {what} on {problems} came to ", after, "."]
-    verb = "rose" if held_out.after > held_out.before else "fell" if held_out.after < held_out.before else "stayed"
-    before = element("strong", typeset_value(held_out.before, held_out.unit), class_="before")
-    return [*start, f"{took} the {what} on {problems} {verb} from ", before, " to ", after, "."]
+    if not steps:
+        return ""
+    took = f" and {format_duration(wall_s)}" if wall_s is not None else ""
+    return f" The whole run took {steps} step{'s' * (steps > 1)}{took}."
+
+
+def _algorithm(record: RunRecord) -> str:
+    name = text(record.summary, "algorithm") or "training"
+    return name.upper() if name.isalpha() and len(name) <= len("GRPO") else name.capitalize()
 
 
 def _facts(record: RunRecord) -> list[str]:
@@ -181,8 +195,9 @@ def _tokens_card(record: RunRecord) -> Html | None:
         for name in ("sampled_tokens", "trained_tokens")
     )
     speed = _speed(record)
-    if sampled or trained:
-        return _card("Tokens", format_count(sampled + trained), speed or "sampled and trained on")
+    total = number(record.summary, "tokens") or sampled + trained
+    if total:
+        return _card("Tokens", format_count(total), speed or "sampled and trained on")
     return None if speed is None else _card("Speed", speed, "median of the steps")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from importlib import resources
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def write_report(run: RunDirectory) -> Path:
     unfinished = run.report.with_suffix(".html.unfinished")
     try:
         unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, run.report)
+        unfinished.replace(run.report)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise RunDirectoryError(f"{run.report} cannot be written: {describe(error)}") from error

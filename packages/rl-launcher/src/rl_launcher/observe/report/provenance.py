@@ -6,10 +6,11 @@ It shows what the files say and proves nothing of its own.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 
 from rl_launcher.observe.figures import format_bytes, format_duration
 from rl_launcher.observe.report.markup import Html, element
-from rl_launcher.observe.report.record import RunRecord, number, section, text
+from rl_launcher.observe.report.record import Row, RunRecord, number, section, text
 from rl_launcher.observe.report.series import points
 
 __all__ = ["refit_section", "repeat_section"]
@@ -21,6 +22,23 @@ def refit_section(record: RunRecord) -> Html | None:
     logged = [row for row in record.rows if number(row, "refit_bytes") is not None]
     if not refit and not logged:
         return None
+    return element(
+        "section",
+        element("h2", "Weights into the engine"),
+        element("p", _how_verified(refit), class_="lead"),
+        _facts(_refit_facts(refit, logged)),
+        id="refit",
+    )
+
+
+def _how_verified(refit: Mapping[str, object]) -> str:
+    start = "Every refit is a transaction: the new weights are staged beside the old ones"
+    if "digest" in refit and text(refit, "digest") is None:
+        return f"{start}, and serve once all have arrived. Digests were not compared in this run."
+    return f"{start}, their digests are compared with the trainer’s, and only then do they answer prompts."
+
+
+def _refit_facts(refit: Mapping[str, object], logged: Sequence[Row]) -> dict[str, str]:
     seconds = [value for _, value in points(logged, "refit_s") if value is not None]
     last = logged[-1] if logged else {}
     size = _first(number(refit, "bytes"), number(last, "refit_bytes"))
@@ -32,18 +50,7 @@ def refit_section(record: RunRecord) -> Html | None:
         "median time": format_duration(statistics.median(seconds)) if seconds else None,
         "digest of the last": text(refit, "digest"),
     }
-    return element(
-        "section",
-        element("h2", "Weights into the engine"),
-        element(
-            "p",
-            "Every refit is a transaction: the new weights are staged beside the old ones, their digests compared with "
-            "the trainer's, and only then do they answer prompts. One that is not verified stops the run.",
-            class_="lead",
-        ),
-        _facts({name: value for name, value in facts.items() if value is not None}),
-        id="refit",
-    )
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def repeat_section(record: RunRecord) -> Html | None:

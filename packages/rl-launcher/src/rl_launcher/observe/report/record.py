@@ -6,7 +6,7 @@ It does not know the page.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +33,7 @@ class RunRecord:
     """The figures of the whole run; empty where there are none."""
     versions: Mapping[str, object]
     """What it was made with; empty where that is not known."""
-    stages: Mapping[str, list[Row]]
+    stages: dict[str, list[Row]]
     """The logged steps of each stage, stages in the order in which they began."""
     samples: list[Row]
     """Held-out answers."""
@@ -54,24 +54,25 @@ class RunRecord:
 def read_record(run: RunDirectory) -> RunRecord:
     """Read the files of a run. Nothing that they hold or lack raises."""
     remarks: list[str] = []
+    nothing: Mapping[str, object] = {}
     no_lines = JsonLines([], 0)
-    metrics = _read(run.metrics, read_json_lines, no_lines, "there are no curves", remarks)
-    summary = _read(run.summary, _read_object, {}, "the figures below are those that the log holds", remarks)
-    samples = _read(run.samples, read_json_lines, no_lines, "there are no answers to compare", remarks)
-    recipe = _read(run.recipe, _read_text, "", "the settings of the run are not known", remarks)
-    versions = _read(run.versions, _read_object, {}, "what the run was made with is not known", remarks)
-    stages: dict[str, list[Row]] = {}
-    unplaced = 0
-    for row in metrics.rows:
-        stage = text(row, "stage")
-        if stage is None or number(row, "step") is None:
-            unplaced += 1
-        else:
-            stages.setdefault(stage, []).append(row)
-    for path, unreadable in ((run.metrics, metrics.unreadable + unplaced), (run.samples, samples.unreadable)):
-        if unreadable:
-            lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-            remarks.append(f"{lines} of {path.name} could not be read and {'is' if unreadable == 1 else 'are'} left out.")
+
+    def read(path: Path, reader: Callable[[Path], T], otherwise: T, *, consequence: str) -> T:
+        try:
+            return reader(path)
+        except FileNotFoundError:
+            remarks.append(f"{path.name} is missing: {consequence}.")
+        except (OSError, ValueError, TypeError) as error:
+            remarks.append(f"{path.name} could not be read ({type(error).__name__}): {consequence}.")
+        return otherwise
+
+    metrics = read(run.metrics, read_json_lines, no_lines, consequence="there are no curves")
+    summary = read(run.summary, _read_object, nothing, consequence="the figures below are those of the log")
+    samples = read(run.samples, read_json_lines, no_lines, consequence="there are no answers to compare")
+    recipe = read(run.recipe, _read_text, "", consequence="the settings of the run are not known")
+    versions = read(run.versions, _read_object, nothing, consequence="what the run was made with is not known")
+    stages, unplaced = _by_stage(metrics.rows)
+    remarks += _unreadable(run.metrics, metrics.unreadable + unplaced) + _unreadable(run.samples, samples.unreadable)
     return RunRecord(
         path=run.path,
         recipe=recipe,
@@ -100,14 +101,21 @@ def section(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _read(path: Path, reader: Callable[[Path], T], otherwise: T, consequence: str, remarks: list[str]) -> T:
-    try:
-        return reader(path)
-    except FileNotFoundError:
-        remarks.append(f"{path.name} is missing: {consequence}.")
-    except (OSError, ValueError) as error:
-        remarks.append(f"{path.name} could not be read ({type(error).__name__}): {consequence}.")
-    return otherwise
+def _by_stage(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], int]:
+    stages: dict[str, list[Row]] = {}
+    placed = 0
+    for row in rows:
+        stage = text(row, "stage")
+        if stage is not None and number(row, "step") is not None:
+            stages.setdefault(stage, []).append(row)
+            placed += 1
+    return stages, len(rows) - placed
+
+
+def _unreadable(path: Path, count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"{'1 line' if count == 1 else f'{count} lines'} of {path.name} could not be read and had to be left out."]
 
 
 def _read_text(path: Path) -> str:
@@ -117,5 +125,5 @@ def _read_text(path: Path) -> str:
 def _read_object(path: Path) -> Mapping[str, object]:
     value = json.loads(_read_text(path))
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
+        raise TypeError(f"{path.name} holds no JSON object")
     return value

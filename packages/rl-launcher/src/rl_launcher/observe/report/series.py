@@ -12,7 +12,7 @@ from rl_launcher.observe.report.record import Row, number
 
 __all__ = ["Points", "points", "smooth", "thin"]
 
-Points = list[tuple[float, float | None]]
+Points = Sequence[tuple[float, float | None]]
 """Steps and values in the order of the steps; None where a step has no finite value, which breaks the line."""
 
 # More points than a chart has pixels only make the page heavy.
@@ -21,7 +21,9 @@ _DRAWN = 600
 
 def points(rows: Sequence[Row], name: str) -> Points:
     """One metric over the steps of a stage; rows that do not name it are left out."""
-    return [(float(step), number(row, name)) for row in rows if name in row and (step := number(row, "step")) is not None]
+    return [
+        (float(step), number(row, name)) for row in rows if name in row and (step := number(row, "step")) is not None
+    ]
 
 
 def smooth(curve: Points) -> Points:
@@ -32,7 +34,7 @@ def smooth(curve: Points) -> Points:
     half = max(2, len(curve) // 24)
     sums = list(accumulate((value or 0.0 for _, value in curve), initial=0.0))
     counts = list(accumulate((value is not None for _, value in curve), initial=0))
-    smoothed: Points = []
+    smoothed: list[tuple[float, float | None]] = []
     for index, (step, value) in enumerate(curve):
         reach = max(2, min(half, index, len(curve) - 1 - index))
         low, high = max(0, index - reach), min(len(curve), index + reach + 1)
@@ -45,7 +47,7 @@ def thin(curve: Points) -> Points:
     if len(curve) <= _DRAWN:
         return curve
     stretch = 2 * len(curve) / _DRAWN
-    kept: Points = []
+    kept: list[tuple[float, float | None]] = []
     for index in range(_DRAWN // 2):
         part = curve[round(index * stretch) : round((index + 1) * stretch)]
         finite = [point for point in part if point[1] is not None]

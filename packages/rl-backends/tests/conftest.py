@@ -1,0 +1,112 @@
+"""Tiny models from configurations, ragged examples, and a plain loop to compare with."""
+
+import copy
+import dataclasses
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    rows_per_unit: ClassVar[int] = 1
+    tokens: Tensor
+    lengths: Tensor
+    trainable: Tensor
+    weight: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(Examples):
+    rows_per_unit: ClassVar[int] = 2
+
+
+def make_examples(*, rows=6, vocabulary=67, width=13, seed=0, kind=Examples):
+    """Ragged rows, each with a prompt of one to three tokens and a weight for the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocabulary, (rows, width), generator=generator)
+    lengths = torch.randint(5, width + 1, (rows,), generator=generator)
+    starts = torch.randint(1, 4, (rows,), generator=generator)
+    position = torch.arange(width)
+    trainable = (position >= starts[:, None]) & (position < lengths[:, None])
+    weight = torch.randn(rows, generator=generator)
+    return kind(tokens=tokens, lengths=lengths, trainable=trainable, weight=weight)
+
+
+def token_loss(logp, examples, *, num_tokens):
+    """A loss with a sign and a size per row, divided by the step's count."""
+    total = -(torch.where(examples.trainable, logp, 0.0) * examples.weight[:, None]).sum()
+    return total / num_tokens, {"loss": total.detach(), "tokens": examples.trainable.sum()}
+
+
+def pair_loss(logp, examples, *, num_tokens):
+    """A loss that needs two neighbouring rows at once."""
+    answers = torch.where(examples.trainable, logp, 0.0).sum(dim=1)
+    total = -F.logsigmoid(answers[0::2] - answers[1::2]).sum()
+    return total / num_tokens, {"loss": total.detach()}
+
+
+def plain_logp(model, examples, *, temperature=1.0):
+    """One row at a time, no padding, full logits: what every faster path must equal."""
+    out = torch.zeros(examples.tokens.shape)
+    for row, length in enumerate(examples.lengths.tolist()):
+        tokens = examples.tokens[row, :length]
+        logits = model(input_ids=tokens[None]).logits[0, :-1].float() / temperature
+        logp = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        mask = examples.trainable[row, 1:length]
+        out = out.index_put((torch.tensor([row]), torch.arange(1, length)[mask]), logp[mask])
+    return out
+
+
+def plain_steps(model, examples, loss, *, steps, lr, max_grad_norm):
+    """`steps` optimizer steps of plain Hugging Face and torch; returns the gradients of the first and the weights.
+
+    eps is large, so that Adam does not blow the rounding of gradients near 0 up to whole steps.
+    """
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
+    first = None
+    for _ in range(steps):
+        loss(plain_logp(model, examples), examples)[0].backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def make_model(family, *, seed=0, **overrides):
+    """Two layers of a family, random weights, nothing trivially right."""
+    import transformers
+
+    config = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 8,
+        "attn_implementation": "sdpa",
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**config))
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="session")
+def world():
+    """The helpers above, as one namespace: test modules cannot import one another."""
+    import types
+
+    return types.SimpleNamespace(**{name: value for name, value in globals().items() if callable(value)})

@@ -1,0 +1,172 @@
+"""Claims about one rank: log-probabilities, gradients and steps equal those of plain Hugging Face and torch."""
+
+import functools
+
+import pytest
+import torch
+from rl_backends import DTensorBackend, DTensorConfig, ModelError, NonFiniteGradientError, OptimizerConfig
+
+FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2"]
+TIED = {"Qwen3": {"tie_word_embeddings": True}}
+
+
+def make_backend(model, **config):
+    backend = DTensorBackend(model, DTensorConfig(**config))
+    backend.start_training(OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01), num_steps=3)
+    return backend
+
+
+def loss_for(world, examples):
+    return functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logp_is_the_log_softmax_of_plain_logits(world, family, temperature):
+    examples = world.make_examples()
+    with torch.no_grad():
+        expected = world.plain_logp(world.make_model(family).eval(), examples, temperature=temperature)
+    backend = make_backend(world.make_model(family))
+    backend.start_training(OptimizerConfig(lr=1e-2), num_steps=1, temperature=temperature)
+    logp = backend.logp(examples)
+    torch.testing.assert_close(logp, expected, rtol=1e-5, atol=1e-5)
+    assert (logp[~examples.trainable] == 0).all()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 6, 64])
+def test_the_gradient_does_not_depend_on_the_cut(world, micro_batch_size):
+    examples = world.make_examples()
+    loss = loss_for(world, examples)
+    expected, _ = world.plain_steps(world.make_model("Qwen3"), examples, loss, steps=1, lr=1e-2, max_grad_norm=1.0)
+    backend = make_backend(world.make_model("Qwen3"), micro_batch_size=micro_batch_size)
+    sums = backend.forward_backward(examples, loss)
+    gradients = {name: full(parameter.grad) for name, parameter in backend.model.named_parameters()}
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+    assert sums["tokens"].item() == examples.trainable.sum().item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_steps_are_those_of_a_plain_loop(world, family):
+    examples = world.make_examples()
+    loss = loss_for(world, examples)
+    model = world.make_model(family, **TIED.get(family, {}))
+    _, expected = world.plain_steps(model, examples, loss, steps=3, lr=1e-2, max_grad_norm=1.0)
+    backend = make_backend(model, micro_batch_size=4)
+    for _ in range(3):
+        backend.forward_backward(examples, loss)
+        backend.optim_step()
+    weights = {name: full(parameter.detach()) for name, parameter in backend.model.named_parameters()}
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+    assert backend.version == 3
+
+
+def test_a_loss_over_pairs_sees_both_rows_of_each(world):
+    examples = world.make_examples(kind=world.Pairs)
+    loss = functools.partial(world.pair_loss, num_tokens=examples.trainable.sum())
+    expected, _ = world.plain_steps(world.make_model("Qwen3"), examples, loss, steps=1, lr=1e-2, max_grad_norm=1.0)
+    backend = make_backend(world.make_model("Qwen3"), micro_batch_size=2)
+    backend.forward_backward(examples, loss)
+    gradients = {name: full(parameter.grad) for name, parameter in backend.model.named_parameters()}
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_fails_leaves_no_part_of_a_gradient(world):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Llama"), micro_batch_size=2)
+    calls = []
+
+    def fails_later(logp, rows):
+        calls.append(rows)
+        if len(calls) == 2:
+            raise RuntimeError("no")
+        return loss_for(world, examples)(logp, rows)
+
+    with pytest.raises(RuntimeError, match="no"):
+        backend.forward_backward(examples, fails_later)
+    assert all(parameter.grad is None for parameter in backend.model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(world):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Llama"))
+    before = {name: full(parameter.detach()).clone() for name, parameter in backend.model.named_parameters()}
+    backend.forward_backward(examples, lambda logp, rows: (logp.sum() * torch.nan, {}))
+    with pytest.raises(NonFiniteGradientError, match="gradient norm of step 1 is nan"):
+        backend.optim_step()
+    after = {name: full(parameter.detach()) for name, parameter in backend.model.named_parameters()}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert backend.version == 0
+
+
+def test_no_tensor_as_large_as_the_logits_is_made(world):
+    examples = world.make_examples(rows=8, vocabulary=4001)
+    backend = make_backend(world.make_model("Llama", vocab_size=4001))
+    largest = Largest()
+    with largest:
+        backend.forward_backward(examples, loss_for(world, examples))
+    assert largest.numel < examples.tokens.numel() * 4001
+    assert largest.numel >= 4001 * 32  # it did see the embedding's gradient
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(world):
+    examples = world.make_examples()
+    with torch.no_grad():
+        expected = world.plain_logp(world.make_model("Llama"), examples)
+    backend = make_backend(world.make_model("Llama"), precision="bfloat16")
+    logp = backend.logp(examples)
+    assert 0 < (logp - expected).abs().max() < 0.1
+    backend.forward_backward(examples, loss_for(world, examples))
+    assert all(parameter.grad.dtype == parameter.dtype == torch.float32 for parameter in backend.model.parameters())
+
+
+def test_logits_scaled_after_the_head_are_refused(world):
+    with pytest.raises(ModelError, match=r"logits_scaling=8\.0"):
+        make_backend(world.make_model("Granite", logits_scaling=8.0))
+
+
+def test_a_step_without_an_optimizer_says_what_to_call(world):
+    backend = DTensorBackend(world.make_model("Llama"), DTensorConfig())
+    with pytest.raises(RuntimeError, match="start_training"):
+        backend.optim_step()
+
+
+def test_a_gpu_that_is_not_there_is_refused(world):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ValueError, match="device='cuda' was asked for"):
+        make_backend(world.make_model("Llama"), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU, and there is no GPU")
+def test_the_gpu_agrees_with_the_cpu(world):
+    examples = world.make_examples()
+    with torch.no_grad():
+        expected = world.plain_logp(world.make_model("Qwen3"), examples)
+    backend = make_backend(world.make_model("Qwen3"), device="cuda")
+    torch.testing.assert_close(backend.logp(examples), expected, rtol=1e-4, atol=1e-4)
+    backend.forward_backward(examples, loss_for(world, examples))
+    assert backend.optim_step() > 0
+
+
+def test_explain_names_the_mesh_and_the_plan(world):
+    text = make_backend(world.make_model("Qwen3")).explain()
+    assert "1 data-parallel x 1 tensor-parallel" in text
+    assert "float32" in text

@@ -1,0 +1,49 @@
+"""What a run says it was made with."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+
+from rl_launcher.observe import collect_versions
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]
+    answer = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return answer.stdout.strip()
+
+
+def test_versions_are_those_that_are_installed_and_none_for_what_is_not(tmp_path):
+    versions = collect_versions(tmp_path)
+    assert versions["python"] == platform.python_version()
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert all(versions[name] is None or versions[name] == importlib.metadata.version(name) for name in ("rl-refit",))
+    moment = datetime.fromisoformat(str(versions["collected_at"]))
+    assert abs((datetime.now(UTC) - moment).total_seconds()) < 3600
+
+
+def test_nothing_is_collected_but_what_is_listed(tmp_path):
+    versions = collect_versions(tmp_path)
+    ours = {f"rl-{name}" for name in ("launcher", "algorithms", "generation", "backends", "refit", "parallel-plans")}
+    theirs = {"python", "torch", "transformers", "tokenizers"}
+    assert set(versions) == {"collected_at", "platform", "cpu_count", "git_commit", "git_dirty"} | theirs | ours
+    assert json.loads(json.dumps(versions)) == versions
+
+
+def test_the_commit_is_named_and_a_changed_file_makes_it_dirty(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-qm", "first")
+    clean = collect_versions(tmp_path)
+    assert (clean["git_commit"], clean["git_dirty"]) == (git(tmp_path, "rev-parse", "HEAD"), False)
+    (tmp_path / "file").write_text("two")
+    assert collect_versions(tmp_path)["git_dirty"] is True
+
+
+def test_outside_a_repository_the_commit_is_unknown(tmp_path):
+    versions = collect_versions(tmp_path)
+    assert versions["git_commit"] is None
+    assert versions["git_dirty"] is None
