@@ -30,7 +30,8 @@ def test_an_object_of_a_module_is_found() -> None:
     assert load_object("collections.abc:Mapping.get", wanted="a function") is collections.abc.Mapping.get
 
 
-def test_an_object_of_a_file_is_found_and_leaves_no_trace(here: Path) -> None:
+def test_an_object_of_a_file_is_found_and_leaves_no_trace(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (here / "rewards.py").write_text(
         "import dataclasses\n@dataclasses.dataclass\nclass R:\n    a: int = 1\ndef score(): return R()\n"
     )

@@ -202,6 +202,11 @@ def test_origins_name_the_line_the_override_or_the_default(tmp_path: Path) -> No
     assert "evaluation.every" not in origins
 
 
+def test_the_origin_of_a_value_of_several_lines_is_the_line_of_its_key(tmp_path: Path) -> None:
+    origins = load_recipe(write(tmp_path, "seed: 1\ntags:\n\n  - a\n"), schema=Recipe).origins
+    assert origins["tags"].line == 2
+
+
 def test_explain_has_one_aligned_line_for_each_key(tmp_path: Path) -> None:
     path = write(tmp_path, "text: |\n  two\n  lines\nevaluation: {}")
     resolved = load_recipe(path, schema=Recipe, overrides=["tags=[a]"])

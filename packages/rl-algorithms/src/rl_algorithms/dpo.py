@@ -68,13 +68,17 @@ class DPOConfig:
     """At most so many pairs from one prompt."""
 
     def __post_init__(self) -> None:
-        if not self.beta > 0.0 or not self.nll_weight >= 0.0:
-            raise ValueError(f"beta={self.beta} must be > 0 and nll_weight={self.nll_weight} >= 0")
+        if not self.beta > 0.0:
+            raise ValueError(f"beta={self.beta} must be > 0")
+        if not self.nll_weight >= 0.0:
+            raise ValueError(f"nll_weight={self.nll_weight} must be >= 0")
         for name in ("max_num_steps", "batch_size", "num_prompts", "pairs_per_prompt"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
         if self.num_generations_per_prompt < 2:
-            raise ValueError(f"num_generations_per_prompt={self.num_generations_per_prompt}: a pair needs at least 2")
+            raise ValueError(
+                f"num_generations_per_prompt={self.num_generations_per_prompt} must be >= 2: a pair is two answers"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

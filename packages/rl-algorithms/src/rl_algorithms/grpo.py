@@ -71,18 +71,21 @@ class GRPOConfig:
     """Divide advantages by the group's reward std, as the first GRPO paper does; Dr.GRPO does not."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.clip_low < 1.0 or not self.clip_high > 0.0:
-            raise ValueError(f"clip_low={self.clip_low} and clip_high={self.clip_high}: need 0 < clip_low < 1, clip_high > 0")
+        if not 0.0 < self.clip_low < 1.0:
+            raise ValueError(f"clip_low={self.clip_low} must be between 0 and 1: the ratio is held above 1 - clip_low")
+        if not self.clip_high > 0.0:
+            raise ValueError(f"clip_high={self.clip_high} must be > 0: the ratio is held below 1 + clip_high")
         if self.num_generations_per_prompt < 2:
             raise ValueError(
-                f"num_generations_per_prompt={self.num_generations_per_prompt}: a group of one is its own baseline, so "
-                f"its advantage is always 0; take at least 2"
+                f"num_generations_per_prompt={self.num_generations_per_prompt} must be >= 2: a group of one is its own "
+                f"baseline, and its advantage always 0"
             )
-        if self.num_prompts < 1 or self.steps_per_generation < 1:
-            raise ValueError(f"num_prompts={self.num_prompts}, steps_per_generation={self.steps_per_generation}: need >= 1")
-        if self.max_num_steps < 1 or self.max_num_steps % self.steps_per_generation:
+        for name in ("num_prompts", "steps_per_generation", "max_num_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        if self.max_num_steps % self.steps_per_generation:
             raise ValueError(
-                f"max_num_steps={self.max_num_steps} must be a positive multiple of "
+                f"max_num_steps={self.max_num_steps} must be a multiple of "
                 f"steps_per_generation={self.steps_per_generation}"
             )
 

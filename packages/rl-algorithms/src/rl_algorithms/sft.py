@@ -38,8 +38,9 @@ class SFTConfig:
     """Demonstrations in each step, over all ranks. Larger is steadier and slower."""
 
     def __post_init__(self) -> None:
-        if self.max_num_steps < 1 or self.batch_size < 1:
-            raise ValueError(f"max_num_steps={self.max_num_steps}, batch_size={self.batch_size}: both must be >= 1")
+        for name in ("max_num_steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

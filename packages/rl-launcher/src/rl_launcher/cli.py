@@ -105,3 +105,7 @@ def _refuse(error: object, code: int) -> NoReturn:
     console = Console(stderr=True, highlight=False)
     console.print("[bold red]rl-launcher:[/] " + escape(str(error)), soft_wrap=True)
     raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

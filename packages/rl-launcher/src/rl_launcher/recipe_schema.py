@@ -44,8 +44,9 @@ class GenerationConfig:
     """Answers that are generated side by side. More is faster and takes more memory."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.max_batch_size < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}, max_batch_size={self.max_batch_size}: need >= 1")
+        for name in ("max_new_tokens", "max_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be > 0; evaluation takes greedy answers by itself")
 
@@ -136,10 +137,9 @@ class EvaluationConfig:
         for name in ("every", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
-        if self.max_prompts < 1 or self.max_prompts_while_training < 1:
-            raise ValueError(
-                f"max_prompts={self.max_prompts}, max_prompts_while_training={self.max_prompts_while_training}: need >= 1"
-            )
+        for name in ("max_prompts", "max_prompts_while_training"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,5 +207,7 @@ class Recipe:
             raise ValueError("sft, grpo and dpo are all absent, so there is nothing to do; give at least one of them")
         if self.grpo is not None and self.dpo is not None:
             raise ValueError("grpo and dpo are both given, and a run takes one of them; set the other to null")
-        if self.seed < 0 or (self.cpu_threads is not None and self.cpu_threads < 1):
-            raise ValueError(f"seed={self.seed} must be >= 0, cpu_threads={self.cpu_threads} null or >= 1")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be >= 0")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ValueError(f"cpu_threads={self.cpu_threads} must be null or >= 1")

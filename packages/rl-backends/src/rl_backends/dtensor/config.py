@@ -66,11 +66,13 @@ class OptimizerConfig:
     """Gradients whose global 2-norm is larger are scaled down to it."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0.0 or not self.max_grad_norm > 0.0 or not self.eps > 0.0:
-            raise ValueError(f"lr={self.lr}, eps={self.eps} and max_grad_norm={self.max_grad_norm} must be > 0")
+        for name in ("lr", "eps", "max_grad_norm"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
+        for name in ("weight_decay", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must be in [0, 1)")
-        if self.weight_decay < 0.0 or self.warmup_steps < 0:
-            raise ValueError(f"weight_decay={self.weight_decay} and warmup_steps={self.warmup_steps} must be >= 0")
+            raise ValueError(f"betas={self.betas} must both be in [0, 1)")
         if not 0.0 <= self.final_lr_ratio <= 1.0:
             raise ValueError(f"final_lr_ratio={self.final_lr_ratio} must be between 0 and 1")

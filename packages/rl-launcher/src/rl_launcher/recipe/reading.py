@@ -44,7 +44,7 @@ def missing_file(path: Path, *, where: Origin) -> Problem:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(str(path), [missing_file(path, where=Origin(file=path))]) from None
     except UnicodeDecodeError as error:

@@ -44,10 +44,6 @@ class RecipeLoader(yaml.SafeLoader):
 class RecipeDumper(yaml.SafeDumper):
     """Writes what both this dialect and YAML 1.1 read alike: a text that either takes for a number is quoted."""
 
-    def ignore_aliases(self, data: object) -> bool:
-        """Write shared values out, each time."""
-        return data is not self  # always True: no anchors
-
     def represent_text(self, data: str) -> yaml.ScalarNode:
         """Write text of several lines with escapes, on one line."""
         return self.represent_scalar(_PREFIX + "str", data, style='"' if len(split_lines(data)) > 1 else None)

@@ -1,0 +1,92 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_generation import Sampling
+from rl_generation.distribution import choose, draw, exact_dtype, sampled_logits, take_best
+
+# Of chi-square with 9 degrees of freedom: one fair sample in 10,000 lies above.
+CHI_SQUARE_9 = 33.72
+
+
+def uniforms(count, dtype=torch.float64, seed=0):
+    return torch.rand(count, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_20000_draws_follow_the_softmax(dtype):
+    logits = torch.linspace(-2, 2, 10)
+    tokens, _ = draw(logits.expand(20_000, -1), uniforms(20_000, dtype))
+    expected = 20_000 * logits.double().softmax(0)
+    observed = tokens.bincount(minlength=10)
+    assert ((observed - expected) ** 2 / expected).sum() < CHI_SQUARE_9
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.05, 20), st.integers(0, 30), st.floats(0.01, 1.0))
+def test_logp_is_that_of_the_distribution_drawn_from(seed, temperature, top_k, top_p):
+    logits = 4 * torch.randn(5, 23, generator=torch.Generator().manual_seed(seed))
+    sampling = Sampling(max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens, logp = choose(logits, uniforms(5, seed=seed), sampling)
+    reference = sampled_logits(logits, sampling).double().log_softmax(-1)
+    assert logp.isfinite().all()
+    torch.testing.assert_close(logp, reference.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_temperature_divides_the_logits():
+    logits = torch.tensor([[1.0, 3.0, -2.0]])
+    assert sampled_logits(logits, Sampling(max_new_tokens=1, temperature=0.5)).tolist() == [[2.0, 6.0, -4.0]]
+
+
+def test_top_k_keeps_the_likeliest_and_ties_with_the_last_of_them():
+    logits = torch.tensor([[1.0, 5.0, 3.0, 4.0], [1.0, 5.0, 4.0, 4.0]])
+    kept = sampled_logits(logits, Sampling(max_new_tokens=1, top_k=2)).isfinite()
+    assert kept.tolist() == [[False, True, False, True], [False, True, True, True]]
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.1, 1), (0.39, 1), (0.41, 2), (0.71, 3), (0.91, 4), (1.0, 4)])
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
+    logits = torch.tensor([[0.3, 0.1, 0.4, 0.2]]).log()
+    support = sampled_logits(logits, Sampling(max_new_tokens=1, top_p=top_p)).isfinite()
+    assert support[0, [2, 0, 3, 1]].tolist() == [True] * kept + [False] * (4 - kept)
+
+
+def test_top_p_applies_to_what_top_k_left():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    # Renormalised to 4/7 and 3/7, the first alone passes 0.5; of the whole it has 0.4 only.
+    support = sampled_logits(logits, Sampling(max_new_tokens=1, top_k=2, top_p=0.5)).isfinite()
+    assert support.tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_nothing_outside_the_support_is_drawn_even_by_the_extreme_uniforms(dtype):
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]).expand(2, -1)
+    largest = 1 - torch.finfo(dtype).eps / 2
+    tokens, logp = draw(logits, torch.tensor([0.0, largest], dtype=dtype))
+    assert tokens.tolist() == [1, 3]
+    torch.testing.assert_close(logp.float(), torch.tensor([0.0, 1.0]).log_softmax(0))
+
+
+@pytest.mark.parametrize("broken", [[0.0, torch.nan], [0.0, torch.inf], [-torch.inf, -torch.inf]])
+def test_broken_logits_give_a_nan_logp_and_never_an_index_outside_the_vocabulary(broken):
+    tokens, logp = draw(torch.tensor([broken]), uniforms(1))
+    assert 0 <= tokens.item() < 2
+    assert logp.isnan().all()
+
+
+def test_greedy_takes_the_best_and_reports_the_raw_log_softmax():
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
+    tokens, logp = take_best(logits)
+    assert tokens.equal(logits.argmax(-1))
+    torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1))
+
+
+def test_a_device_without_float64_gets_float32():
+    assert exact_dtype(torch.device("mps")) is torch.float32
+    assert exact_dtype(torch.device("cpu")) is torch.float64
+
+
+def test_shapes_are_checked():
+    with pytest.raises(Exception, match=r"(?i)type"):
+        take_best(torch.zeros(3))
