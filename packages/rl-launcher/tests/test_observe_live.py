@@ -77,7 +77,7 @@ def test_plain_lines_are_aligned_and_longer_than_the_terminal_if_need_be():
     lines = plain_lines([StageTotal("grpo", 100)], updates, width=40)[1:]
     assert len(lines) == 3
     assert len({line.index("tokens/s") for line in lines}) == 1
-    assert lines[0].startswith("   0:00  grpo    1/100  reward 0.500    groups with signal 0.750    entropy 0.125 ")
+    assert lines[0].startswith("   0:00  grpo    1/100  reward 0.500      groups with signal 0.750      entropy 0.125 ")
 
 
 def test_a_metric_that_is_not_finite_or_not_there_is_a_dash():

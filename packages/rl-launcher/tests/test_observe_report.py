@@ -66,7 +66,7 @@ def synthetic_run(path: Path, *, stages: tuple[str, ...] = ("sft", "grpo"), step
         json.dumps(
             {
                 "run_dir": str(path),
-                "task": "sort_digits",
+                "task": "rl_launcher.quickstart.sort_digits:dataset",
                 "algorithm": stages[-1],
                 "held_out_sampled_before": 0.33,
                 "held_out_sampled_after": 0.909,
@@ -213,7 +213,8 @@ def test_the_page_says_what_came_of_the_run(tmp_path):
         "The whole run took 240 steps and ",
         "+57.9 points · 1000 problems · ± 1.8 at 95 %",  # 1.96 sqrt(0.909 · 0.091 / 1000) = 0.0178
         "before: 71.8 %",
-        "2026-11-21, 09:30 UTC",
+        "sort digits · run report",
+        "2026-11-21, 09:30 UTC · run · rl_launcher.quickstart.sort_digits:dataset · torch 2.13.0+cpu · 2 cores",
         "Reward, grpo",
         "3 of 10 right before, 9 of 10 right after training",
         "cut off at the token limit",
@@ -319,8 +320,19 @@ def test_an_interrupted_run_is_reported_from_its_log(tmp_path):
     words = Elements(page_of(run)).words
     assert "This run ended early." in words
     assert "1 line of metrics.jsonl could not be read" in words
-    assert "the mean reward" in words or "share of right answers" in words
-    assert "Held-out, sampled" in words
+    # Evaluated at steps 20, 40 and 60 of grpo, and never before it: 0.31 + 0.63 (1 - exp(-60 · 3.2 / 120)) = 0.813.
+    assert re.search(r"share of right answers on held-out problems came to 8\d\.\d %", words)
+    assert "before:" not in words
+
+
+def test_an_evaluation_at_step_zero_is_the_figure_of_before(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    rows = [
+        {"stage": "grpo", "step": step, "held_out_sampled": value} for step, value in ((0, 0.25), (5, None), (9, 0.5))
+    ]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = Elements(page_of(run)).words
+    assert "Training raised the mean reward on held-out problems from 25.0 % to 50.0 %." in words
 
 
 @pytest.mark.parametrize("stages", [("sft",), ("dpo",), ("sft", "dpo"), ("sft", "grpo", "dpo")])

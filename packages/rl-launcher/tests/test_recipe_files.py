@@ -106,6 +106,7 @@ def test_a_duplicate_key_names_both_places(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("a: &a {x: 1, x: 2}\nb: {<<: *a}\nc: *a\n", "1 problem\n"),
         ("seed: !!python/name:os.system ''\n", "a recipe is plain data"),
         ("tags: !!set {a, b}\n", "tag set is not allowed"),
         ("seed: !!int abc\n", "invalid literal"),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_algorithms.chat import Chat, Demonstration, Prompt
-from rl_algorithms.data import Dataset, read_jsonl, split_held_out
+from rl_algorithms.data import DataError, Dataset, read_jsonl, split_held_out
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, check_vocabulary, load_causal_lm, load_tokenizer
 from rl_generation import TransformersEngine
@@ -56,6 +56,7 @@ def build(recipe: Recipe) -> Parts:
     prompts = [chat.prompt(row) for row in dataset.train]
     held_out = [chat.prompt(row) for row in dataset.held_out]
     demonstrations = [] if recipe.sft is None else [chat.demonstration(row) for row in dataset.demonstrations]
+    _check_lengths(model, [*prompts, *held_out], max_new_tokens=recipe.policy.generation.max_new_tokens)
     engine = TransformersEngine(
         copy.deepcopy(model),  # its own weights, refitted like those of any other engine
         stop_token_ids=chat.stop_token_ids,
@@ -90,7 +91,7 @@ def load_dataset(config: DataConfig, *, seed: int) -> Dataset:
             f"data.held_out_share={config.held_out_share} cuts a JSONL file, and data.source={config.source} is a "
             f"function, which holds out its own rows; leave data.held_out_share out"
         )
-    dataset = _load_function(config.source, wanted="a function that returns a Dataset (data.source)")()
+    dataset = _call(config.source, wanted="a function that returns a Dataset (data.source)")
     if not isinstance(dataset, Dataset):
         raise LauncherError(
             f"data.source={config.source} returned {type(dataset).__name__}; it must return a rl_algorithms.data.Dataset"
@@ -101,7 +102,7 @@ def load_dataset(config: DataConfig, *, seed: int) -> Dataset:
 def load_policy(config: PolicyConfig, *, seed: int) -> tuple[Any, Any]:
     """The model and the tokenizer that `model_name` names, proved to belong together."""
     if _is_import_string(config.model_name):
-        model, tokenizer = _load_function(config.model_name, wanted="a function that builds a model (policy.model_name)")(seed)
+        model, tokenizer = _call(config.model_name, seed, wanted="a function that builds a model (policy.model_name)")
     else:
         origin, trust = config.revision, config.trust_remote_code
         tokenizer = load_tokenizer(config.model_name, revision=origin, trust_remote_code=trust)
@@ -132,3 +133,24 @@ def _load_function(text: str, *, wanted: str) -> Callable[..., Any]:
     if not callable(function):
         raise LauncherError(f"{text} is {function!r:.80}, and {wanted} must be callable")
     return function
+
+
+def _call(text: str, *arguments: object, wanted: str) -> Any:
+    """Call the user's function; what it raises is an error of the recipe key that names it."""
+    function = _load_function(text, wanted=wanted)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise LauncherError(f"{text}, {wanted}, raised {type(error).__name__}: {error}") from error
+
+
+def _check_lengths(model: Any, prompts: list[Prompt], *, max_new_tokens: int) -> None:
+    """Refuse now what the engine would refuse in the middle of a run."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+    if context is not None and len(longest.tokens) + max_new_tokens > context:
+        raise DataError(
+            f"{longest.row.where}: the prompt has {len(longest.tokens)} tokens, and with "
+            f"policy.generation.max_new_tokens={max_new_tokens} it does not fit into the model's context of {context} "
+            f"(max_position_embeddings); shorten it, or lower max_new_tokens"
+        )

@@ -1,5 +1,6 @@
 """Held-out accuracy of the engine's weights, sampled and greedy, and a few answers to look at."""
 
+import math
 from dataclasses import dataclass
 
 from rl_algorithms.evaluation import Accuracy, evaluate
@@ -21,11 +22,8 @@ class HeldOut:
     greedy: Accuracy
 
     def describe(self) -> str:
-        """Both figures with their standard errors."""
-        return ", ".join(
-            f"{name} {accuracy.mean:.3f} ± {accuracy.standard_error:.3f}"
-            for name, accuracy in (("sampled", self.sampled), ("greedy", self.greedy))
-        )
+        """Both figures with their standard errors, where there are any."""
+        return f"sampled {_describe(self.sampled)}, greedy {_describe(self.greedy)}"
 
 
 class Evaluator:
@@ -84,3 +82,8 @@ def _samples(parts: Parts, rollouts: Rollouts, number: int, *, stage: str, when:
         )
         for index, prompt in enumerate(parts.held_out[: min(number, len(rollouts.answers))])
     ]
+
+
+def _describe(accuracy: Accuracy) -> str:
+    error = accuracy.standard_error
+    return f"{accuracy.mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{accuracy.mean:.3f} (one prompt)"

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rl_launcher.interruption import Interruption
 from rl_launcher.observe import LiveView, MetricsLog
 
 __all__ = ["Recorder"]
@@ -16,8 +17,8 @@ TOKENS = ("sampled_tokens", "trained_tokens")
 class Recorder:
     """Knows how much time passed between two steps, and which of it no phase claimed: that is `other`."""
 
-    def __init__(self, log: MetricsLog, view: LiveView) -> None:
-        self.log, self._view = log, view
+    def __init__(self, log: MetricsLog, view: LiveView, interruption: Interruption) -> None:
+        self.log, self._view, self._interruption = log, view, interruption
         self._totals: dict[str, dict[str, float]] = {}
         self._claimed: dict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
@@ -36,7 +37,11 @@ class Recorder:
         self._claimed[PHASE + name] += time.perf_counter() - started
 
     def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step of `stage`; `step` counts the stage's own optimizer steps."""
+        """Log one step of `stage`; `step` counts the stage's own optimizer steps. Here a signal ends the run.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C or SIGTERM came since the last step.
+        """
         now = time.perf_counter()
         wall, self._last = now - self._last, now
         phases = {name: value for name, value in metrics.items() if name.startswith(PHASE)}
@@ -50,6 +55,7 @@ class Recorder:
         values = {**shown, "tokens_per_s": tokens / wall, **phases}
         self.log.write(stage, step, values)
         self._view.update(stage, step, values)
+        self._interruption.check()
 
     def message(self, text: str) -> None:
         """Tell the user."""

@@ -7,11 +7,9 @@ Whatever ends a run early, a signal or an error, first saves the weights, the lo
 
 import json
 import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_launcher.building import Parts, build
 from rl_launcher.errors import LauncherError
 from rl_launcher.evaluating import Evaluator, HeldOut
+from rl_launcher.interruption import Interruption
 from rl_launcher.observe import LiveView, MetricsLog, RunDirectory, StageTotal, collect_versions, write_report
 from rl_launcher.recipe import Resolved
 from rl_launcher.recipe_schema import Recipe
@@ -66,17 +65,19 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
         shutil.rmtree(directory.path, ignore_errors=True)  # nothing was trained, so nothing is lost
         raise
     outcome = _Outcome()
-    with MetricsLog(directory) as log, LiveView(_title(recipe), _stage_totals(recipe)) as view, _terminable():
-        recorder, evaluator = Recorder(log, view), Evaluator(parts, recipe)
+    with Interruption() as interruption:
         try:
-            _train(recipe, parts, evaluator, recorder, outcome)
-            parts.policy.save_pretrained(directory.model)
-            parts.tokenizer.save_pretrained(directory.model)
+            with MetricsLog(directory) as log, LiveView(_title(recipe), _stage_totals(recipe)) as view:
+                recorder = Recorder(log, view, interruption)
+                _train(recipe, parts, Evaluator(parts, recipe), recorder, outcome)
+            interruption.hold()
+            _save(parts, directory.model)
         except BaseException as error:
+            interruption.hold()
             outcome.interrupted = True
             raise _stopped(error, directory, parts) from error
         finally:
-            summary = _summary(recipe, directory, parts, recorder, outcome, evaluator.size)
+            summary = _summary(recipe, directory, parts, recorder, outcome)
             summary["wall_s"] = round(time.perf_counter() - started, 2)
             directory.summary.write_text(json.dumps(summary, indent=2), encoding="utf-8")
             write_report(directory)
@@ -112,7 +113,7 @@ def headline_stage(recipe: Recipe) -> str:
 
 
 def _summary(
-    recipe: Recipe, directory: RunDirectory, parts: Parts, recorder: Recorder, outcome: _Outcome, held_out_size: int
+    recipe: Recipe, directory: RunDirectory, parts: Parts, recorder: Recorder, outcome: _Outcome
 ) -> dict[str, Any]:
     headline = headline_stage(recipe)
     report = parts.weight_sync.last
@@ -126,7 +127,7 @@ def _summary(
         "held_out_sampled_after": outcome.after and round(outcome.after.sampled.mean, 4),
         "held_out_greedy_before": outcome.before and round(outcome.before.greedy.mean, 4),
         "held_out_greedy_after": outcome.after and round(outcome.after.greedy.mean, 4),
-        "held_out_size": held_out_size,
+        "held_out_size": Evaluator(parts, recipe).size,
         "steps": parts.policy.version,
         "tokens": recorder.num_tokens,
         "reward_errors": parts.environment.errors,
@@ -141,42 +142,26 @@ def _summary(
     }
 
 
+def _save(parts: Parts, folder: Path) -> None:
+    parts.policy.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
+
+
 def _stopped(error: BaseException, directory: RunDirectory, parts: Parts) -> RunStoppedError:
-    """Save the weights as they are; a second signal does not get in between."""
-    with _deaf():
-        parts.policy.save_pretrained(directory.interrupted)
-        parts.tokenizer.save_pretrained(directory.interrupted)
-    interrupted = isinstance(error, KeyboardInterrupt)
-    what = "interrupted" if interrupted else f"stopped: {error}" if isinstance(error, ValueError | RuntimeError) else f"failed: {error!r}"
+    """Save the weights as they are, and say where."""
+    _save(parts, directory.interrupted)
     return RunStoppedError(
-        f"{what}\nThe weights after {parts.policy.version} optimizer steps are in {directory.interrupted}, the log and a "
-        f"report beside them. Go on from there with policy.model_name={directory.interrupted} sft=null run_dir=…",
-        interrupted=interrupted,
+        f"{_cause(error)}\n"
+        f"The weights after {parts.policy.version} optimizer steps are in {directory.interrupted}; the log and a report "
+        f"lie beside it. Go on from there with policy.model_name={directory.interrupted} sft=null run_dir=<another>",
+        interrupted=isinstance(error, KeyboardInterrupt),
     )
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat SIGTERM, which schedulers send, like Ctrl-C."""
-
-    def interrupt(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _cause(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"stopped: {error}" if isinstance(error, ValueError | RuntimeError) else f"failed: {error!r}"
 
 
 def _title(recipe: Recipe) -> str:

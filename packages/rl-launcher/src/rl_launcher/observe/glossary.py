@@ -74,7 +74,7 @@ METRICS: Mapping[str, Metric] = {
         "ratio",
         "Mean of exp |logp − logp_old| over tokens: 1 is perfect, above 1.05 is a fault.",
     ),
-    "entropy": Metric("entropy", "number", "Mean entropy of the policy's next token, in nats."),
+    "entropy": Metric("entropy", "number", "Mean of −logp over the sampled tokens, in nats."),
     "loss": Metric("loss", "number", "What the optimizer lowers."),
     "grad_norm": Metric("gradient norm", "number", "Norm of the whole gradient before clipping."),
     "learning_rate": Metric("learning rate", "scientific", "The optimizer's step size."),

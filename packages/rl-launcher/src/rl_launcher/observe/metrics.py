@@ -117,7 +117,7 @@ class MetricsLog:
         if self._tensorboard is None:
             self._tensorboard = FileWriter(str(self._run.tensorboard))
         finite = [(name, value) for name, value in values.items() if math.isfinite(value)]
-        # One event for all scalars of a step: five times as fast as one `SummaryWriter.add_scalar` each.
+        # One event for all scalars of a step: many times as fast as one `SummaryWriter.add_scalar` each.
         scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in finite]
         self._tensorboard.add_summary(Summary(value=scalars), step)
 

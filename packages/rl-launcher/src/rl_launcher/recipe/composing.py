@@ -53,7 +53,7 @@ def _bad_syntax(error: yaml.MarkedYAMLError, at: At) -> Problem:
 class _Converter:
     """Turns PyYAML's nodes into ours, collecting what is not allowed."""
 
-    def __init__(self, at: Callable[[int, int], Origin]) -> None:
+    def __init__(self, at: At) -> None:
         self.problems: list[Problem] = []
         self._at = at
         self._open: list[yaml.Node] = []
@@ -118,6 +118,6 @@ class _Converter:
         return self._at(node.start_mark.line, node.start_mark.column)
 
     def _refuse(self, where: Origin, path: KeyPath, *, message: str, hint: str) -> None:
-        problem = Problem(key=dotted(path), where=where, message=message, hint=hint)
-        if problem not in self.problems:  # a merged anchor is read once for each use
-            self.problems.append(problem)
+        if (where, message) not in [(known.where, known.message) for known in self.problems]:
+            # an anchor is read once for each use
+            self.problems.append(Problem(key=dotted(path), where=where, message=message, hint=hint))

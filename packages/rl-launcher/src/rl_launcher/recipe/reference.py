@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from rl_launcher.recipe.annotations import is_section, members, type_text
 from rl_launcher.recipe.inheritance import DEFAULTS_KEY
 from rl_launcher.recipe.plain_data import to_plain
-from rl_launcher.recipe.schema import MISSING, Key, check_schema, keys
+from rl_launcher.recipe.schema import MISSING, Key, check_schema, descriptions, keys, sections
 
 _DEFAULTS_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -38,8 +38,12 @@ def json_schema(schema: type) -> dict[str, Any]:
     described = TypeAdapter(schema).json_schema()
     definitions = described.get("$defs", {})
     root = definitions[described["$ref"].rpartition("/")[2]] if "$ref" in described else described
-    for section in (root, *definitions.values()):
-        section.pop("required", None)
+    for part in (root, *definitions.values()):
+        part.pop("required", None)
+    for section in sections(schema):
+        part = root if section is schema else definitions[section.__name__]
+        for name, text in descriptions(section).items():
+            part["properties"][name].setdefault("description", text)
     root["properties"] = {DEFAULTS_KEY: _DEFAULTS_SCHEMA, **root.get("properties", {})}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
 

@@ -50,12 +50,18 @@ def check_schema(schema: type) -> None:
         raise TypeError(f"a schema is a dataclass, got {schema!r}")
     if DEFAULTS_KEY in key_types(schema):
         raise TypeError(f"{schema.__name__}.{DEFAULTS_KEY}: recipes inherit through this key; rename the field")
-    todo, seen = [schema], {schema}
-    while todo:
-        section = todo.pop()
+    for section in sections(schema):
         config = getattr(section, "__pydantic_config__", {})
         if any(config.get(name) != value for name, value in _CONFIG.items()):
             raise TypeError(f"{section.__qualname__} needs __pydantic_config__ = {_CONFIG}, got {config or 'none'}")
+
+
+def sections(schema: type) -> Iterator[type]:
+    """Yield the schema and every section below it, each once."""
+    todo, seen = [schema], {schema}
+    while todo:
+        section = todo.pop()
+        yield section
         below = {inner for annotation in key_types(section).values() for inner in sections_in(annotation)}
         todo += below - seen
         seen |= below
@@ -94,14 +100,27 @@ def _sections_with_steps(annotation: Annotation) -> Iterator[tuple[type, tuple[s
                 yield from ((below, (step, *steps)) for below, steps in _sections_with_steps(argument))
 
 
-@functools.cache
 def docstrings(section: type) -> dict[str, str]:
     """Return the first sentence under each field that has one."""
+    return {name: first_sentence(text) for name, text in descriptions(section).items()}
+
+
+@functools.cache
+def descriptions(section: type) -> dict[str, str]:
+    """Return the docstring under each field that has one; pydantic knows those of a class, and not of its bases."""
+    found: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if is_section(owner):
+            found |= _own_descriptions(owner)
+    return found
+
+
+def _own_descriptions(section: type) -> dict[str, str]:
     described = TypeAdapter(section).json_schema()
     if "$ref" in described:
         described = described["$defs"][described["$ref"].rpartition("/")[2]]
     properties = described.get("properties", {})
-    return {name: first_sentence(key["description"]) for name, key in properties.items() if "description" in key}
+    return {name: key["description"] for name, key in properties.items() if "description" in key}
 
 
 def first_sentence(text: str) -> str:

@@ -17,6 +17,9 @@ __all__ = ["LineWriter"]
 _LINE_INTERVAL_S = 5.0
 _LINES_A_STAGE = 10
 
+# Of the longest, such as -0.000924.
+_NUMBER_WIDTH = 9
+
 _COLUMNS = {
     "reward": "reward",
     "loss": "loss",
@@ -59,7 +62,7 @@ class LineWriter:
             f"{progress.name:<{self._name_width}}",
             f"{progress.step:>{len(str(progress.steps))}}/{progress.steps}",
             *(
-                f"{_COLUMNS[name]} {_number(name, values.get(name)):<7}"
+                f"{_COLUMNS[name]} {_number(name, values.get(name)):<{_NUMBER_WIDTH}}"
                 for name in columns
                 if not values.keys().isdisjoint(columns)
             ),

@@ -165,8 +165,9 @@ def _shapes(role: str, curve: Points, *, across: Scale, up: Scale) -> list[Html]
     line = element("path", class_=f"line {role}", d=_line(places))
     if role not in _MARKED_ROLES:
         return [line]
-    # A line of no length has round or square ends only: a mark that stays undistorted however the chart stretches.
-    dots = "".join(f"M{place[0]} {place[1]}h0" for place in places if place is not None)
+    # A line of hardly any length is all ends, round or square: a mark that no stretching of the chart distorts. Of no
+    # length at all, some printers leave it out.
+    dots = "".join(f"M{place[0]} {place[1]}h.1" for place in places if place is not None)
     return [line, element("path", class_=f"mark-ring {role}", d=dots), element("path", class_=f"mark {role}", d=dots)]
 
 

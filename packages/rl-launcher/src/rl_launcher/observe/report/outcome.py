@@ -55,8 +55,10 @@ def masthead(record: RunRecord) -> Html:
 
 
 def title(record: RunRecord) -> str:
-    """What the run is called: its task, or its folder's name."""
-    return text(record.summary, "task") or record.path.name
+    """What the run is called: its task, or its folder's name; of `package.sort_digits:dataset`, `sort digits`."""
+    task = text(record.summary, "task") or record.path.name
+    reference = re.fullmatch(r"(?:\w+\.)*(\w+):\w+", task)
+    return reference[1].replace("_", " ") if reference else task
 
 
 def cards(record: RunRecord) -> Html:
@@ -72,14 +74,16 @@ def cards(record: RunRecord) -> Html:
 
 
 def _held_out(record: RunRecord, kind: str) -> _HeldOut:
-    logged = [value for _, value in points(record.rows, f"held_out_{kind}") if value is not None]
-    before = number(record.summary, f"held_out_{kind}_before")
-    after = number(record.summary, f"held_out_{kind}_after")
-    if before is None and len(logged) > 1:
-        before = logged[0]
-    if after is None and logged:
-        after = logged[-1]
-    size = number(record.summary, "held_out_size")
+    name = f"held_out_{kind}"
+    before, after = (number(record.summary, f"{name}_{when}") for when in ("before", "after"))
+    size = number(record.summary, "held_out_size") if after is not None else None
+    if before is None:
+        # An evaluation after some steps is no figure of before.
+        before = next((value for step, value in points(record.rows, name) if step == 0), None)
+    if after is None:
+        after = next(
+            (value for step, value in reversed(points(record.rows, name)) if step > 0 and value is not None), None
+        )
     return _HeldOut(before, after, None if size is None else round(size))
 
 
@@ -119,6 +123,9 @@ def _algorithm(record: RunRecord) -> str:
 def _facts(record: RunRecord) -> list[str]:
     moment = text(record.versions, "collected_at")
     facts = [_date(moment) if moment else "date unknown", record.path.name]
+    task = text(record.summary, "task")
+    if task is not None and task != title(record):
+        facts.append(task)
     torch = text(record.versions, "torch")
     if torch:
         facts.append(f"torch {torch}")
@@ -194,19 +201,20 @@ def _tokens_card(record: RunRecord) -> Html | None:
         sum(value for _, value in points(record.rows, name) if value is not None)
         for name in ("sampled_tokens", "trained_tokens")
     )
-    speed = _speed(record)
     total = number(record.summary, "tokens") or sampled + trained
+    stage, speed = _speed(record)
     if total:
-        return _card("Tokens", format_count(total), speed or "sampled and trained on")
-    return None if speed is None else _card("Speed", speed, "median of the steps")
+        return _card("Tokens", format_count(total), f"{speed}/s in {stage}" if speed else "sampled and trained on")
+    return _card("Tokens per second", speed, f"in {stage}, median") if speed else None
 
 
-def _speed(record: RunRecord) -> str | None:
+def _speed(record: RunRecord) -> tuple[str, str]:
+    """The last stage that logged one, and its median speed; two empty strings if none did."""
     for stage in reversed(record.stages):
         speeds = [value for _, value in points(record.stages[stage], "tokens_per_s") if value is not None]
         if speeds:
-            return f"{format_count(statistics.median(speeds))}/s in {stage}"
-    return None
+            return stage, format_count(statistics.median(speeds))
+    return "", ""
 
 
 def _card(label: str, value: str, note: str, *, extra: Html | None = None, lead: bool = False) -> Html:

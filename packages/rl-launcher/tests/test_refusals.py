@@ -1,0 +1,107 @@
+"""Claims about bad input: one screen, exit code 2, the reason and the way out, and nothing left behind."""
+
+import json
+
+import pytest
+from rl_launcher.cli import app
+from typer.testing import CliRunner
+
+CASES = {
+    "unknown key": (["grpo.clip_hi=0.3"], ['override "grpo.clip_hi=0.3"', "did you mean grpo.clip_high?"]),
+    "unknown section": (["polcy.model_name=x"], ["did you mean", "policy"]),
+    "wrong type": (["grpo.max_num_steps=many"], ["grpo.max_num_steps", "wanted int"]),
+    "out of range": (["grpo.clip_low=2"], ["grpo.clip_low", "must be between 0 and 1"]),
+    "no stage": (["sft=null", "grpo=null"], ["nothing to do"]),
+    "missing data file": (["data.source={folder}/none.jsonl"], ["none.jsonl: cannot be read"]),
+    "missing model folder": (["policy.model_name={folder}/none"], ["none: does not exist", "save_pretrained"]),
+    "missing reward file": (["env.reward={folder}/none.py:score"], ["there is no file", "none.py"]),
+    "missing reward function": (["env.reward={folder}/reward.py:scor"], ["has no scor", "score"]),
+    "reward that is no function": (["env.reward={folder}/reward.py:not_callable"], ["must be callable"]),
+    "data function that is none": (["data.source={folder}/reward.py:score", "data.held_out_share=null"], ["raised TypeError"]),
+    "data function that returns none": (["data.source=builtins:dict", "data.held_out_share=null"], ["returned dict"]),
+    "share for a function": (["data.source={folder}/model.py:build"], ["leave data.held_out_share out"]),
+    "another vocabulary": (["policy.model_name={folder}/model.py:other_vocabulary"], ["64 embeddings", "51 tokens"]),
+    "no chat template": (["policy.model_name={folder}/model.py:no_template"], ["chat template", "plain"]),
+    "too many ranks": (["policy.dtensor_cfg.tensor_parallel_size=2"], ["tensor_parallel_size=2"]),
+    "unwritable run directory": (["run_dir=/proc/run"], ["run_dir='/proc/run' cannot be written"]),
+}
+
+
+def refuse(arguments):
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert len(result.output.splitlines()) < 24
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("overrides", "said"), CASES.values(), ids=CASES)
+def test_a_refusal_says_what_and_why_and_leaves_nothing(recipe, tmp_path, overrides, said):
+    output = refuse([str(recipe), *(override.format(folder=tmp_path) for override in overrides)])
+    for text in said:
+        assert text in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_key_in_the_file_is_found_by_its_line(recipe):
+    recipe.write_text(recipe.read_text().replace("num_prompts", "number_of_prompts"))
+    line = next(n for n, text in enumerate(recipe.read_text().splitlines(), 1) if "number_of_prompts" in text)
+    output = refuse([str(recipe)])
+    assert f"recipe.yaml:{line}" in output
+    assert "grpo.num_prompts" in output
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    assert "none.yaml" in refuse([str(tmp_path / "none.yaml")])
+
+
+def test_a_malformed_row_is_found_by_file_line_and_field(recipe, tmp_path):
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    rows[4] = json.dumps({"prompt": "4+0=", "answer": 4})
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    assert "rows.jsonl:5: field 'answer' must be text, found int 4" in refuse([str(recipe)])
+
+
+def test_a_row_without_the_answer_that_sft_needs_is_named(recipe, tmp_path):
+    rows = [json.dumps({"prompt": f"{digit}+0="}) for digit in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    assert "field 'answer' is missing, and SFT needs it" in refuse([str(recipe)])
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_named(recipe, tmp_path):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"prompt": "naïve", "answer": "1"}')
+    assert "rows.jsonl:9: the tokenizer cannot encode" in refuse([str(recipe)])
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_is_trained(recipe, tmp_path):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"prompt": "1" * 40, "answer": "1"}))
+    assert "rows.jsonl:9: the prompt has 43 tokens" in refuse([str(recipe)])
+
+
+def test_a_second_run_into_the_same_directory_is_refused_and_the_first_stays(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious.txt").write_text("mine")
+    assert "exists and is not empty" in refuse([str(recipe)])
+    assert (tmp_path / "run" / "precious.txt").read_text() == "mine"
+
+
+def test_a_reward_that_raises_stops_the_run_names_the_sample_and_keeps_the_weights(recipe, tmp_path):
+    result = CliRunner().invoke(app, ["run", str(recipe), f"env.reward={tmp_path}/reward.py:fails_on_five"])
+    assert result.exit_code == 1
+    output = " ".join(result.output.split())
+    assert "prompt '5+0='" in output
+    assert "ZeroDivisionError" in output
+    assert "env.on_error=zero" in output
+    assert "Traceback" not in output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert (tmp_path / "run" / "interrupted" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_reward_that_is_nan_stops_the_run_and_names_the_sample(recipe, tmp_path):
+    result = CliRunner().invoke(app, ["run", str(recipe), f"env.reward={tmp_path}/reward.py:returns_nan"])
+    assert result.exit_code == 1
+    assert "it returned nan, which is not a finite number" in " ".join(result.output.split())

@@ -1,0 +1,159 @@
+"""Claims about a run: what it leaves, that it repeats, that the user's own parts take three keys."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from rl_launcher.cli import app
+from rl_launcher.recipe import load_recipe
+from rl_launcher.recipe_schema import Recipe
+from rl_launcher.running import run
+from typer.testing import CliRunner
+
+
+def run_recipe(recipe, *overrides):
+    return run(load_recipe(recipe, schema=Recipe, overrides=overrides))
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_run_leaves_all_that_it_promises_and_ends_with_its_result(recipe, tmp_path):
+    result = CliRunner().invoke(app, ["run", str(recipe)])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout.splitlines()[-1])
+    run_dir = tmp_path / "run"
+    assert summary["run_dir"] == str(run_dir)
+    assert summary["steps"] == 14
+    assert summary["interrupted"] is False
+    assert sum(summary["phase_share"].values()) == pytest.approx(1.0, abs=1e-2)
+    assert {"generate", "reward", "train", "refit", "other"} <= summary["phase_share"].keys()
+    for name in ("held_out_sampled_before", "held_out_sampled_after", "held_out_greedy_after", "wall_s"):
+        assert isinstance(summary[name], float)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert {path.name for path in run_dir.iterdir()} == {
+        "metrics.jsonl", "model", "recipe.yaml", "report.html", "samples.jsonl", "summary.json", "tensorboard", "versions.json",
+    }  # fmt: skip
+    steps = read_lines(run_dir / "metrics.jsonl")
+    assert [(line["stage"], line["step"]) for line in steps] == [
+        *(("sft", step) for step in range(1, 7)),
+        *(("grpo", step) for step in (2, 4, 6, 8)),
+    ]
+    assert steps[-1]["version"] == 14
+    assert steps[-1]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    assert [line["when"] for line in read_lines(run_dir / "samples.jsonl")] == ["before"] * 2 + ["after"] * 2
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert load_recipe(run_dir / "recipe.yaml", schema=Recipe).value == load_recipe(recipe, schema=Recipe).value
+
+
+def test_the_saved_model_is_a_hugging_face_folder_that_goes_on_training(recipe, tmp_path):
+    run_recipe(recipe)
+    folder = tmp_path / "run" / "model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert tokenizer.chat_template
+    again = run_recipe(recipe, f"policy.model_name={folder}", "sft=null", f"run_dir={tmp_path}/again")
+    first = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert again["held_out_greedy_before"] == first["held_out_greedy_after"]
+
+
+def curve(run_dir):
+    timeless = ("time_s", "tokens_per_s", "refit_s")
+    return [
+        {name: value for name, value in line.items() if name not in timeless and not name.startswith("phase_s")}
+        for line in read_lines(run_dir / "metrics.jsonl")
+    ]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe, tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        run_recipe(recipe, f"run_dir={tmp_path}/{name}", f"seed={seed}")
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+    assert curve(tmp_path / "a") != curve(tmp_path / "c")
+
+
+def test_the_engine_is_refitted_after_every_batch_and_says_so(recipe, tmp_path):
+    summary = run_recipe(recipe)
+    assert summary["refit"]["version"] == 14
+    assert summary["refit"]["count"] == 1 + 2 + 4  # at the start, twice in sft (evaluations), after each GRPO batch
+    assert summary["refit"]["digest"]
+    weights = sum(p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").parameters())
+    assert summary["refit"]["bytes"] >= weights
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_a_run_may_be_sft_alone_or_sft_and_dpo(recipe, tmp_path, algorithm):
+    overrides = ["grpo=null"]
+    if algorithm == "dpo":
+        stage = "{max_num_steps: 3, batch_size: 4, num_prompts: 6, num_generations_per_prompt: 8, optimizer: {lr: 0.001}}"
+        overrides += [f"dpo={stage}", "evaluation.every=1"]
+    summary = run_recipe(recipe, *overrides)
+    assert summary["algorithm"] == algorithm
+    assert summary["steps"] == (9 if algorithm == "dpo" else 6)
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    if algorithm == "dpo":
+        assert {"held_out_margin", "held_out_pair_accuracy", "held_out_greedy"} <= last.keys()
+
+
+def test_rewards_that_cannot_be_given_count_as_zero_only_when_asked_for(recipe, tmp_path):
+    summary = run_recipe(recipe, f"env.reward={tmp_path}/reward.py:returns_nan", "env.on_error=zero")
+    assert summary["reward_errors"] > 0
+
+
+def test_the_shipped_recipes_are_valid(request):
+    recipes = sorted((request.config.rootpath / "recipes").glob("*.yaml"))
+    assert len(recipes) >= 2
+    for file in recipes:
+        load_recipe(file, schema=Recipe)
+
+
+def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
+    result = CliRunner().invoke(app, ["explain", str(recipe), "seed=7"])
+    assert result.exit_code == 0, result.output
+    for text in ('override "seed=7"', "6 prompts to learn from, 2 held out", "DTensor backend on cpu", "lm_head"):
+        assert text in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_validate_prints_the_recipe_resolved(recipe, tmp_path):
+    result = CliRunner().invoke(app, ["validate", str(recipe), "sft=null"])
+    assert result.exit_code == 0, result.output
+    (tmp_path / "resolved.yaml").write_text(result.stdout)
+    resolved = load_recipe(tmp_path / "resolved.yaml", schema=Recipe).value
+    assert resolved == load_recipe(recipe, schema=Recipe, overrides=["sft=null"]).value
+
+
+def test_keys_lists_every_key_with_its_meaning():
+    result = CliRunner().invoke(app, ["keys"])
+    assert result.exit_code == 0
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    assert all(row.split("|")[-2].strip() for row in rows)
+
+
+def test_a_report_is_written_again_from_the_log(recipe, tmp_path):
+    run_recipe(recipe)
+    report = tmp_path / "run" / "report.html"
+    report.unlink()
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert report.read_text().lstrip().startswith("<!")
+
+
+def test_help_and_version_of_the_command_need_no_torch():
+    code = "import sys, rl_launcher.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603 - our own code
+
+
+def test_threads_are_what_the_recipe_says(recipe):
+    before = torch.get_num_threads()
+    try:
+        run_recipe(recipe, "cpu_threads=2", "grpo=null", "sft.max_num_steps=1")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
