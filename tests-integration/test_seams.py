@@ -1,0 +1,51 @@
+"""The packages never import one another; here mypy and a run see that they fit all the same.
+
+Each assignment holds a class of one package to the protocol of another. `nox -s typecheck` checks them without running.
+"""
+
+from typing import TYPE_CHECKING
+
+from rl_algorithms import contracts, dpo, grpo, sft
+from rl_algorithms.environments import RewardFunctionEnvironment
+from rl_backends import DTensorBackend
+from rl_backends.dtensor.microbatches import TokenBatch
+from rl_generation import Rollout, Sampling, TransformersEngine
+from rl_launcher.weight_sync import WeightSync
+from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
+
+if TYPE_CHECKING:
+
+    def policy_of(backend: DTensorBackend) -> contracts.Policy:
+        return backend
+
+    def engine_of(engine: TransformersEngine) -> contracts.Engine[Sampling]:
+        return engine
+
+    def rollout_of(rollout: Rollout) -> contracts.Rollout:
+        return rollout
+
+    def weight_sync_of(weight_sync: WeightSync) -> contracts.WeightSync:
+        return weight_sync
+
+    def report_of(report: RefitReport) -> contracts.RefitReport:
+        return report
+
+    def environment_of(environment: RewardFunctionEnvironment) -> contracts.Environment:
+        return environment
+
+    def batches_of(
+        a: sft.Examples, b: grpo.Examples, c: dpo.Examples
+    ) -> tuple[TokenBatch, TokenBatch, TokenBatch, contracts.TokenBatch]:
+        return a, b, c, a
+
+    def source_of(source: ModuleSource) -> WeightSource:
+        return source
+
+    def sink_of(sink: ModuleSink) -> WeightSink:
+        return sink
+
+
+def test_a_backend_is_a_policy_at_run_time_too() -> None:
+    names = {name for name in vars(contracts.Policy) if not name.startswith("_")}
+    assert names == {"logp", "forward_backward", "optim_step"}
+    assert all(callable(getattr(DTensorBackend, name)) for name in names)
