@@ -19,7 +19,7 @@ def run_recipe(name: str, run_dir: Path, *overrides: str) -> dict:
 
 def metrics(run_dir: Path, stage: str) -> list[dict]:
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["stage"] == stage]
+    return [line for line in lines if line["stage"] == stage and line["step"] > 0]
 
 
 @pytest.fixture(scope="module")

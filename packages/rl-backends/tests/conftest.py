@@ -1,5 +1,9 @@
 """Tiny models from configurations, ragged examples, and a plain loop to compare with."""
 
+from jaxtyping import install_import_hook
+
+install_import_hook("rl_backends", "beartype.beartype")  # shapes are checked in tests and only there; before the first import
+
 import copy
 import dataclasses
 from typing import ClassVar
@@ -94,7 +98,7 @@ def make_model(family, *, seed=0, **overrides):
         "bos_token_id": 1,
         "eos_token_id": 2,
         "head_dim": 8,
-        "attn_implementation": "sdpa",
+        "attn_implementation": "eager" if family == "Gemma2" else "sdpa",  # Gemma 2 caps attention scores
         **overrides,
     }
     torch.manual_seed(seed)

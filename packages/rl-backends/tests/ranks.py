@@ -45,6 +45,7 @@ def main(task):
     backend.save_pretrained(Path(task["folder"]) / "saved")
     result = {"logp": logp, "sums": sums, "gradients": gradients, "norm": norm, "weights": weights}
     torch.save(result, Path(task["folder"]) / f"rank{task['rank']}.pt")
+    dist.barrier()  # a rank that leaves early tears connections that the other still reads
     dist.destroy_process_group()
 
 

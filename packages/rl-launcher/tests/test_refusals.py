@@ -13,7 +13,7 @@ CASES = {
     "out of range": (["grpo.clip_low=2"], ["grpo.clip_low", "must be between 0 and 1"]),
     "no stage": (["sft=null", "grpo=null"], ["nothing to do"]),
     "missing data file": (["data.source={folder}/none.jsonl"], ["none.jsonl: cannot be read"]),
-    "missing model folder": (["policy.model_name={folder}/none"], ["none: does not exist", "save_pretrained"]),
+    "missing model folder": (["policy.model_name={folder}/none"], ["none: does not exist", "save_pretrained wrote"]),
     "missing reward file": (["env.reward={folder}/none.py:score"], ["there is no file", "none.py"]),
     "missing reward function": (["env.reward={folder}/reward.py:scor"], ["has no scor", "score"]),
     "reward that is no function": (["env.reward={folder}/reward.py:not_callable"], ["must be callable"]),

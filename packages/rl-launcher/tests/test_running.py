@@ -41,7 +41,7 @@ def test_a_run_leaves_all_that_it_promises_and_ends_with_its_result(recipe, tmp_
     steps = read_lines(run_dir / "metrics.jsonl")
     assert [(line["stage"], line["step"]) for line in steps] == [
         *(("sft", step) for step in range(1, 7)),
-        *(("grpo", step) for step in (2, 4, 6, 8)),
+        *(("grpo", step) for step in (0, 2, 4, 6, 8)),
     ]
     assert steps[-1]["version"] == 14
     assert steps[-1]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)

@@ -9,6 +9,10 @@ from torch import nn
 __all__ = ["ModelError", "check_vocabulary", "load_causal_lm", "load_tokenizer"]
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
+
+
 class ModelError(ValueError):
     """A model or tokenizer that cannot be used; the message says why and what to do."""
 
@@ -51,10 +55,11 @@ def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any
     folder = Path(model_name)
     if model_name.startswith((".", "/", "~")) or folder.exists():
         folder = folder.expanduser()
-        if not (folder / "config.json").is_file():
-            state = "has no config.json" if folder.is_dir() else "does not exist"
+        wanted = ("config.json",) if what == "model" else TOKENIZER_FILES
+        if not any((folder / name).is_file() for name in wanted):
+            state = f"has no {' or '.join(wanted)}" if folder.is_dir() else "does not exist"
             raise ModelError(
-                f"{model_name}: {state}, so it is no Hugging Face model folder; give a folder that save_pretrained "
+                f"{model_name}: {state}, so transformers cannot load the {what}; give a folder that save_pretrained "
                 f"wrote, or a hub id"
             )
         model_name = str(folder)

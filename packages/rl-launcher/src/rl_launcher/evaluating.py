@@ -21,6 +21,10 @@ class HeldOut:
     sampled: Accuracy
     greedy: Accuracy
 
+    def metrics(self) -> dict[str, float]:
+        """Both figures, for the log."""
+        return {"held_out_sampled": self.sampled.mean, "held_out_greedy": self.greedy.mean}
+
     def describe(self) -> str:
         """Both figures with their standard errors, where there are any."""
         return f"sampled {_describe(self.sampled)}, greedy {_describe(self.greedy)}"

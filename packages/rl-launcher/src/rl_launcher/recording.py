@@ -57,6 +57,11 @@ class Recorder:
         self._view.update(stage, step, values)
         self._interruption.check()
 
+    def evaluation(self, stage: str, metrics: Mapping[str, float]) -> None:
+        """Log what was measured before the first step of `stage`, as its step 0."""
+        self.log.write(stage, 0, metrics)
+        self._view.update(stage, 0, metrics)
+
     def message(self, text: str) -> None:
         """Tell the user."""
         self._view.message(text)

@@ -91,6 +91,7 @@ def _train(recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorde
         recorder.start()
         sft.run(recipe.sft, recipe, parts, evaluator, recorder)
     outcome.before = evaluator.both()
+    recorder.evaluation(headline, outcome.before.metrics())
     recorder.message(f"held out before {headline}: {outcome.before.describe()}")
     recorder.log.write_samples(evaluator.samples(outcome.before, stage=headline, when="before"))
     recorder.start()

@@ -21,6 +21,9 @@ JsonValue = str | float | bool | None
 """What a flat JSON object may hold."""
 
 
+_LARGEST = 10**300
+
+
 @dataclass(frozen=True, slots=True)
 class JsonLines:
     """What could be read of a file."""
@@ -101,13 +104,10 @@ def read_json_lines(path: Path) -> JsonLines:
 
 
 def finite_number(value: object) -> float | None:
-    """The number that `value` is, or None if it is something else, not finite, or too large for a float."""
+    """The number that `value` is, or None if it is something else, not finite, or beyond 1e300, where sums overflow."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return value if abs(value) <= _LARGEST else None
 
 
 def _is_not_finite(value: object) -> bool:

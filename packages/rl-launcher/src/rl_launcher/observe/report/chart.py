@@ -165,10 +165,13 @@ def _shapes(role: str, curve: Points, *, across: Scale, up: Scale) -> list[Html]
     line = element("path", class_=f"line {role}", d=_line(places))
     if role not in _MARKED_ROLES:
         return [line]
+    found = [place for place in places if place is not None]
     # A line of hardly any length is all ends, round or square: a mark that no stretching of the chart distorts. Of no
     # length at all, some printers leave it out.
-    dots = "".join(f"M{place[0]} {place[1]}h.1" for place in places if place is not None)
-    return [line, element("path", class_=f"mark-ring {role}", d=dots), element("path", class_=f"mark {role}", d=dots)]
+    dots = "".join(f"M{place[0]} {place[1]}h.1" for place in found)
+    marks = [element("path", class_=f"{layer} {role}", d=dots) for layer in ("mark-ring", "mark")]
+    # A line from before to after alone would tell of a way that nobody measured.
+    return [line, *marks] if len(found) > 2 else marks
 
 
 def _line(places: Sequence[tuple[int, int] | None]) -> str:

@@ -21,8 +21,8 @@ __all__ = ["curves_section", "headline_section"]
 
 _ENOUGH_TO_SMOOTH = 16
 _AGREEMENT = "token_mult_prob_error"
-# A mean of exp |…| over fp32 log-probabilities that differ by rounding alone lies about this far above 1.
-_AGREEMENT_FLOOR = 1e-8
+# The fp32 number after 1 lies this far above it.
+_AGREEMENT_FLOOR = 2**-23
 _AGREEMENT_FAULT = 0.05
 _NEVER_SMOOTHED = ("learning_rate", _AGREEMENT)
 

@@ -44,7 +44,7 @@ def linear_scale(values: Iterable[float], *, num_ticks: int = 4, tight: bool = F
     numbers = [min(max(value, -_LARGEST), _LARGEST) for value in values] or [0.0, 1.0]
     low, high = min(numbers), max(numbers)
     size = max(abs(low), abs(high))
-    if high - low <= _SMALLEST_SPREAD * size:
+    if high - low <= max(_SMALLEST_SPREAD * size, 1 / _LARGEST):
         pad = size / 2 if size > 1 / _LARGEST else 0.5
         low, high = low - pad, high + pad
     step = _round_step((high - low) / num_ticks)

@@ -1,0 +1,250 @@
+"""Every check of every package. What there is to check, the packages say: `packages/*/pyproject.toml`.
+
+nox                          what a change must pass: each package in its newest cell and as a wheel, and the house
+nox -s tests-rl-refit        one package, every cell of its matrix
+nox -t rl-refit              everything that concerns one package
+nox -s dev                   `.venv` with every package editable: there `pytest packages/rl-refit` needs no nox
+nox -s quickstart            from a fresh clone to a learning curve
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.10.14"
+if sys.version_info < (3, 11):  # noqa: UP036  (nox itself runs on older ones)
+    sys.exit(f"RL Stack needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}.")
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "scripts"))
+
+from environments import install  # noqa: E402  (found by the line above)
+from house import House, Package, admitted, floor, group  # noqa: E402
+
+HOUSE = House.read(HERE)
+TOOLS = nox.project.load_toml(HERE / "pyproject.toml")
+PYTHON = "3.11"  # the oldest one admitted; torch packages name theirs in their cells
+HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loaded by importing a package of ours
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for a network
+
+nox.options.default_venv_backend = "virtualenv"  # uv is not everywhere, and reads no configuration of pip
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+nox.options.tags = ["quick"]
+
+PYTHONS = sorted({PYTHON, *(cell["python"] for package in HOUSE.packages.values() for cell in package.cells)})
+running = f"{sys.version_info.major}.{sys.version_info.minor}"
+if running not in PYTHONS and not any(shutil.which(f"python{version}") for version in PYTHONS):
+    sys.exit(f"RL Stack is tested on Python {' and '.join(PYTHONS)}; the PATH has none, and nox runs on {running}.")
+
+
+# -- The whole house, what is quick first --------------------------------------------------------
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def lint(session: nox.Session) -> None:
+    """Hold the house to its style: ruff, sizes, words, changelog fragments. `-- --fix` repairs what ruff can."""
+    install(session, HOUSE, [], requirements=group(TOOLS, "lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
+    session.run("python", "scripts/house_rules.py")
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def layers(session: nox.Session) -> None:
+    """Hold every import to the contracts of `pyproject.toml`. Needs no torch."""
+    install(session, HOUSE, [], requirements=group(TOOLS, "layers"))
+    sources = ":".join(str(package.root / "src") for package in HOUSE.packages.values())
+    session.run("lint-imports", env={"PYTHONPATH": sources})
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def scripts(session: nox.Session) -> None:
+    """Test the scripts that these sessions and CI call."""
+    install(session, HOUSE, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release")])
+    session.run("pytest", "scripts/tests", *session.posargs)
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def typecheck(session: nox.Session) -> None:
+    """Run mypy, strict, over every package and over the seams between them."""
+    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=group(TOOLS, "types"))
+    sources = [f"packages/{name}/src" for name in HOUSE.packages]
+    seams = [os.path.relpath(path, HERE) for path in HERE.glob("tests-integration/test_seams.py")]
+    session.run("mypy", *sources, *seams, "noxfile.py", "scripts", *session.posargs)
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def docs(session: nox.Session) -> None:
+    """Check links, anchors and the tables of public names, and run the examples in docstrings."""
+    install(session, HOUSE, [*HOUSE.packages], requirements=group(TOOLS, "test"))
+    session.run("python", "scripts/check_docs.py")
+    sources = [f"packages/{name}/src" for name in HOUSE.packages]
+    options = ["--doctest-modules", "--doctest-ignore-import-errors", "-q"]
+    session.run("pytest", *options, *sources, *session.posargs, success_codes=[0, 5])  # 5: no examples
+
+
+# -- Each package --------------------------------------------------------------------------------
+
+
+def run_tests(
+    session: nox.Session, package: Package, house: House, *, cell: dict[str, str] | None = None, wheels: bool = False
+) -> None:
+    """Run the tests of `package`, with its siblings as `house` has them."""
+    install(session, house, [package.name], cell=cell, groups=["test"], wheels=wheels)
+    tests = os.path.relpath(package.root, HERE)
+    session.run("pytest", tests, *session.posargs, env=OFFLINE)
+
+
+def try_wheel(session: nox.Session, package: Package) -> None:
+    """Install `package` from built wheels, with what they declare and nothing else, and use it."""
+    install(session, HOUSE, [package.name], wheels=True)
+    declared = {*HOUSE.closure(package.name), *HOUSE.third_parties(package.name)}
+    absent = [name for name in [*HOUSE.packages, *HEAVY] if name not in declared]
+    lazy = [*HEAVY.values(), *({"pydantic"} - declared)]
+    with session.chdir(session.env_dir):  # far from the working tree
+        readme = str(package.root / "README.md")
+        arguments = [package.import_name, readme, "--absent", *absent, "--lazy", *lazy]
+        session.run("python", str(HERE / "scripts/try_wheel.py"), *arguments)
+
+
+def test_floor(session: nox.Session, package: Package) -> None:
+    """Test `package` over the oldest siblings that it admits, unpacked from their tags."""
+    lowest = {name: floor(versions) for name, versions in HOUSE.siblings(package.name).items()}
+    released = [(name, version) for name, version in lowest.items() if version in HOUSE.releases(name)]
+    for name, version in lowest.items() - released:
+        if version != HOUSE.packages[name].version:
+            session.error(f"{package.name} admits {name} {version}, but there is no tag {name}/v{version}")
+        session.log(f"{name} {version} is what this tree holds, not released yet: tests-{package.name} covers it")
+    if not released:
+        session.log(f"{package.name} admits no released sibling: nothing to test")
+        return
+    older = HOUSE.with_released(*(HOUSE.checkout(name, version, shelf(session)) for name, version in released))
+    run_tests(session, package, older, wheels=True)
+
+
+def test_regression(session: nox.Session, package: Package) -> None:
+    """Run the last release of each package that stands on `package`, with the tests it shipped, over this tree."""
+    above = [name for name in HOUSE.packages if package.name in HOUSE.siblings(name) and HOUSE.releases(name)]
+    if not above:
+        session.log(f"nothing that stands on {package.name} is released: nothing to break")
+    for name in above:
+        released = HOUSE.checkout(name, HOUSE.releases(name)[0], shelf(session))
+        if package.version in admitted(released, HOUSE.packages).get(package.name, ()):
+            run_tests(session, released, HOUSE.with_released(released), wheels=True)
+        else:
+            session.log(f"{name} {released.version} does not admit {package.name} {package.version}: nothing to break")
+
+
+def shelf(session: nox.Session) -> Path:
+    """Where releases are unpacked: beside the session's environment, which is remade when they change."""
+    return session.env_dir.with_name(f"{session.env_dir.name}-released")
+
+
+def define_sessions(package: Package) -> None:
+    """Define `tests-`, `wheel-`, `floor-` and `regression-` for one package."""
+    name, python = package.name, package.cells[-1]["python"]
+
+    def tests(session: nox.Session, cell: dict[str, str], **_: str) -> None:  # --force-python passes `python` too
+        run_tests(session, package, HOUSE, cell=cell)
+
+    def wheel(session: nox.Session) -> None:
+        try_wheel(session, package)
+
+    def floors(session: nox.Session) -> None:
+        test_floor(session, package)
+
+    def regression(session: nox.Session) -> None:
+        test_regression(session, package)
+
+    tests.__doc__ = f"Test {name} with its siblings as they are here."
+    wheel.__doc__ = f"Install {name} as its users would, and run its README."
+    floors.__doc__ = f"Test {name} with the oldest siblings that it admits."
+    regression.__doc__ = f"Run the tests that released packages shipped, over {name} as it is here."
+
+    quick = package.cells[-1]
+    cells = [nox.param(c["python"], c, id=cell_id(c), tags=["quick"] if c is quick else []) for c in package.cells]
+    nox.session(name=f"tests-{name}", tags=[name])(nox.parametrize(["python", "cell"], cells)(tests))
+    nox.session(name=f"wheel-{name}", tags=[name, "quick"], python=python)(wheel)
+    nox.session(name=f"floor-{name}", tags=[name, "floor"], python=python, default=False)(floors)
+    nox.session(name=f"regression-{name}", tags=[name, "regression"], python=python, default=False)(regression)
+
+
+def cell_id(cell: dict[str, str]) -> str:
+    """What a cell is called in the session's name: `3.11-torch2.13`."""
+    return "-".join([cell["python"], *(f"{name}{minor}" for name, minor in cell.items() if name != "python")])
+
+
+for _package in HOUSE.packages.values():
+    define_sessions(_package)
+
+
+# -- The whole house, what takes longer or changes something -------------------------------------
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def integration(session: nox.Session) -> None:
+    """Test what only holds for the packages together, in real processes."""
+    install(session, HOUSE, [*HOUSE.packages], groups=["test"])
+    session.run("pytest", "tests-integration", *session.posargs, env=OFFLINE)
+
+
+@nox.session(python=PYTHON, default=False)
+def quickstart(session: nox.Session) -> None:
+    """Train on this machine: `rl-launcher run` with the quickstart's recipe; `-- key=value` overrides it."""
+    install(session, HOUSE, ["rl-launcher"])
+    session.run("rl-launcher", "run", "recipes/quickstart.yaml", *session.posargs)
+
+
+@nox.session(python=PYTHON, default=False)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks of the packages named after `--`, or all; the last line holds every figure as JSON."""
+    names = session.posargs or [*HOUSE.packages]
+    install(session, HOUSE, names, groups=["test", "bench"])
+    figures = {}
+    for path in (
+        path for name in names for path in sorted((HOUSE.packages[name].root / "benchmarks").glob("[!_]*.py"))
+    ):
+        printed = str(session.run("python", str(path), silent=True))
+        session.log(f"{path.relative_to(HERE)}\n{printed}")
+        figures[f"{path.parent.parent.name}/{path.stem}"] = json.loads(printed.strip().splitlines()[-1])
+    print(json.dumps(figures))
+
+
+@nox.session(python=PYTHON, default=False)
+def api(session: nox.Session) -> None:
+    """Compare every package's public names with its last release. A break needs a `changed` or `removed` fragment."""
+    install(session, HOUSE, [], requirements=group(TOOLS, "api"))
+    silent_breaks = []
+    for name, package in HOUSE.packages.items():
+        if not (releases := HOUSE.releases(name)):
+            session.log(f"{name} has no release yet: no promise to keep")
+            continue
+        command = ["griffe", "check", package.import_name, "-s", f"packages/{name}/src", "-a", f"{name}/v{releases[0]}"]
+        if breaks := str(session.run(*command, silent=True, success_codes=[0, 1])).strip():
+            session.warn(f"{name} breaks {releases[0]}:\n{breaks}")
+            silent_breaks += [] if package.fragments("changed", "removed") else [name]
+    if silent_breaks:
+        session.error(f"announce these breaks in a changed or removed fragment: {', '.join(silent_breaks)}")
+
+
+@nox.session(python=PYTHON, default=False)
+def release(session: nox.Session) -> None:
+    """Release one package: `nox -s release -- rl-refit minor`. Commits and tags; pushes nothing."""
+    install(session, HOUSE, [], requirements=group(TOOLS, "release"))
+    session.run("python", "scripts/release.py", *session.posargs)
+
+
+@nox.session(python=PYTHON, default=False)
+def dev(session: nox.Session) -> None:
+    """Make `.venv`, with every package editable and every tool: where one edits, and runs pytest without nox."""
+    tools = [line for name in ("lint", "layers", "types", "test") for line in group(TOOLS, name)]
+    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=tools, home=HERE / ".venv")
+    session.log("ready: . .venv/bin/activate")

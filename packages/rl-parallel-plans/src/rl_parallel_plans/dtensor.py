@@ -1,0 +1,37 @@
+"""What a tensor is, asked without importing DTensor.
+
+`torch.distributed.tensor` costs half a second to import, and a tensor cannot be a DTensor before somebody has
+imported it: a plain single-process program never pays.
+"""
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+from rl_parallel_plans.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: "Tensor") -> "TypeGuard[DTensor]":
+    """Whether `tensor` is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def to_local_if_dtensor(tensor: "Tensor") -> "Tensor":
+    """This rank's piece of a DTensor; any other tensor as it is. Differentiable, moves no data."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def submesh(mesh: "DeviceMesh", axis: str) -> "DeviceMesh":
+    """The one-axis mesh named `axis`; PlanError where `mesh` has no such axis."""
+    names = mesh.mesh_dim_names or ()
+    if axis not in names:
+        raise PlanError(
+            f"the mesh has no axis {axis!r}: its axes are {list(names)} and its shape {tuple(mesh.shape)}; make it "
+            f'with init_device_mesh(device, shape, mesh_dim_names=(..., "{axis}")) or pass the name that it has'
+        )
+    return mesh[axis]

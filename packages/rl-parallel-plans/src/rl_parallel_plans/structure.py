@@ -1,0 +1,76 @@
+"""Where things are inside a model, found by shape and by name and never by class.
+
+Knows nothing of plans, placements or processes. A name is the dotted path of `named_modules`; a pattern is such a path
+whose tokens may hold `*` (one token each, as in `torch.distributed.tensor.parallel.parallelize_module`).
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def matching_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """Every module whose path matches `pattern` token by token, with its path."""
+    tokens = pattern.split(".")
+    return [(name, module) for name, module in model.named_modules() if _matches(name.split("."), tokens)]
+
+
+def _matches(path: list[str], tokens: list[str]) -> bool:
+    return len(path) == len(tokens) and all(map(fnmatchcase, path, tokens))
+
+
+def collapsed(name: str) -> str:
+    """`name` with each index replaced by `*`, so that the same place in every layer has one name."""
+    return ".".join("*" if token.isdigit() else token for token in name.split("."))
+
+
+def direct_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Each parameter slot as (module path, name, parameter); tied slots come once per end."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield path, name, parameter
+
+
+def joined(path: str, name: str) -> str:
+    """`path.name`, and `name` where the path is the root's."""
+    return f"{path}.{name}" if path else name
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The `nn.ModuleList` that holds the most parameters, with its path: the stack of decoder layers.
+
+    Lists nested in a layer (experts) hold fewer, and on a tie the outermost comes first. None where there is no list.
+    """
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()), default=None)
+
+
+def output_head(model: nn.Module) -> str | None:
+    """Path of the linear layer that makes logits: `get_output_embeddings()`, else a child `lm_head`."""
+    head = _embedding(model, "get_output_embeddings") or getattr(model, "lm_head", None)
+    return next((path for path, module in model.named_modules() if module is head), None) if head else None
+
+
+def input_embedding(model: nn.Module) -> str | None:
+    """Path of what `get_input_embeddings()` returns; None where the model has no such method or no embedding."""
+    embedding = _embedding(model, "get_input_embeddings")
+    return next((path for path, module in model.named_modules() if module is embedding), None) if embedding else None
+
+
+def _embedding(model: nn.Module, method: str) -> nn.Module | None:
+    try:
+        found = getattr(model, method, lambda: None)()
+    except NotImplementedError:  # how a Hugging Face model says that it has none
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def head_size(attention: nn.Module, config: object) -> int | None:
+    """Features of one attention head, from the module, else from the model's config; None where neither says."""
+    for owner in (attention, config):
+        size = getattr(owner, "head_dim", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None

@@ -1,0 +1,339 @@
+"""What one rank does in each test, and the numbers that it brings back; each also computes the unsharded truth."""
+
+import types
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.functional import cross_entropy
+
+import rl_parallel_plans as plans
+from parallel_plans_cases.models import tiny, token_ids
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total_loss(model, ids):
+    """Sum over tokens, so that sums over ranks and microbatches add up to it."""
+    logits = whole(model(input_ids=ids).logits)
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+def error(found, truth):
+    """Largest deviation, relative to the largest entry of the truth."""
+    return ((whole(found).detach() - truth.detach()).abs().max() / truth.detach().abs().max()).item()
+
+
+def gradient_errors(model, reference):
+    truth = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == truth.keys()
+    return {name: error(parameter.grad, truth[name].grad) for name, parameter in found.items()}
+
+
+def is_tied(model):
+    return model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def kinds(model):
+    """The meshes that parameters lie on, `plain` for none."""
+    return sorted(
+        {str(p.device_mesh.mesh_dim_names) if isinstance(p, DTensor) else "plain" for p in model.parameters()}
+    )
+
+
+def tp_parity(architecture, *, tied=False, length=9, accumulate=1, **changes):
+    ids = token_ids(2 * accumulate, length, changes.get("vocab_size", 128))
+    reference = tiny(architecture, tied=tied, **changes)
+    total_loss(reference, ids).backward()
+    model = tiny(architecture, tied=tied, **changes)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan = plans.plan_for(model, tp=mesh.size())
+    plans.apply_tensor_parallel(model, mesh, plan)
+    for microbatch in ids.chunk(accumulate):
+        total_loss(model, microbatch).backward()
+    logits = model(input_ids=ids).logits
+    return {
+        "source": plan.source,
+        "logits": str(logits.placements),
+        "logits_error": error(logits, reference(input_ids=ids).logits),
+        "gradient_errors": gradient_errors(model, reference),
+        "gradients_placed_otherwise": [
+            name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.grad.placements != p.placements
+        ],
+        "tied": is_tied(model),
+        "kinds": kinds(model),
+        "local_bytes": sum(plans.to_local_if_dtensor(p).nbytes for p in model.parameters()),
+        "planned_bytes": sum(row.rank_bytes for row in plan.parameters),
+    }
+
+
+def src_data_rank_takes_the_weights_of_that_rank():
+    """Rank 1 starts from other weights; after sharding, all hold those of rank 0."""
+    truth = tiny("qwen3")
+    model = tiny("qwen3")
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2))
+    parameters = dict(model.named_parameters())
+    return max((whole(parameters[name]) - p).abs().max().item() for name, p in truth.named_parameters())
+
+
+def frozen_parameters_stay_frozen():
+    model = tiny("qwen3")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2))
+    total_loss(model, token_ids(2, 5)).backward()
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad == ("norm" in name)]
+
+
+def collectives():
+    """How often each collective runs in one layer, forward and backward: three layers less two."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    counts = []
+    for num_layers in (2, 3):
+        model = tiny("llama", num_hidden_layers=num_layers)
+        plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2))
+        with CommDebugMode() as mode:
+            total_loss(model, token_ids(2, 5)).backward()
+        counts.append(mode.get_total_counts())
+    return counts[1] - counts[0]
+
+
+def exception_in_a_norm_leaves_it_whole():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny("qwen3")
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2))
+    norm = model.model.norm
+    try:
+        norm("no tensor")
+    except AttributeError:
+        return isinstance(norm.weight, DTensor)
+    return False
+
+
+def mesh_refusals():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny("llama")
+    before = {name: id(p) for name, p in model.named_parameters()}
+    messages = []
+    for tp, axis in ((4, "tp"), (2, "tensor")):
+        plan = plans.plan_for(model, tp=tp)
+        try:
+            plans.apply_tensor_parallel(model, mesh, plan, tp_axis=axis)
+        except plans.PlanError as refusal:
+            messages.append(str(refusal))
+    try:
+        plans.parallelize(model, mesh, plans.plan_for(model, tp=2))
+    except plans.PlanError as refusal:
+        messages.append(str(refusal))
+    return [messages, before == {name: id(p) for name, p in model.named_parameters()}]
+
+
+def applied_twice():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny("llama")
+    plan = plans.plan_for(model, tp=2)
+    plans.apply_tensor_parallel(model, mesh, plan)
+    try:
+        plans.apply_tensor_parallel(model, mesh, plan)
+    except plans.PlanError as refusal:
+        return str(refusal)
+    return None
+
+
+def parallel_parity(architecture, shape, *, tied=False, accumulate=1, sync_last_only=False, optimizer_steps=0):
+    """FSDP and TP together: each dp rank has its rows of the batch, and the gradient is that of the sum over all."""
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "tp"))
+    dp = mesh.size(0)
+    ids = token_ids(2 * dp * accumulate, 7)
+    reference = tiny(architecture, tied=tied)
+    model = tiny(architecture, tied=tied)
+    plans.parallelize(model, mesh, plans.plan_for(model, tp=mesh.size(1)))
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True, weight_decay=0.1) for m in (reference, model)
+    ]
+    model.logp = types.MethodType(logp_of_tokens, model)
+    register_fsdp_forward_method(model, "logp")
+    norms = []
+    for _ in range(max(1, optimizer_steps)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total_loss(reference, ids).backward()
+        microbatches = ids.chunk(dp)[mesh.get_local_rank("dp")].chunk(accumulate)
+        for number, microbatch in enumerate(microbatches, 1):
+            model.set_requires_gradient_sync(not sync_last_only or number == len(microbatches))
+            (-model.logp(microbatch).sum()).backward()
+        norms.append([plans.get_grad_norm(m.parameters()).item() for m in (model, reference)])
+        errors = gradient_errors(model, reference)
+        if optimizer_steps:
+            for optimizer in optimizers:
+                optimizer.step()
+    truth = dict(reference.named_parameters())
+    return {
+        "gradient_errors": errors,
+        "norms": norms,
+        "weight_errors": {name: error(p, truth[name]) for name, p in model.named_parameters()},
+        "tied": is_tied(model),
+        "kinds": kinds(model),
+        "class": type(model).__name__,
+    }
+
+
+def logp_of_tokens(self, ids):
+    """log p of each token given those before it, without logits: [rows, length - 1]."""
+    hidden = self.model(input_ids=ids).last_hidden_state[:, :-1]
+    logp = plans.linear_logp(hidden.flatten(0, 1), self.lm_head, ids[:, 1:].flatten(), chunk_size=5)
+    return logp.view(len(ids), -1)
+
+
+def one_rank(param_dtype=None):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    ids = token_ids(3, 7)
+    reference = tiny("qwen3")
+    model = tiny("qwen3")
+    plans.parallelize(model, mesh, plans.plan_for(model, tp=1), param_dtype=getattr(torch, param_dtype or "float32"))
+    total_loss(reference, ids).backward()
+    total_loss(model, ids).backward()
+    return {
+        "gradient_errors": gradient_errors(model, reference),
+        "norms": [plans.get_grad_norm(m.parameters()).item() for m in (model, reference)],
+        "dtypes": sorted({str(p.grad.dtype) for p in model.parameters()}),
+    }
+
+
+def one_rank_tensor_parallel_axis():
+    """A tp axis of one rank under a weight placed on it: no collective, the plain result."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    hidden, head, targets = linear_problem(num_rows=11, vocabulary=13)
+    truth = plans.linear_logp(hidden, head, targets)
+    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    return torch.equal(plans.linear_logp(hidden, head, targets), truth)
+
+
+def linear_problem(*, num_rows, vocabulary, features=24, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num_rows * 1000 + vocabulary)
+    hidden = torch.randn(num_rows, features, generator=generator).to(dtype).requires_grad_()
+    head = nn.Linear(features, vocabulary, bias=False, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocabulary, features, generator=generator))
+    return hidden, head, torch.randint(vocabulary, (num_rows,), generator=generator)
+
+
+def linear_logp_parity(*, num_rows, vocabulary, chunk_size, temperature, softcap, entropy, dtype="float32"):
+    """Values and gradients over a cut vocabulary against log_softmax over the whole one in fp64."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    hidden, head, targets = linear_problem(num_rows=num_rows, vocabulary=vocabulary, dtype=getattr(torch, dtype))
+    truth_hidden = hidden.detach().double().requires_grad_()
+    truth_weight = head.weight.detach().double().requires_grad_()
+    logits = truth_hidden @ truth_weight.T * 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    truths = [log_p.gather(-1, targets[:, None])[:, 0]] + ([-(log_p.exp() * log_p).sum(-1)] if entropy else [])
+
+    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    with CommDebugMode() as forward:
+        found = plans.linear_logp(
+            hidden,
+            head,
+            targets,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            entropy=entropy,
+            softcap=softcap,
+            logit_scale=0.5,
+        )
+    found = list(found) if entropy else [found]
+    weights = [torch.linspace(-1, 2, num_rows).double() * (i + 1) for i in range(len(found))]
+    sum((w * t).sum() for w, t in zip(weights, truths, strict=True)).backward()
+    sum((w.float() * f).sum() for w, f in zip(weights, found, strict=True)).backward()
+    return {
+        "values": [error(f.double(), t) for f, t in zip(found, truths, strict=True)],
+        "dtypes": [str(f.dtype) for f in found],
+        "hidden": error(hidden.grad.double(), truth_hidden.grad),
+        "weight": error(whole(head.weight.grad).double(), truth_weight.grad),
+        "weight_placement": str(head.weight.grad.placements),
+        "collectives": forward.get_total_counts(),
+    }
+
+
+def logits_parity(*, vocabulary):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(2, 5, vocabulary, generator=generator) * 3
+    target = torch.randint(vocabulary, (2, 5), generator=generator)
+    truth = values.double().requires_grad_()
+    log_p = (truth / 0.7).log_softmax(-1)
+    sum((part * torch.arange(10.0).view(2, 5)).sum() for part in truths_of(log_p, target)).backward()
+    logits = distribute_tensor(values, mesh, [Shard(-1)]).requires_grad_()
+    found = plans.get_logprobs_from_vocab_parallel_logits(logits, target, temperature=0.7, chunk_size=3, entropy=True)
+    sum((part * torch.arange(10.0).view(2, 5)).sum() for part in found).backward()
+    return {
+        "values": [error(f.double(), t) for f, t in zip(found, truths_of(log_p, target), strict=True)],
+        "gradient": error(whole(logits.grad).double(), truth.grad),
+        "unchanged": torch.equal(whole(logits.detach()), values),
+    }
+
+
+def truths_of(log_p, target):
+    return log_p.gather(-1, target[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def weight_on_another_axis():
+    """A weight still sharded by FSDP must not be taken for a slice of the vocabulary."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    hidden, head, targets = linear_problem(num_rows=4, vocabulary=8)
+    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    try:
+        plans.linear_logp(hidden, head, targets)
+    except plans.PlanError as refusal:
+        return str(refusal)
+    return None
+
+
+def mixed_gradient_norm(norm_type):
+    """Plain, tp-sharded, dp-sharded, dp-and-tp-sharded and replicated parameters of which the whole is known."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(6, 5, generator=generator) for _ in range(6)]
+    truth = torch.linalg.vector_norm(torch.stack(values), norm_type).item()
+    layouts = [
+        None,
+        (mesh["tp"], [Shard(1)]),
+        (mesh["dp"], [Shard(0)]),
+        (mesh, [Shard(0), Shard(1)]),
+        (mesh, [Replicate(), Shard(0)]),
+        (mesh, [Replicate(), Replicate()]),
+    ]
+    parameters = []
+    for value, layout in zip(values, layouts, strict=True):
+        parameter = nn.Parameter(torch.zeros(6, 5) if layout is None else distribute_tensor(torch.zeros(6, 5), *layout))
+        parameter.grad = value.clone() if layout is None else distribute_tensor(value, *layout)
+        parameters.append(parameter)
+    parameters.append(nn.Parameter(torch.zeros(3)))  # without a gradient
+    norm = plans.get_grad_norm(parameters, norm_type)
+    plans.clip_grad_by_total_norm_(parameters, 1.0, norm)
+    clipped = plans.get_grad_norm(parameters, norm_type)
+    return [norm.item(), clipped.item(), truth]
+
+
+def clip_in_bf16():
+    """A sharded bf16 gradient is scaled itself, and not a copy of it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.full((4,), 8.0, dtype=torch.bfloat16), mesh, [Shard(0)])
+    norm = plans.get_grad_norm([parameter])
+    plans.clip_grad_by_total_norm_([parameter], 4.0, norm)
+    return [norm.item(), str(parameter.grad.dtype), parameter.grad.full_tensor().tolist()]

@@ -1,0 +1,89 @@
+"""What others build on: the public names, what importing them costs, and the README."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_parallel_plans
+
+README = Path(__file__).parents[1] / "README.md"
+SIGNATURES = {
+    "plan_for": "(model, *, tp, sequence_parallel, custom)",
+    "register_plan": "(model_name)",
+    "qualified_name": "(cls)",
+    "apply_tensor_parallel": "(model, mesh, plan, *, tp_axis, src_data_rank)",
+    "apply_fsdp": "(model, mesh, *, dp_axis, param_dtype, reduce_dtype, reshard_after_forward)",
+    "parallelize": (
+        "(model, mesh, plan, *, tp_axis, dp_axis, src_data_rank, param_dtype, reduce_dtype, reshard_after_forward)"
+    ),
+    "get_hf_tp_plan": "(model)",
+    "translate_parallel_style": "(style)",
+    "linear_logp": ("(hidden, lm_head, targets, *, temperature, chunk_size, entropy, softcap, logit_scale, tp_axis)"),
+    "get_logprobs_from_vocab_parallel_logits": "(logits, target, *, temperature, chunk_size, entropy, tp_axis)",
+    "get_grad_norm": "(parameters, norm_type)",
+    "clip_grad_by_total_norm_": "(parameters, max_norm, total_norm)",
+    "to_local_if_dtensor": "(tensor)",
+}
+CLASSES = {"ParallelPlan", "PlanError", "ReplicatedParallel"}
+
+
+def run(code, *arguments):
+    """What a fresh interpreter prints."""
+    completed = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def test_public_names_are_these():
+    assert set(rl_parallel_plans.__all__) == SIGNATURES.keys() | CLASSES
+    assert set(rl_parallel_plans.__all__) <= set(dir(rl_parallel_plans))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_these(name):
+    parameters = inspect.signature(getattr(rl_parallel_plans, name)).parameters.values()
+    names = [p.name for p in parameters]
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if keyword_only:
+        names.insert(names.index(keyword_only[0]), "*")
+    assert f"({', '.join(names)})" == SIGNATURES[name]
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'plan_four'"):
+        _ = rl_parallel_plans.plan_four
+
+
+def test_import_loads_nothing_that_torch_does_not():
+    code = "import sys, torch; before = set(sys.modules); import rl_parallel_plans; print(*(set(sys.modules) - before))"
+    loaded = set(run(code).split())
+    assert loaded == {"rl_parallel_plans"}
+
+
+def test_plain_use_needs_neither_transformers_nor_dtensor():
+    code = """
+import sys, torch
+import rl_parallel_plans as plans
+head = torch.nn.Linear(4, 8, bias=False)
+plans.linear_logp(torch.zeros(3, 4), head, torch.zeros(3, dtype=torch.long)).sum().backward()
+plans.clip_grad_by_total_norm_(head.parameters(), 1.0, plans.get_grad_norm(head.parameters()))
+plans.plan_for(torch.nn.ModuleList([head]), tp=1).explain()
+print(*(name for name in ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp") if name in sys.modules))
+"""
+    assert run(code).split() == []
+
+
+def test_readme_program_prints_what_it_shows():
+    fences = README.read_text().split("```")
+    program = next(fence.removeprefix("python\n") for fence in fences if fence.startswith("python\n"))
+    shown = next(fence.removeprefix("text\n") for fence in fences if fence.startswith("text\n"))
+    assert run(program).strip() == shown.strip()

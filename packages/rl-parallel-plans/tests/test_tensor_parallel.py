@@ -1,0 +1,84 @@
+"""Two ranks against one: logits and every gradient, in real processes over gloo."""
+
+import pytest
+import transformers
+
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+# fp32, two layers: what reordered sums may cost, relative to the largest entry.
+TOLERANCE = 1e-5
+
+
+def assert_equal_to_unsharded(results):
+    for result in results:
+        assert result["logits_error"] < TOLERANCE
+        assert max(result["gradient_errors"].values()) < TOLERANCE, result["gradient_errors"]
+        assert result["gradients_placed_otherwise"] == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_family_on_two_ranks_equals_one(ranks, architecture, tied):
+    results = ranks("tp_parity", 2, architecture=architecture, tied=tied)
+    assert_equal_to_unsharded(results)
+    for result in results:
+        assert result["source"] == "structure: Llama family"
+        assert result["logits"] == "(Shard(dim=2),)"
+        assert result["tied"] == tied
+        assert result["kinds"] == ["('tp',)"]  # one mesh: optimizers that fuse parameters take no mixture
+        assert result["local_bytes"] == result["planned_bytes"]
+
+
+def test_biases_on_two_ranks_equal_one(ranks):
+    assert_equal_to_unsharded(ranks("tp_parity", 2, architecture="llama_bias"))
+
+
+def test_vocabulary_and_length_that_do_not_divide(ranks):
+    assert_equal_to_unsharded(ranks("tp_parity", 2, architecture="qwen3", tied=True, vocab_size=129, length=7))
+
+
+def test_gradient_that_adds_up_over_microbatches_is_summed_once(ranks):
+    assert_equal_to_unsharded(ranks("tp_parity", 2, architecture="qwen3", accumulate=3))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "phi3",
+        pytest.param(
+            "gemma3", marks=pytest.mark.skipif(RELEASE < (5, 5), reason="its plan sums no norm's gradient before 5.5")
+        ),
+    ],
+)
+def test_own_plan_of_a_model_on_two_ranks_equals_one(ranks, architecture):
+    results = ranks("tp_parity", 2, architecture=architecture, tied=True)
+    assert_equal_to_unsharded(results)
+    assert results[0]["source"] == "Hugging Face tp_plan"
+    assert all(result["tied"] for result in results)
+
+
+def test_layer_costs_two_collectives_each_way(ranks):
+    assert ranks("collectives", 2) == [4, 4]
+
+
+def test_all_ranks_take_the_weights_of_the_source_rank(ranks):
+    assert ranks("src_data_rank_takes_the_weights_of_that_rank", 2) == [0, 0]
+
+
+def test_frozen_parameters_stay_frozen(ranks):
+    assert ranks("frozen_parameters_stay_frozen", 2) == [[], []]
+
+
+def test_module_that_raises_keeps_its_parameters(ranks):
+    assert ranks("exception_in_a_norm_leaves_it_whole", 2) == [True, True]
+
+
+def test_mesh_that_does_not_fit_is_refused_before_anything_changes(ranks):
+    for messages, unchanged in ranks("mesh_refusals", 2):
+        assert "the plan is for tp=4 and axis 'tp' of the mesh has 2 ranks" in messages[0]
+        assert "the mesh has no axis 'tensor': its axes are ['tp']" in messages[1]
+        assert "the mesh has no axis 'dp'" in messages[2]
+        assert unchanged
+
+
+def test_sharding_twice_is_refused(ranks):
+    assert all("parameters are DTensors already" in message for message in ranks("applied_twice", 2))

@@ -1,0 +1,76 @@
+"""All that moving weights asks of the two sides: `WeightSource` and `WeightSink`.
+
+Knows no framework: any object with these methods takes part, whatever holds the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from rl_refit.digest import Digest
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
+
+__all__ = ["Coverage", "WeightSink", "WeightSource"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """A sink's answer to `prepare`."""
+
+    manifest_hash: str
+    """Hash of the source's manifest as the sink understood it."""
+
+    sink: Manifest
+    """What the sink holds and needs to be fed."""
+
+    version: int | None
+    """The version of the weights that the sink last committed; None before the first."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Where fresh weights come from. Between two calls its tensors may change, its manifest may not."""
+
+    def manifest(self) -> Manifest:
+        """Every tensor by Hugging Face name, with global shape, dtype, layout and ties."""
+
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
+        """This rank's box of each tensor of `names`, in that order, with the tensor that holds just this box.
+
+        Tied names are answered like any other. Never gathers from other ranks. A tensor stays as it is until the next
+        one is asked for.
+        """
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """Where fresh weights go: `prepare`, `stage` …, `digest`, `commit`; or `abort` at any point."""
+
+    def prepare(self, manifest: Manifest) -> Coverage:
+        """Open a transaction with a source that has `manifest`, and say what this sink needs.
+
+        Memory is allocated the first time only. Nothing that generates may change.
+        """
+
+    def stage(self, region: Region, tensor: Tensor) -> None:
+        """Keep a copy of `tensor`, the new values of `region`, apart from the weights that generate.
+
+        `tensor` is the caller's and is overwritten after the call.
+        """
+
+    def digest(self) -> Digest:
+        """`digest_tensor` of every tensor that is staged; of the weights when no transaction is open."""
+
+    def commit(self, version: int) -> None:
+        """Make the staged weights the weights, as of `version` optimizer steps, and close the transaction.
+
+        Whoever fails half-way raises, and raises `PoisonedError` from then on until another commit succeeds.
+        """
+
+    def abort(self) -> None:
+        """Close the transaction and forget what was staged; does nothing when none is open, and never raises."""

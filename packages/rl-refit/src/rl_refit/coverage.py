@@ -1,0 +1,60 @@
+"""The proof that every tensor of the sink gets its bytes from the source, or the list of all that do not.
+
+Knows names, shapes, dtypes and ties, and no layouts. Weights that silently stay stale cost more than any crash, so both
+directions are checked: a sink tensor without a source, and a source tensor without a place.
+"""
+
+from __future__ import annotations
+
+from rl_refit.errors import CoverageError
+from rl_refit.manifest import Manifest, TensorMeta
+
+__all__ = ["prove_coverage"]
+
+
+def prove_coverage(source: Manifest, sink: Manifest) -> tuple[str, ...]:
+    """The names that must be sent, in the sink's order: its tensors without those tied to another.
+
+    Raises:
+        CoverageError: With every tensor of the sink that is not fed, every tensor of the source that has no place, and
+            every shape, dtype or tie that differs.
+    """
+    sent = tuple(meta.name for meta in sink.tensors if meta.tied_to is None)
+    unfed = tuple(name for name in sent if name not in source.by_name)
+    placed = {_root(meta) for meta in source.tensors if meta.name in sink.by_name}  # ties have the place of their root
+    unmapped = tuple(meta.name for meta in source.tensors if _root(meta) not in placed)
+    mismatched = tuple(
+        line for meta in sink.tensors if meta.name in source.by_name for line in _differences(meta, source)
+    )
+    if unfed or unmapped or mismatched:
+        raise CoverageError(
+            _describe(unfed, unmapped, mismatched), unfed=unfed, unmapped=unmapped, mismatched=mismatched
+        )
+    return sent
+
+
+def _differences(meta: TensorMeta, source: Manifest) -> list[str]:
+    sent = source.by_name[meta.name]
+    lines = []
+    if sent.shape != meta.shape:
+        lines.append(f"{meta.name}: shape {list(sent.shape)} in the source, {list(meta.shape)} in the sink")
+    if sent.dtype != meta.dtype:
+        lines.append(f"{meta.name}: dtype {sent.dtype} in the source, {meta.dtype} in the sink")
+    root = source.by_name.get(_root(meta))
+    if root is not None and _root(root) != _root(sent):
+        lines.append(f"{meta.name}: tied to {meta.tied_to} in the sink, a tensor of its own in the source")
+    return lines
+
+
+def _root(meta: TensorMeta) -> str:
+    return meta.tied_to or meta.name
+
+
+def _describe(unfed: tuple[str, ...], unmapped: tuple[str, ...], mismatched: tuple[str, ...]) -> str:
+    parts = [
+        ("sink tensors that the source does not feed", unfed),
+        ("source tensors that have no place in the sink", unmapped),
+        ("tensors that differ", mismatched),
+    ]
+    lists = [f"{len(names)} {title}:" + "".join(f"\n  {name}" for name in names) for title, names in parts if names]
+    return "source and sink do not hold the same tensors.\n" + "\n".join(lists)

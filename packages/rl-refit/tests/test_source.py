@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rl_refit import Layout, ModuleSource, RefitError, Region, WeightSource
+
+
+class Model(nn.Module):
+    """A tied head, a persistent and a non-persistent buffer, a scalar, and a tensor without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.empty = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))
+        self.register_buffer("inv_freq", torch.arange(2.0), persistent=False)
+
+
+def test_every_parameter_and_every_buffer_is_in_the_manifest():
+    metas = ModuleSource(Model()).manifest().tensors
+    assert [(m.name, m.shape, m.dtype, m.tied_to) for m in metas] == [
+        ("empty", (0, 4), "bfloat16", None),
+        ("embed.weight", (6, 4), "float32", None),
+        ("norm.weight", (4,), "float32", None),
+        ("norm.bias", (4,), "float32", None),
+        ("head.weight", (6, 4), "float32", "embed.weight"),
+        ("inv_freq", (2,), "float32", None),
+        ("norm.running_mean", (4,), "float32", None),
+        ("norm.running_var", (4,), "float32", None),
+        ("norm.num_batches_tracked", (), "int64", None),
+    ]
+    assert {meta.layout for meta in metas} == {Layout.whole(0)}
+
+
+def test_shards_are_the_modules_own_memory_in_the_order_asked_for():
+    model = Model()
+    shards = list(ModuleSource(model).shards(["head.weight", "inv_freq"]))
+    assert [region for region, _ in shards] == [Region("head.weight", (0, 0), (6, 4)), Region("inv_freq", (0,), (2,))]
+    assert shards[0][1].data_ptr() == model.embed.weight.data_ptr()
+    assert not shards[0][1].requires_grad
+
+
+def test_ties_are_seen_in_memory_even_between_different_objects():
+    model = Model()
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    assert ModuleSource(model).manifest().by_name["head.weight"].tied_to == "embed.weight"
+
+
+def test_the_same_memory_seen_in_another_shape_is_no_tie():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, 3))
+    model.register_buffer("transposed", model.weight.detach().t())
+    assert ModuleSource(model).manifest().by_name["transposed"].tied_to is None
+
+
+def test_tensors_without_elements_are_not_tied():
+    model = nn.Module()
+    model.one, model.other = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))
+    assert [meta.tied_to for meta in ModuleSource(model).manifest().tensors] == [None, None]
+
+
+def test_names_are_renamed_on_request_and_stripped_of_nothing_without():
+    model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False)})
+    assert list(ModuleSource(model).manifest().by_name) == ["_orig_mod.weight"]
+    source = ModuleSource(model, rename=lambda name: name.removeprefix("_orig_mod."))
+    assert list(source.manifest().by_name) == ["weight"]
+    assert [region.name for region, _ in source.shards(["weight"])] == ["weight"]
+
+
+def test_two_tensors_of_one_name_are_refused():
+    with pytest.raises(RefitError, match=r"two tensors are named 'w', one of them 'bias' in the module"):
+        ModuleSource(nn.Linear(2, 2), rename=lambda _: "w").manifest()
+
+
+def test_tensors_without_memory_are_refused():
+    with pytest.raises(RefitError, match="'weight' is on the meta device"):
+        ModuleSource(nn.Linear(2, 2, device="meta")).manifest()
+
+
+def test_a_module_source_is_a_weight_source():
+    assert isinstance(ModuleSource(Model()), WeightSource)
+
+
+def test_the_manifest_follows_the_module():
+    model = Model()
+    source = ModuleSource(model)
+    before = source.manifest()
+    assert source.manifest() is before
+    model.double()
+    assert source.manifest().hash() != before.hash()

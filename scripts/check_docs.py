@@ -1,0 +1,137 @@
+"""Whether the documents are true where a machine can tell: links, anchors, and the tables of public names.
+
+    python scripts/check_docs.py
+
+A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as GitHub makes them. Links to
+the web are not followed. A README's table under the heading "Public names" (or "Names") lists in its first column what
+the package exports: all of `__all__`, and modules or `module.name` that exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote
+
+from house import House
+from house_rules import text_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from house import Package
+
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", flags=re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*\s*$", flags=re.MULTILINE)
+PUBLIC_NAMES = re.compile(r"^#+ (?:public )?names$(.*?)(?=^#+ |\Z)", flags=re.I | re.M | re.S)  # noqa: FURB167
+
+
+def main() -> None:
+    """Check every Markdown file of the house in the current directory."""
+    house = House.read(Path.cwd())
+    pages = [path for path in text_files(house.root) if path.suffix == ".md"]
+    complaints = [
+        *(complaint for page in pages for complaint in check_links(page)),
+        *(complaint for package in house.packages.values() for complaint in check_public_names(package)),
+    ]
+    for complaint in complaints:
+        print(complaint.replace(f"{house.root}/", ""))
+    if complaints:
+        sys.exit(f"{len(complaints)} times a document is not true")
+    print(f"{len(pages)} pages: every link leads somewhere, every public name is in its table")
+
+
+def check_links(page: Path) -> Iterator[str]:
+    """The relative links of one page that lead nowhere."""
+    for target in LINK.findall(CODE_SPAN.sub("", FENCE.sub("", page.read_text()))):
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            yield f"{page}:1: the link {target!r} leads to no file"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
+            yield f"{page}:1: the link {target!r} leads to no heading of {file.name}"
+
+
+def anchors(markdown: str) -> set[str]:
+    """What one can link to in a page: its headings, as GitHub spells them; the second of a name is `name-1`."""
+    seen: dict[str, int] = {}
+    found = set()
+    for heading in HEADING.findall(FENCE.sub("", markdown)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if slug in seen else slug)
+        seen[slug] = seen.get(slug, 0) + 1
+    return found
+
+
+def check_public_names(package: Package) -> Iterator[str]:
+    """Where the README's table and the package's exports differ."""
+    readme = package.root / "README.md"
+    if not readme.is_file():
+        yield f"{package.root}/README.md:1: {package.name} has no README"
+        return
+    listed = listed_names(readme.read_text())
+    source = package.root / "src" / package.import_name
+    exported = top_level(source / "__init__.py").exported
+    if exported and not listed:
+        yield f"{readme}:1: no table under the heading 'Public names', but {len(exported)} names are exported"
+        return
+    for name in sorted(exported - listed):
+        yield f"{readme}:1: the table of public names lacks {name}"
+    for name in sorted(listed - exported):
+        if not exists(source, name.split(".")):
+            yield f"{readme}:1: the table of public names has {name}, which {package.import_name} does not"
+
+
+def listed_names(markdown: str) -> set[str]:
+    """The names in the first column of the table under "Public names", calls without their arguments."""
+    section = PUBLIC_NAMES.search(markdown)
+    cells = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("|")] if section else []
+    spans = (span.strip("`") for cell in cells for span in CODE_SPAN.findall(cell))
+    return {re.split(r"[\s(=:\[]", span)[0] for span in spans}
+
+
+def exists(source: Path, parts: list[str]) -> bool:
+    """Whether `module`, `module.name` or `name` is found in the package whose modules lie in `source`."""
+    first, *rest = parts
+    if (source / first).is_dir():
+        return not rest or exists(source / first, rest)
+    if (source / f"{first}.py").is_file():
+        return not rest or rest[0] in top_level(source / f"{first}.py").defined
+    return not rest and first in top_level(source / "__init__.py").defined
+
+
+class Names(NamedTuple):
+    """What a module has to offer."""
+
+    defined: set[str]
+    """Names that it defines or imports at its top."""
+    exported: set[str]
+    """Its `__all__`, where that is a literal."""
+
+
+def top_level(file: Path) -> Names:
+    """The names of one module, read without importing it."""
+    names = Names(set(), set())
+    for node in ast.parse(file.read_text()).body if file.is_file() else []:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.defined.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                names.defined.update(alias.asname or alias.name for alias in node.names)
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                names.exported.update(ast.literal_eval(value))
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.defined.add(name)
+    return names
+
+
+if __name__ == "__main__":
+    main()

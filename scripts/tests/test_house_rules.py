@@ -1,0 +1,73 @@
+"""Tests of house_rules.py: each rule finds its violation, and leaves the rest alone."""
+
+from pathlib import Path
+
+import pytest
+
+from house import House
+from house_rules import check_code, check_fragments, check_text
+
+PATH = Path("example.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def token_logprobs(x): ...",
+        "old_logp = 1",
+        "def f(ref_log_probs): ...",
+        "class InferenceEngine: ...\ninference_engine = 1",
+        "self.trajectories = []",
+        "def update_weights(): ...",
+    ],
+)
+def test_a_name_that_has_another_word_in_this_house_is_reported(source):
+    assert len(list(check_code(PATH, source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "logp_old = output.logprobs",
+        "request(prompt_logprobs=1)",
+        "from there import get_logprobs_from_vocab_parallel_logits",
+        "def get_logprobs_from_vocab_parallel_logits(): ...",
+        "logp_ref, refit, engine = 1, 2, 3",
+    ],
+)
+def test_names_of_others_and_the_words_of_the_house_pass(source):
+    assert list(check_code(PATH, source)) == []
+
+
+def test_long_files_and_functions_are_reported():
+    function = "def long():\n" + "    x = 1\n" * 60
+    assert [complaint.split(":")[1] for complaint in check_code(PATH, "\n" + function)] == ["2"]
+    assert list(check_code(PATH, "def fits():\n" + "    x = 1\n" * 59)) == []
+    assert len(list(check_code(PATH, "x = 1\n" * 401))) == 1
+    assert list(check_code(PATH, "x = 1\n" * 400)) == []
+
+
+def test_paths_of_one_machine_and_registries_are_reported():
+    for directory in ("home", "root", "tmp", "opt", "work"):
+        assert len(list(check_text(PATH, f"open('/{directory}/file')"))) == 1
+    assert list(check_text(Path("tests/test_x.py"), "setenv('HOME', '/home/ada')")) == []
+    assert len(list(check_text(PATH, "--index-url https://" + "pypi" + ".org/simple"))) == 1
+    assert list(check_text(PATH, "packages/work/here, https://example.org/work/page, ~/home/x, a/tmp/b")) == []
+
+
+def test_a_changed_package_needs_a_fragment(root, git):
+    house = House.read(root)
+    source = root / "packages/wall/src/wall/__init__.py"
+    fragment = root / "packages/wall/changelog.d/+first.added.md"
+    fragment.unlink()
+    source.write_text("height = 2\n")
+    assert list(check_fragments(house)) == []  # nothing is released, so nobody has to be told
+    git("tag", "wall/v0.1.0")
+    assert "wall changed since 0.1.0" in next(check_fragments(house))
+    fragment.write_text("Be higher.\n")
+    assert list(check_fragments(house)) == []
+
+
+def test_a_fragment_of_no_known_kind_would_be_lost(root):
+    (root / "packages/wall/changelog.d/+height.feature.md").write_text("Be higher.\n")
+    assert "added, changed, deprecated, removed, fixed" in next(check_fragments(House.read(root)))

@@ -1,0 +1,82 @@
+"""Try a package where a user has it: installed from its wheel, with what it declares and nothing else.
+
+    python try_wheel.py rl_refit README.md --absent rl-launcher ray --lazy ray vllm megatron
+
+Fails when a distribution of `--absent` is installed, when importing the package loads a module of `--lazy`, or when the
+first ```python block of the README does not run to its end as it is written. Knows nothing but the standard library,
+since nothing else may be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main() -> None:
+    """Run the three checks; exit with the first complaint."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", help="import name")
+    parser.add_argument("readme", type=Path)
+    parser.add_argument("--absent", nargs="*", default=[], help="distributions that must not be installed")
+    parser.add_argument("--lazy", nargs="*", default=[], help="modules that the import must not load")
+    arguments = parser.parse_args()
+    complaints = [
+        *unwanted_distributions(arguments.absent),
+        *loaded_modules(arguments.package, arguments.lazy),
+        *readme_failure(arguments.readme),
+    ]
+    if complaints:
+        sys.exit("\n".join(complaints))
+    print(f"{arguments.package} installs, imports and runs its README with what it declares")
+
+
+def unwanted_distributions(absent: list[str]) -> list[str]:
+    """Which of `absent` are installed here."""
+    installed = {_normal(found.name): found.version for found in importlib.metadata.distributions()}
+    return [
+        f"{name} {installed[_normal(name)]} is installed, though nothing declares it"
+        for name in absent
+        if _normal(name) in installed
+    ]
+
+
+def loaded_modules(package: str, lazy: list[str]) -> list[str]:
+    """Which of `lazy` a fresh interpreter loads when it imports `package`."""
+    code = f"import sys, {package}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    if run.returncode:
+        return [f"`import {package}` fails:\n{run.stderr}"]
+    loaded = set(run.stdout.split())
+    return [f"`import {package}` loads {name}: import it where it is used" for name in lazy if name in loaded]
+
+
+def readme_failure(readme: Path) -> list[str]:
+    """What went wrong when the README's first program ran, in an empty directory."""
+    program = first_program(readme.read_text(encoding="utf-8"))
+    if program is None:
+        return [f"{readme} shows no ```python block: a reader has nothing to run"]
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / "readme.py"
+        script.write_text(program, encoding="utf-8")
+        code = subprocess.run([sys.executable, str(script)], check=False, cwd=directory).returncode
+    return [f"the first program of {readme} ends with exit code {code}"] if code else []
+
+
+def first_program(markdown: str) -> str | None:
+    """The first block fenced with ```python, as written; None where there is none."""
+    found = re.search(r"^```python[^\n]*\n(.*?)^```\s*$", markdown, flags=re.MULTILINE | re.DOTALL)
+    return found[1] if found else None
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    main()
