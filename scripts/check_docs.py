@@ -3,8 +3,8 @@
     python scripts/check_docs.py
 
 A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as GitHub makes them. Links to
-the web are not followed. A README's table under the heading "Public names" (or "Names") lists in its first column what
-the package exports: all of `__all__`, and modules or `module.name` that exist.
+the web are not followed. A README's table under the heading "Public names" (or "Names") mentions all of `__all__`, and
+what its first column lists exists: a name, a module, or `module.name`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from house import House
 from house_rules import text_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from house import Package
 
@@ -77,25 +77,29 @@ def check_public_names(package: Package) -> Iterator[str]:
     if not readme.is_file():
         yield f"{package.root}/README.md:1: {package.name} has no README"
         return
-    listed = listed_names(readme.read_text())
+    listed, mentioned = table_names(readme.read_text())
     source = package.root / "src" / package.import_name
     exported = top_level(source / "__init__.py").exported
     if exported and not listed:
         yield f"{readme}:1: no table under the heading 'Public names', but {len(exported)} names are exported"
         return
-    for name in sorted(exported - listed):
+    for name in sorted(exported - mentioned):
         yield f"{readme}:1: the table of public names lacks {name}"
     for name in sorted(listed - exported):
         if not exists(source, name.split(".")):
             yield f"{readme}:1: the table of public names has {name}, which {package.import_name} does not"
 
 
-def listed_names(markdown: str) -> set[str]:
-    """The names in the first column of the table under "Public names", calls without their arguments."""
+def table_names(markdown: str) -> tuple[set[str], set[str]]:
+    """What the table under "Public names" has as code in its first column, and anywhere; calls without arguments."""
     section = PUBLIC_NAMES.search(markdown)
-    cells = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("|")] if section else []
-    spans = (span.strip("`") for cell in cells for span in CODE_SPAN.findall(cell))
-    return {re.split(r"[\s(=:\[]", span)[0] for span in spans}
+    rows = [line for line in section[1].splitlines() if line.startswith("|")] if section else []
+    return code_names(row.split("|")[1] for row in rows), code_names(rows)
+
+
+def code_names(texts: Iterable[str]) -> set[str]:
+    """The names with which the code spans in `texts` begin."""
+    return {re.split(r"[\s(=:\[]", span.strip("`"))[0] for text in texts for span in CODE_SPAN.findall(text)}
 
 
 def exists(source: Path, parts: list[str]) -> bool:

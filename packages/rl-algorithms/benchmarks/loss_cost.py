@@ -9,6 +9,7 @@ import statistics
 import time
 
 import torch
+
 from rl_algorithms import grpo
 
 SHAPES = [(64, 21), (512, 1024)]
@@ -41,7 +42,7 @@ def bare_sum(logp: torch.Tensor, examples: grpo.Examples) -> torch.Tensor:
 def grpo_loss(logp: torch.Tensor, examples: grpo.Examples) -> torch.Tensor:
     """The loss that the policy calls, metrics included."""
     config = grpo.GRPOConfig(max_num_steps=1)
-    return grpo._loss(logp, examples, config=config, num_tokens=examples.trainable.sum())[0]  # noqa: SLF001
+    return grpo._loss(logp, examples, config=config, num_tokens=examples.trainable.sum())[0]
 
 
 def main() -> None:

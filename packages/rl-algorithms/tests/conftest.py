@@ -1,13 +1,16 @@
-"""A world small enough to know in closed form: a policy that is a table of logits, and an engine that samples from it."""
+"""A world small enough to know in closed form: a policy that is a table of logits, an engine that samples from it."""
 
 from jaxtyping import install_import_hook
 
-install_import_hook("rl_algorithms", "beartype.beartype")  # shapes are checked in tests and only there; before the first import
+install_import_hook(
+    "rl_algorithms", "beartype.beartype"
+)  # shapes are checked in tests and only there; before the first import
 
 import dataclasses
 
 import pytest
 import torch
+
 from rl_algorithms.chat import Chat
 from rl_algorithms.data import make_row
 

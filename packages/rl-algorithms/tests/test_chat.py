@@ -1,6 +1,7 @@
 """Claims about the way between text and tokens."""
 
 import pytest
+
 from rl_algorithms.chat import Chat
 from rl_algorithms.data import DataError, make_row
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rl_algorithms.data import DataError, Dataset, batches, make_row, read_jsonl, split_held_out
 
 
@@ -16,7 +17,9 @@ def write(tmp_path, *lines):
 
 
 def test_rows_keep_every_column_and_know_their_line(tmp_path):
-    file = write(tmp_path, {"prompt": "2+2=", "answer": "4", "level": 3}, "", {"prompt": [{"role": "user", "content": "hi"}]})
+    file = write(
+        tmp_path, {"prompt": "2+2=", "answer": "4", "level": 3}, "", {"prompt": [{"role": "user", "content": "hi"}]}
+    )
     first, second = read_jsonl(file)
     assert (first.prompt, first.answer, first.columns["level"]) == ("2+2=", "4", 3)
     assert (second.prompt, second.answer, second.where) == ("hi", None, f"{file}:3")
@@ -30,7 +33,7 @@ def test_rows_keep_every_column_and_know_their_line(tmp_path):
         ({"question": "a"}, "2: field 'prompt' is missing; the row has 'question'"),
         ({"prompt": ""}, "2: field 'prompt' is empty"),
         ({"prompt": 3}, "2: field 'prompt' must be text or a list of messages"),
-        ({"prompt": [{"role": "user"}]}, r"2: field 'prompt\[0\]' must be a message"),
+        ({"prompt": [{"role": "user"}]}, r"2: field 'prompt\[0\]' must have a text"),
         ({"prompt": "a", "answer": 4}, "2: field 'answer' must be text, found int 4"),
     ],
 )
@@ -50,7 +53,10 @@ def rows_of(prompts):
     return [make_row({"prompt": prompt}, where=f"row {index}") for index, prompt in enumerate(prompts)]
 
 
-@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=30).filter(lambda p: len(set(p)) > 1), st.floats(0.01, 0.99))
+@given(
+    st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=30).filter(lambda p: len(set(p)) > 1),
+    st.floats(0.01, 0.99),
+)
 def test_no_prompt_is_both_trained_on_and_held_out(prompts, share):
     rows = rows_of(prompts)
     train, held_out = split_held_out(rows, share=share, seed=0)
@@ -73,7 +79,9 @@ def test_one_distinct_prompt_cannot_be_split():
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
 def test_every_pass_is_a_shuffle_of_all_items(num_items, size, seed):
-    drawn = list(itertools.chain.from_iterable(itertools.islice(batches(range(num_items), size=size, seed=seed), 2 * num_items)))
+    drawn = list(
+        itertools.chain.from_iterable(itertools.islice(batches(range(num_items), size=size, seed=seed), 2 * num_items))
+    )
     for start in range(0, len(drawn) - num_items + 1, num_items):
         assert sorted(drawn[start : start + num_items]) == list(range(num_items))
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from rl_algorithms import dpo
 from rl_algorithms.padding import take_rows
 from rl_algorithms.rollouts import Rollouts
@@ -101,6 +102,6 @@ def test_pairs_join_the_best_with_the_worst_of_each_group_that_differs():
 
 @pytest.mark.parametrize("options", [{"beta": 0.0}, {"nll_weight": -1.0}, {"batch_size": 0}, {"max_num_steps": 0}])
 def test_an_impossible_configuration_is_named(options):
-    (name, value), = options.items()
+    ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         dpo.DPOConfig(**{"max_num_steps": 1, **options})

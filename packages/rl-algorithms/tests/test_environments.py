@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from rl_algorithms.contracts import Conversation
 from rl_algorithms.environments import RewardError, RewardFunctionEnvironment
 
@@ -42,7 +43,9 @@ def test_keyword_arguments_get_every_column():
 
 
 def test_a_column_that_it_requires_and_the_data_lack_is_named():
-    with pytest.raises(RewardError, match="requires solution, and the data rows have answer, completions, prompt, prompts"):
+    with pytest.raises(
+        RewardError, match="requires solution, and the data rows have answer, completions, prompt, prompts"
+    ):
         ask(lambda completions, solution: [0.0] * len(completions))
 
 
@@ -53,7 +56,9 @@ def fails_on_five(completions):
 
 
 def test_one_that_raises_stops_the_run_and_names_the_sample():
-    with pytest.raises(RewardError, match=r"fails_on_five .*prompt '2\+2=', answer '5': it raised KeyError: 'five'") as caught:
+    with pytest.raises(
+        RewardError, match=r"fails_on_five .*prompt '2\+2=', answer '5': it raised KeyError: 'five'"
+    ) as caught:
         ask(fails_on_five)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -69,7 +74,9 @@ def test_another_number_of_rewards_than_answers_is_refused():
         ask(lambda completions: [1.0])
 
 
-@pytest.mark.parametrize("reward", [fails_on_five, lambda completions: [math.nan if c == "5" else 1.0 for c in completions]])
+@pytest.mark.parametrize(
+    "reward", [fails_on_five, lambda completions: [math.nan if c == "5" else 1.0 for c in completions]]
+)
 def test_when_asked_for_failures_count_as_zero_and_are_counted(reward):
     environment, rewards = ask(reward, on_error="zero")
     assert rewards == [1.0, 0.0]

@@ -7,9 +7,28 @@ import sys
 import pytest
 
 PAGES = {
-    "grpo": {"Examples", "GRPOConfig", "clipped_surrogate", "group_advantage", "has_signal", "prepare", "step", "train"},
+    "grpo": {
+        "Examples",
+        "GRPOConfig",
+        "clipped_surrogate",
+        "group_advantage",
+        "has_signal",
+        "prepare",
+        "step",
+        "train",
+    },
     "sft": {"Examples", "SFTConfig", "prepare", "step", "train"},
-    "dpo": {"DPOConfig", "Examples", "Pair", "margins", "pairs_from_rollouts", "prepare", "step", "train", "with_reference"},
+    "dpo": {
+        "DPOConfig",
+        "Examples",
+        "Pair",
+        "margins",
+        "pairs_from_rollouts",
+        "prepare",
+        "step",
+        "train",
+        "with_reference",
+    },
     "evaluation": {"Accuracy", "evaluate"},
     "environments": {"RewardError", "RewardFunctionEnvironment"},
     "rollouts": {"Rollouts", "collect"},
@@ -29,7 +48,7 @@ def test_importing_every_page_imports_no_engine_and_no_trainer():
     code = (
         f"import sys, importlib\n"
         f"for page in {list(PAGES)}: importlib.import_module('rl_algorithms.' + page)\n"
-        f"heavy = {{'transformers', 'vllm', 'ray', 'megatron', 'pydantic', 'rl_backends', 'rl_generation', 'rl_refit'}}\n"
+        f"heavy = {{'transformers', 'vllm', 'ray', 'pydantic', 'rl_backends', 'rl_generation', 'rl_refit'}}\n"
         f"assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603 - our own code
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.evaluation import evaluate
 from rl_algorithms.phases import PhaseTimer

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from rl_algorithms import sft
 from rl_algorithms.chat import Demonstration
 from rl_algorithms.data import make_row

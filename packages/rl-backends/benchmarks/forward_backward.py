@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 import transformers
+
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 
 ROUNDS = 15
@@ -101,7 +102,10 @@ def main() -> None:
         by_hand, *ours = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
         cells = " ".join(f"{t:>12.1f} ms {by_hand / t:>5.2f}x" for t in ours)
         print(f"{name:>16} {by_hand:>7.1f} ms {cells}")
-        figures[name] = {"plain_ms": by_hand, **{f"backend_{size}_ms": t for size, t in zip(variants, ours, strict=True)}}
+        figures[name] = {
+            "plain_ms": by_hand,
+            **{f"backend_{size}_ms": t for size, t in zip(variants, ours, strict=True)},
+        }
     print(json.dumps(figures))
 
 

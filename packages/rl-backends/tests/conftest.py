@@ -2,7 +2,9 @@
 
 from jaxtyping import install_import_hook
 
-install_import_hook("rl_backends", "beartype.beartype")  # shapes are checked in tests and only there; before the first import
+install_import_hook(
+    "rl_backends", "beartype.beartype"
+)  # shapes are checked in tests and only there; before the first import
 
 import copy
 import dataclasses

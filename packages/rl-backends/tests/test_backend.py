@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+
 from rl_backends import DTensorBackend, DTensorConfig, ModelError, NonFiniteGradientError, OptimizerConfig
 
 FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2"]

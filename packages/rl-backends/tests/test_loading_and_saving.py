@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+
 from rl_backends import DTensorBackend, DTensorConfig, ModelError, check_vocabulary, load_causal_lm, load_tokenizer
 
 
@@ -50,7 +51,10 @@ def test_a_folder_round_trip(world, tmp_path):
     [
         (lambda folder: None, "does not exist"),
         (lambda folder: folder.mkdir(), r"has no config\.json"),
-        (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{}")), "transformers cannot load the model"),
+        (
+            lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{}")),
+            "transformers cannot load the model",
+        ),
     ],
 )
 def test_a_folder_that_is_no_model_is_named(tmp_path, make, message):

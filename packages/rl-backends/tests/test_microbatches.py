@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rl_backends.dtensor.microbatches import cut
 
 
@@ -19,7 +20,8 @@ def test_each_row_is_taken_once_and_units_stay_together(world, lengths, micro_ba
     lengths = torch.tensor(lengths).repeat_interleave(unit)
     examples = kind(tokens=torch.zeros(len(lengths), 13), lengths=lengths, trainable=None, weight=lengths)
     ranks = [
-        list(cut(examples, micro_batch_size=micro_batch_size, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)
+        list(cut(examples, micro_batch_size=micro_batch_size, rank=rank, num_ranks=num_ranks))
+        for rank in range(num_ranks)
     ]
     assert len({len(microbatches) for microbatches in ranks}) == 1  # all enter the collectives equally often
     taken = [row for rank in ranks for microbatch in rank if microbatch.counted for row in microbatch.rows.tolist()]
@@ -28,7 +30,10 @@ def test_each_row_is_taken_once_and_units_stay_together(world, lengths, micro_ba
         rows = microbatch.rows.tolist()
         assert 0 < len(rows) <= micro_batch_size
         assert microbatch.width == lengths[microbatch.rows].max()
-        assert all(rows[start : start + unit] == list(range(rows[start], rows[start] + unit)) for start in range(0, len(rows), unit))
+        assert all(
+            rows[start : start + unit] == list(range(rows[start], rows[start] + unit))
+            for start in range(0, len(rows), unit)
+        )
         assert all(rows[start] % unit == 0 for start in range(0, len(rows), unit))
 
 

@@ -1,9 +1,11 @@
 """What may be relied on: the names, the configurations, and what importing them costs."""
 
+import itertools
 import subprocess
 import sys
 
 import pytest
+
 import rl_backends
 from rl_backends import DTensorConfig, OptimizerConfig
 from rl_backends.dtensor.optimizer import learning_rate_factor
@@ -28,10 +30,10 @@ def test_the_public_names():
 def test_importing_it_imports_no_model_code():
     code = (
         "import sys, rl_backends\n"
-        "heavy = {'transformers', 'vllm', 'ray', 'megatron', 'pydantic', 'rl_algorithms', 'rl_generation', 'rl_refit'}\n"
+        "heavy = {'transformers', 'vllm', 'ray', 'pydantic', 'rl_algorithms', 'rl_generation', 'rl_refit'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603 - our own code
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +60,4 @@ def test_the_schedule_warms_up_peaks_and_ends_where_it_says():
     assert factors[0] == pytest.approx(0.1)
     assert factors[9] == pytest.approx(1.0)
     assert factors[-1] == pytest.approx(0.2)
-    assert all(later < earlier for earlier, later in zip(factors[9:], factors[10:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(factors[9:]))

@@ -22,7 +22,7 @@ def run_ranks(tmp_path, case, ranks=2):
     task = {"family": "Qwen3", "kind": "Examples", "loss": "token_loss", "config": {}, **case}
     commands = [{**task, "rank": rank, "ranks": ranks, "folder": str(tmp_path)} for rank in range(ranks)]
     script = str(Path(__file__).with_name("ranks.py"))
-    processes = [subprocess.Popen([sys.executable, script, json.dumps(command)]) for command in commands]  # noqa: S603
+    processes = [subprocess.Popen([sys.executable, script, json.dumps(command)]) for command in commands]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0] * ranks
     finally:

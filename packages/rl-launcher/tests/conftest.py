@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-MODEL = '''
+MODEL = """
     import torch
     from rl_launcher.quickstart.tiny_model import character_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -26,8 +26,8 @@ MODEL = '''
         model, tokenizer = build(seed)
         tokenizer.chat_template = None
         return model, tokenizer
-'''
-REWARD = '''
+"""
+REWARD = """
     def score(completions, answer):
         return [(len(set(c)) + (c[:1] == a)) / 5 for c, a in zip(completions, answer)]
 
@@ -38,8 +38,8 @@ REWARD = '''
         return [float("nan") if prompt == "5+0=" else float(len(c)) for prompt, c in zip(prompts, completions)]
 
     not_callable = 3
-'''
-RECIPE = '''
+"""
+RECIPE = """
     run_dir: {folder}/run
     cpu_threads: 1
     policy:
@@ -61,7 +61,7 @@ RECIPE = '''
       num_prompts: 4
       num_generations_per_prompt: 4
       optimizer: {{lr: 0.01}}
-'''
+"""
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from rl_launcher.recipe import load_recipe
 from rl_launcher.recipe_schema import Recipe
 from rl_launcher.running import run
@@ -15,7 +16,7 @@ from rl_launcher.running import run
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_its_state_and_can_go_on(recipe, tmp_path, number):
     command = [sys.executable, "-m", "rl_launcher.cli", "run", str(recipe), "grpo.max_num_steps=100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         deadline = time.monotonic() + 90

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from rl_launcher.cli import app
 from typer.testing import CliRunner
+
+from rl_launcher.cli import app
 
 CASES = {
     "unknown key": (["grpo.clip_hi=0.3"], ['override "grpo.clip_hi=0.3"', "did you mean grpo.clip_high?"]),
@@ -17,7 +18,10 @@ CASES = {
     "missing reward file": (["env.reward={folder}/none.py:score"], ["there is no file", "none.py"]),
     "missing reward function": (["env.reward={folder}/reward.py:scor"], ["has no scor", "score"]),
     "reward that is no function": (["env.reward={folder}/reward.py:not_callable"], ["must be callable"]),
-    "data function that is none": (["data.source={folder}/reward.py:score", "data.held_out_share=null"], ["raised TypeError"]),
+    "data function that is none": (
+        ["data.source={folder}/reward.py:score", "data.held_out_share=null"],
+        ["raised TypeError"],
+    ),
     "data function that returns none": (["data.source=builtins:dict", "data.held_out_share=null"], ["returned dict"]),
     "share for a function": (["data.source={folder}/model.py:build"], ["leave data.held_out_share out"]),
     "another vocabulary": (["policy.model_name={folder}/model.py:other_vocabulary"], ["64 embeddings", "51 tokens"]),

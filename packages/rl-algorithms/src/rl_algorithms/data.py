@@ -84,7 +84,9 @@ def read_jsonl(path: str | Path) -> list[Row]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give a JSONL file with one row per line") from error
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); give a JSONL file with one row per line"
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text (byte {error.start}); JSONL is UTF-8") from error
     rows = [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -110,7 +112,9 @@ def make_row(columns: Mapping[str, object], *, where: str) -> Row:
         DataError: `prompt` is missing, empty or neither text nor messages; `answer` is there and is not text.
     """
     if "prompt" not in columns:
-        raise DataError(f"{where}: field 'prompt' is missing; the row has {', '.join(map(repr, columns)) or 'no fields'}")
+        raise DataError(
+            f"{where}: field 'prompt' is missing; the row has {', '.join(map(repr, columns)) or 'no fields'}"
+        )
     answer = columns.get("answer")
     if answer is not None and not isinstance(answer, str):
         raise DataError(f"{where}: field 'answer' must be text, found {type(answer).__name__} {answer!r}")
@@ -127,7 +131,7 @@ def _messages(prompt: object, where: str) -> tuple[Message, ...]:
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(
-                f"{where}: field 'prompt[{index}]' must be a message with text 'role' and 'content', found {message!r:.60}"
+                f"{where}: field 'prompt[{index}]' must have a text 'role' and 'content', found {message!r:.60}"
             )
     if not prompt[-1]["content"]:
         raise DataError(f"{where}: field 'prompt' is empty")
@@ -143,7 +147,7 @@ def split_held_out(rows: Sequence[Row], *, share: float, seed: int) -> tuple[lis
     prompts = sorted({row.prompt for row in rows})
     if len(prompts) < 2:
         raise DataError(f"{rows[0].where}: one distinct prompt cannot be both trained on and held out; add rows")
-    random.Random(seed).shuffle(prompts)  # noqa: S311 - a split, not a secret
+    random.Random(seed).shuffle(prompts)
     held_out = set(prompts[: min(len(prompts) - 1, max(1, round(share * len(prompts))))])
     return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]
 
@@ -156,7 +160,7 @@ def batches(items: Sequence[ItemT], *, size: int, seed: int) -> Iterator[list[It
     """
     if not items:
         raise DataError("there are no rows to draw batches from")
-    shuffle = random.Random(seed).shuffle  # noqa: S311 - an order, not a secret
+    shuffle = random.Random(seed).shuffle
     queue: list[ItemT] = []
     while True:
         while len(queue) < size:

@@ -127,8 +127,10 @@ def pairs_from_rollouts(rollouts: Rollouts, *, pairs_per_prompt: int) -> list[Pa
         if best == worst:
             continue
         chosen, rejected = ((rewards == value).nonzero()[:, 0] + index * group_size for value in (best, worst))
-        for k in range(min(pairs_per_prompt, max(len(chosen), len(rejected)))):
-            pairs.append(_pair(rollouts, int(chosen[k % len(chosen)]), int(rejected[k % len(rejected)])))
+        number = min(pairs_per_prompt, max(len(chosen), len(rejected)))
+        pairs += [
+            _pair(rollouts, int(chosen[k % len(chosen)]), int(rejected[k % len(rejected)])) for k in range(number)
+        ]
     return pairs
 
 

@@ -180,12 +180,17 @@ def group_advantage(rewards: Float[Tensor, "P G"], *, normalize_by_std: bool) ->
 
 
 def clipped_surrogate(
-    logp: Float[Tensor, "B T"], logp_old: Float[Tensor, "B T"], advantage: Float[Tensor, " B"], config: GRPOConfig
+    logp: Float[Tensor, "B T"],
+    logp_old: Float[Tensor, "B T"],
+    advantage: Float[Tensor, " B"],
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """PPO's pessimistic objective per token, negated (arXiv:1707.06347, eq. 7), and where the clip was what bound."""
     ratio = torch.exp(logp - logp_old)
     free = ratio * advantage[:, None]
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage[:, None]
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage[:, None]
     return -torch.minimum(free, clipped), clipped < free
 
 
@@ -194,7 +199,9 @@ def _loss(
 ) -> tuple[Float[Tensor, ""], Sums]:
     mask = examples.trainable
     logp_old = torch.where(mask, examples.logp_old, logp.detach())  # ratio 1 off the mask, whatever stands there
-    per_token, bound = clipped_surrogate(logp, logp_old, examples.advantage, config)
+    per_token, bound = clipped_surrogate(
+        logp, logp_old, examples.advantage, clip_low=config.clip_low, clip_high=config.clip_high
+    )
     total = torch.where(mask, per_token, 0.0).sum()
     gap = torch.where(mask, logp_old - logp.detach(), 0.0)
     sums = {

@@ -51,5 +51,7 @@ def pad(rows: Sequence[Sequence[int]], *, answer_starts: Sequence[int]) -> Padde
 def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
     """The same dataclass with only `rows` (indices or a mask along B) of every tensor."""
     instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
-    taken: ExamplesT = replace(instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)})
+    taken: ExamplesT = replace(
+        instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+    )
     return taken

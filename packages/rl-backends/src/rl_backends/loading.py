@@ -46,9 +46,7 @@ def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote
     """Load the tokenizer that lies beside a model; arguments and errors as `load_causal_lm`."""
     from transformers import AutoTokenizer
 
-    return _load(
-        AutoTokenizer, model_name, what="tokenizer", revision=revision, trust_remote_code=trust_remote_code
-    )
+    return _load(AutoTokenizer, model_name, what="tokenizer", revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any:
@@ -66,7 +64,9 @@ def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any
     try:
         return auto_class.from_pretrained(model_name, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{model_name}: transformers cannot load the {what}: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"{model_name}: transformers cannot load the {what}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded: bool = False) -> None:

@@ -13,12 +13,11 @@ from rl_algorithms.data import DataError, Dataset, read_jsonl, split_held_out
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, check_vocabulary, load_causal_lm, load_tokenizer
 from rl_generation import TransformersEngine
-from rl_refit import ModuleSink, ModuleSource, Refit
-
 from rl_launcher.errors import LauncherError
 from rl_launcher.recipe import load_object
 from rl_launcher.recipe_schema import DataConfig, PolicyConfig, Recipe
 from rl_launcher.weight_sync import WeightSync
+from rl_refit import ModuleSink, ModuleSource, Refit
 
 __all__ = ["Parts", "build"]
 
@@ -63,6 +62,7 @@ def build(recipe: Recipe) -> Parts:
         pad_token_id=chat.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         max_batch_size=recipe.policy.generation.max_batch_size,
         seed=recipe.seed,
+        ready=lambda: sink.check(),  # noqa: PLW0108 - the sink is made from the engine below; no answer from weights that a refit has left torn
     )
     policy = DTensorBackend(model, recipe.policy.dtensor_cfg)
     sink = ModuleSink(engine.model, on_commit=engine.commit_version)
@@ -94,7 +94,8 @@ def load_dataset(config: DataConfig, *, seed: int) -> Dataset:
     dataset = _call(config.source, wanted="a function that returns a Dataset (data.source)")
     if not isinstance(dataset, Dataset):
         raise LauncherError(
-            f"data.source={config.source} returned {type(dataset).__name__}; it must return a rl_algorithms.data.Dataset"
+            f"data.source={config.source} returned {type(dataset).__name__}, and must return a "
+            f"rl_algorithms.data.Dataset"
         )
     return dataset
 
@@ -123,7 +124,7 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _is_import_string(source: str) -> bool:
-    """`package.module:name` or `file.py:name`, as against a path or a hub id, neither of which ends in `:identifier`."""
+    """`package.module:name` or `file.py:name`, as against a path or a hub id, neither of which ends in `:name`."""
     location, colon, name = source.rpartition(":")
     return bool(colon and location) and name.isidentifier()
 

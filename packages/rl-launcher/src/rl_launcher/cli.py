@@ -39,7 +39,8 @@ Overrides = Annotated[
 def run(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = _load(recipe, overrides)
-    from rl_launcher.running import RunStoppedError, run as run_recipe  # noqa: PLC0415 - `--help` needs no torch
+    from rl_launcher.running import RunStoppedError
+    from rl_launcher.running import run as run_recipe
 
     try:
         summary = run_recipe(resolved)
@@ -49,38 +50,38 @@ def run(recipe: RecipeFile, overrides: Overrides = None) -> None:
         _refuse("interrupted before training began; nothing was written", INTERRUPTED)
     except (ValueError, OSError) as error:
         _refuse(error, REFUSED)
-    print(json.dumps(summary))  # noqa: T201 - the result, for programs
+    print(json.dumps(summary))
 
 
 @app.command()
 def explain(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Say what a run would do: every key with its origin, the sharding plan, the refit plan. Trains nothing."""
     resolved = _load(recipe, overrides)
-    from rl_launcher.explaining import explain as explain_recipe  # noqa: PLC0415
+    from rl_launcher.explaining import explain as explain_recipe
 
-    print(_or_refuse(lambda: explain_recipe(resolved)))  # noqa: T201
+    print(_or_refuse(lambda: explain_recipe(resolved)))
 
 
 @app.command()
 def validate(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Check a recipe and print it resolved, every default filled in. Loads no model."""
-    print(_load(recipe, overrides).to_yaml(), end="")  # noqa: T201
+    print(_load(recipe, overrides).to_yaml(), end="")
 
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)]) -> None:
     """Write the report of a run again, from its log."""
-    from rl_launcher.observe import RunDirectory, write_report  # noqa: PLC0415
+    from rl_launcher.observe import RunDirectory, write_report
 
-    print(_or_refuse(lambda: write_report(RunDirectory.open(run_dir))))  # noqa: T201
+    print(_or_refuse(lambda: write_report(RunDirectory.open(run_dir))))
 
 
 @app.command()
 def keys() -> None:
     """Print every key that a recipe may have, with its type, default and meaning."""
-    from rl_launcher.recipe_schema import Recipe  # noqa: PLC0415
+    from rl_launcher.recipe_schema import Recipe
 
-    print(reference(Recipe))  # noqa: T201
+    print(reference(Recipe))
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def _load(recipe: Path, overrides: list[str] | None) -> "Resolved[Recipe]":
-    from rl_launcher.recipe_schema import Recipe  # noqa: PLC0415
+    from rl_launcher.recipe_schema import Recipe
 
     return _or_refuse(lambda: load_recipe(recipe, schema=Recipe, overrides=overrides or ()))
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rl_algorithms.evaluation import Accuracy, evaluate
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
-
 from rl_launcher.building import Parts
 from rl_launcher.observe import Sample
 from rl_launcher.recipe_schema import Recipe

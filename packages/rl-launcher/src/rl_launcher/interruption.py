@@ -2,7 +2,7 @@
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["Interruption"]
 
@@ -33,7 +33,7 @@ class Interruption:
         """From here on no signal takes effect: what is being saved is saved whole."""
         self._saving = True
 
-    def __enter__(self) -> "Interruption":
+    def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._hear) for number in SIGNALS}
         return self
 

@@ -87,7 +87,7 @@ class DataConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     source: str
-    """A JSONL file of rows with a `prompt` and, if you like, an `answer` and other columns; or `package.module:function`
+    """A JSONL file of rows with a `prompt` and, if you like, an `answer` and other columns; `package.module:function`
     or `file.py:function` that returns a `rl_algorithms.data.Dataset`."""
 
     held_out_share: float | None = None
@@ -112,7 +112,7 @@ class EnvironmentConfig:
     column of the data; returns one number per answer."""
 
     on_error: Literal["stop", "zero"] = "stop"
-    """`zero` counts an answer as 0 when the function raises on it or returns NaN, and reports how many; `stop` stops."""
+    """`zero` counts an answer as 0 when the function raises on it or returns NaN, and says how many; `stop` stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Recipe:
     """Where everything that the run leaves goes; a folder that does not exist yet."""
 
     seed: int = 0
-    """Of weights, data order and sampling. The same recipe with the same seed gives the same run on the same machine."""
+    """Of weights, data order and sampling. The same recipe and seed give the same run on the same machine."""
 
     cpu_threads: int | None = None
     """Threads that torch computes with on the CPU; null leaves it to torch. Tiny models are fastest with 1."""

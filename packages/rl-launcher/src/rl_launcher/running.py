@@ -69,7 +69,7 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
         try:
             with MetricsLog(directory) as log, LiveView(_title(recipe), _stage_totals(recipe)) as view:
                 recorder = Recorder(log, view, interruption)
-                _train(recipe, parts, Evaluator(parts, recipe), recorder, outcome)
+                _train(recipe, parts, recorder, outcome=outcome)
             interruption.hold()
             _save(parts, directory.model)
         except BaseException as error:
@@ -77,30 +77,31 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
             outcome.interrupted = True
             raise _stopped(error, directory, parts) from error
         finally:
-            summary = _summary(recipe, directory, parts, recorder, outcome)
+            summary = _summary(recipe, parts, recorder, directory=directory, outcome=outcome)
             summary["wall_s"] = round(time.perf_counter() - started, 2)
             directory.summary.write_text(json.dumps(summary, indent=2), encoding="utf-8")
             write_report(directory)
     return summary
 
 
-def _train(recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder, outcome: _Outcome) -> None:
+def _train(recipe: Recipe, parts: Parts, recorder: Recorder, *, outcome: _Outcome) -> None:
+    evaluator = Evaluator(parts, recipe)
     parts.weight_sync(version=0)  # proves, before anything is trained, that every weight of the engine can be fed
     headline = headline_stage(recipe)
     if recipe.sft is not None and headline != "sft":
         recorder.start()
-        sft.run(recipe.sft, recipe, parts, evaluator, recorder)
+        sft.run(recipe.sft, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
     outcome.before = evaluator.both()
     recorder.evaluation(headline, outcome.before.metrics())
     recorder.message(f"held out before {headline}: {outcome.before.describe()}")
     recorder.log.write_samples(evaluator.samples(outcome.before, stage=headline, when="before"))
     recorder.start()
     if recipe.grpo is not None:
-        grpo.run(recipe.grpo, recipe, parts, evaluator, recorder)
+        grpo.run(recipe.grpo, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
     elif recipe.dpo is not None:
-        dpo.run(recipe.dpo, recipe, parts, evaluator, recorder)
+        dpo.run(recipe.dpo, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
     elif recipe.sft is not None:
-        sft.run(recipe.sft, recipe, parts, evaluator, recorder)
+        sft.run(recipe.sft, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
     outcome.after = evaluator.both()
     recorder.message(f"held out after {headline}: {outcome.after.describe()}")
     recorder.log.write_samples(evaluator.samples(outcome.after, stage=headline, when="after"))
@@ -114,7 +115,7 @@ def headline_stage(recipe: Recipe) -> str:
 
 
 def _summary(
-    recipe: Recipe, directory: RunDirectory, parts: Parts, recorder: Recorder, outcome: _Outcome
+    recipe: Recipe, parts: Parts, recorder: Recorder, *, directory: RunDirectory, outcome: _Outcome
 ) -> dict[str, Any]:
     headline = headline_stage(recipe)
     report = parts.weight_sync.last
@@ -133,7 +134,8 @@ def _summary(
         "tokens": recorder.num_tokens,
         "reward_errors": parts.environment.errors,
         "phase_share": {name: round(share, 4) for name, share in recorder.phase_share(headline).items()},
-        "refit": report and {
+        "refit": report
+        and {
             "count": parts.weight_sync.count,
             "tensors": report.tensors,
             "bytes": report.bytes,
@@ -153,7 +155,7 @@ def _stopped(error: BaseException, directory: RunDirectory, parts: Parts) -> Run
     _save(parts, directory.interrupted)
     return RunStoppedError(
         f"{_cause(error)}\n"
-        f"The weights after {parts.policy.version} optimizer steps are in {directory.interrupted}; the log and a report "
+        f"The weights after {parts.policy.version} optimizer steps are in {directory.interrupted}; log and report "
         f"lie beside it. Go on from there with policy.model_name={directory.interrupted} sft=null run_dir=<another>",
         interrupted=isinstance(error, KeyboardInterrupt),
     )

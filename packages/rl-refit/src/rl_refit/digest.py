@@ -56,7 +56,6 @@ class Digest:
         return tuple(name for name in names if self.tensors.get(name) != other.tensors.get(name))
 
 
-@torch.no_grad()
 def digest_tensor(tensor: Tensor) -> str:
     """32 hex digits that depend on every byte of `tensor` and on its place, in row-major order.
 
@@ -76,7 +75,8 @@ def digest_tensor(tensor: Tensor) -> str:
 def _blocks(data: Tensor) -> Iterator[Tensor]:
     """Whole rows of bytes as blocks of int64 [rows, ROW_WORDS]; copied only where they do not start on a whole word."""
     aligned = data.storage_offset() % 8 == 0
-    for block in torch.split(data, _BLOCK_BYTES) if data.numel() else ():
+    for start in range(0, data.numel(), _BLOCK_BYTES):
+        block = data[start : start + _BLOCK_BYTES]
         yield (block if aligned else block.clone()).view(torch.int64).view(-1, ROW_WORDS)
 
 

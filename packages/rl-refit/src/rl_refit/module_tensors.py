@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.errors import RefitError
-from rl_refit.layout import Layout
+from rl_refit.layout import Layout, this_rank
 from rl_refit.manifest import Manifest, TensorMeta
 
-__all__ = ["ModuleTensors", "Rename", "read_module"]
+__all__ = ["ModuleTensors", "Rename", "local_part", "named_tensors", "read_module"]
 
 Rename = Callable[[str], str]
 """From the module's own name of a tensor to its Hugging Face name."""
@@ -38,46 +38,68 @@ class ModuleTensors:
         return previous if previous is not None and previous.tensors == self.metas else Manifest(self.metas)
 
 
-@torch.no_grad()
 def read_module(module: nn.Module, rename: Rename | None = None) -> ModuleTensors:
-    """List the parameters, then the buffers, of `module`, in its own order.
+    """Describe the parameters, then the buffers, of `module`, in its own order.
 
     Raises:
         RefitError: Two tensors get the same name, a tensor has no memory (meta device), or a placement is not known.
     """
-    _reshard(module)
-    local: dict[str, Tensor] = {}
+    tensors = named_tensors(module, rename)
+    local = {name: local_part(tensor) for name, tensor in tensors.items()}
+    whole = Layout.whole(this_rank())
     metas: list[TensorMeta] = []
     roots: dict[object, str] = {}
-    for own_name, tensor in itertools.chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    ):
-        name = rename(own_name) if rename else own_name
-        if name in local:
-            raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
-        if tensor.is_meta:
-            raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
-        local[name] = part = _local(tensor)
-        root = roots.setdefault(_memory(part), name)
+    for name, tensor in tensors.items():
+        root = roots.setdefault(_memory(local[name]), name)
         metas.append(
             TensorMeta(
                 name=name,
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
-                layout=Layout.from_tensor(tensor),
+                layout=Layout.from_tensor(tensor) if _is_dtensor(tensor) else whole,
                 tied_to=None if root == name else root,
             )
         )
     return ModuleTensors(local, tuple(metas))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    if "torch.distributed.tensor" in sys.modules:
+def named_tensors(module: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
+    """The parameters, then the buffers, of `module` under their Hugging Face names, as they are.
+
+    Raises:
+        RefitError: Two tensors get the same name, or a tensor has no memory (meta device).
+    """
+    _reshard(module)
+    tensors: dict[str, Tensor] = {}
+    for own_name, tensor in itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        name = rename(own_name) if rename else own_name
+        if name in tensors:
+            raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
+        if tensor.is_meta:
+            raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
+        tensors[name] = tensor
+    return tensors
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, detached, in the same memory."""
+    if _is_dtensor(tensor):
         from torch.distributed.tensor import DTensor
 
-        if isinstance(tensor, DTensor):
+        assert isinstance(tensor, DTensor)
+        with torch.no_grad():
             tensor = tensor.to_local()
     return tensor.detach()
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    if "torch.distributed.tensor" not in sys.modules:  # then there is none, and importing it would take a second
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def _memory(tensor: Tensor) -> object:

@@ -10,9 +10,9 @@ from typing import final
 
 from torch import Tensor, nn
 
-from rl_refit.layout import Region, this_rank
+from rl_refit.layout import Layout, Region, this_rank
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import Rename, read_module
+from rl_refit.module_tensors import Rename, local_part, named_tensors, read_module
 
 __all__ = ["ModuleSource"]
 
@@ -50,7 +50,7 @@ class ModuleSource:
         Raises:
             KeyError: The module has no tensor of that name.
         """
-        tensors = read_module(self._module, self._rename)
-        metas, rank = {meta.name: meta for meta in tensors.metas}, this_rank()
+        tensors, rank = named_tensors(self._module, self._rename), this_rank()
         for name in names:
-            yield metas[name].regions()[rank], tensors.local[name]
+            tensor = tensors[name]
+            yield Layout.from_tensor(tensor).regions(name, tuple(tensor.shape))[rank], local_part(tensor)

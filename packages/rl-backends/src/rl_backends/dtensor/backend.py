@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, parallelize, plan_for
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -24,6 +23,7 @@ from rl_backends.dtensor.microbatches import Microbatch, TokenBatch, cut
 from rl_backends.dtensor.optimizer import make_optimizer
 from rl_backends.dtensor.saving import save_pretrained
 from rl_backends.dtensor.token_logp import METHOD, add_token_logp
+from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, parallelize, plan_for
 
 __all__ = ["DTensorBackend", "NonFiniteGradientError"]
 
@@ -153,7 +153,7 @@ class DTensorBackend:
         )
 
     def _forward(self, examples: TokenBatch) -> Tensor:
-        logp: Tensor = getattr(self.model, METHOD)(examples.tokens, examples.trainable, self._temperature)
+        logp: Tensor = getattr(self.model, METHOD)(examples.tokens, examples.trainable, temperature=self._temperature)
         return logp
 
     def _add_over_ranks(self, tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Every rank gets the same number of microbatches, because the collectives of a sh
 equally often. A rank that has run out of rows repeats the first unit, and does not count it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
@@ -63,9 +64,9 @@ class Microbatch:
 
 
 def cut(examples: TokenBatch, *, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[Microbatch]:
-    """This rank's microbatches: units sorted by length, dealt to the ranks in turn, at most `micro_batch_size` rows each.
+    """This rank's microbatches: units sorted by length, dealt to the ranks in turn, `micro_batch_size` rows at most.
 
-    Sorting keeps rows of like length together, so that little padding is computed; dealing keeps the ranks' loads alike.
+    Sorting keeps rows of like length together, so that little padding is computed; dealing keeps the loads alike.
 
     Raises:
         ValueError: B is not a multiple of `rows_per_unit`, or a unit is larger than a microbatch.
@@ -79,11 +80,13 @@ def cut(examples: TokenBatch, *, micro_batch_size: int, rank: int, num_ranks: in
     longest = examples.lengths.view(-1, unit).amax(dim=1)
     dealt = longest.argsort(descending=True, stable=True)[rank::num_ranks]
     units_each = micro_batch_size // unit
-    num_microbatches = -(-(-(-(num_rows // unit) // num_ranks)) // units_each)
+    num_microbatches = math.ceil(math.ceil(num_rows // unit / num_ranks) / units_each)
     for index in range(num_microbatches):
         units = dealt[index * units_each : (index + 1) * units_each]
         counted = len(units) > 0
-        rows = ((units if counted else torch.zeros(1, dtype=torch.int64))[:, None] * unit + torch.arange(unit)).flatten()
+        rows = (
+            (units if counted else torch.zeros(1, dtype=torch.int64))[:, None] * unit + torch.arange(unit)
+        ).flatten()
         yield Microbatch(rows, int(examples.lengths[rows].max()), counted)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rl_parallel_plans import linear_logp
 from torch import Tensor, nn
 
 from rl_backends.loading import ModelError
+from rl_parallel_plans import linear_logp
 
 __all__ = ["METHOD", "add_token_logp"]
 
@@ -41,7 +41,7 @@ def add_token_logp(model: nn.Module) -> None:
 
 
 def _token_logp(
-    model: Any, tokens: Int[Tensor, "B T"], trainable: Bool[Tensor, "B T"], temperature: float
+    model: Any, tokens: Int[Tensor, "B T"], trainable: Bool[Tensor, "B T"], *, temperature: float
 ) -> Float[Tensor, "B T"]:
     """`out[b, t]` = log p(tokens[b, t] | tokens[b, :t]) where trainable, else 0.
 

@@ -1,1 +1,1 @@
-"""The parts of the quickstart that a real run replaces: a task, its reward, and a tiny model. Each is one recipe key."""
+"""The parts of the quickstart that a real run replaces by one key each: a task, its reward, and a tiny model."""

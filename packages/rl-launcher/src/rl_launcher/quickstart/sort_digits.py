@@ -21,9 +21,7 @@ def dataset() -> Dataset:
     questions = _questions(random.Random(1234))
     corruption = random.Random(77)
     held_out = [_row(next(questions), index, "held-out") for index in range(NUM_HELD_OUT)]
-    demonstrations = [
-        _demonstration(next(questions), index, corruption) for index in range(NUM_DEMONSTRATIONS)
-    ]
+    demonstrations = [_demonstration(next(questions), index, corruption) for index in range(NUM_DEMONSTRATIONS)]
     train = [_row(next(questions), index, "train") for index in range(NUM_TRAIN)]
     return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)
 
@@ -43,7 +41,9 @@ def _questions(rng: random.Random) -> Iterator[str]:
 
 
 def _row(digits: str, index: int, part: str) -> Row:
-    return make_row({"prompt": f"{digits}>", "answer": "".join(sorted(digits))}, where=f"sort_digits {part} row {index}")
+    return make_row(
+        {"prompt": f"{digits}>", "answer": "".join(sorted(digits))}, where=f"sort_digits {part} row {index}"
+    )
 
 
 def _demonstration(digits: str, index: int, rng: random.Random) -> Row:

@@ -1,4 +1,4 @@
-"""The quickstart's model: a Qwen3 of 0.4 million parameters with random weights, and a tokenizer of single characters."""
+"""The quickstart's model: a Qwen3 of 0.4 million parameters with random weights, and a tokenizer of characters."""
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -6,7 +6,6 @@ from rl_algorithms.data import DataError, batches
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.rollouts import collect
 from rl_generation import Sampling
-
 from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import DPOStage, Recipe
@@ -15,7 +14,7 @@ from rl_launcher.recording import Recorder
 __all__ = ["run"]
 
 
-def run(stage: DPOStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
+def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Make pairs, train for the stage's steps, refit; held-out pairs measure what was not trained on."""
     policy = parts.policy
     policy.start_training(
@@ -23,9 +22,11 @@ def run(stage: DPOStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, rec
     )
     with recorder.phase("generate"):
         drawn = next(batches(parts.prompts, size=min(stage.num_prompts, len(parts.prompts)), seed=recipe.seed))
-        pairs = make_pairs(drawn, stage, recipe, parts)
+        pairs = make_pairs(drawn, stage=stage, recipe=recipe, parts=parts)
         held_out_prompts = parts.held_out[: recipe.evaluation.max_prompts_while_training]
-        held_out = dpo.with_reference(policy, dpo.prepare(make_pairs(held_out_prompts, stage, recipe, parts)))
+        held_out = dpo.with_reference(
+            policy, dpo.prepare(make_pairs(held_out_prompts, stage=stage, recipe=recipe, parts=parts))
+        )
     recorder.message(f"dpo: {len(pairs)} pairs to train on, {len(held_out.tokens) // 2} held out")
     learning_rate = policy.learning_rate
     steps = dpo.train(policy=policy, pairs=pairs, config=stage, version=policy.version, seed=recipe.seed)
@@ -42,7 +43,7 @@ def run(stage: DPOStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, rec
         learning_rate = policy.learning_rate
 
 
-def make_pairs(prompts: list[Prompt], stage: DPOStage, recipe: Recipe, parts: Parts) -> list[dpo.Pair]:
+def make_pairs(prompts: list[Prompt], *, stage: DPOStage, recipe: Recipe, parts: Parts) -> list[dpo.Pair]:
     """Sample answers to each prompt and pair the right ones with the wrong ones.
 
     Raises:

@@ -3,7 +3,6 @@
 from rl_algorithms import grpo
 from rl_algorithms.data import batches
 from rl_generation import Sampling
-
 from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import GRPOStage, Recipe
@@ -12,7 +11,7 @@ from rl_launcher.recording import Recorder
 __all__ = ["run"]
 
 
-def run(stage: GRPOStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
+def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps; the engine holds the policy's weights before, between and after."""
     policy, generation = parts.policy, recipe.policy.generation
     policy.start_training(stage.optimizer, num_steps=stage.max_num_steps, temperature=generation.temperature)

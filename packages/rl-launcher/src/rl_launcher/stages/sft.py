@@ -2,7 +2,6 @@
 
 from rl_algorithms import sft
 from rl_algorithms.data import batches
-
 from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import Recipe, SFTStage
@@ -11,7 +10,7 @@ from rl_launcher.recording import Recorder
 __all__ = ["run"]
 
 
-def run(stage: SFTStage, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
+def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps, then refit."""
     policy = parts.policy
     policy.start_training(stage.optimizer, num_steps=stage.max_num_steps)
