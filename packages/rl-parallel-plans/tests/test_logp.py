@@ -1,5 +1,7 @@
 """linear_logp and its sibling for logits against log_softmax: values, gradients, memory, refusals."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,17 +126,19 @@ def test_half_precision_gradients_are_near_those_of_fp32():
         assert ((found - exact).norm() / exact.norm()).item() < 0.02
 
 
+@pytest.mark.usefixtures("_both_ways")
 def test_autocast_gives_forward_and_backward_the_same_logits():
-    hidden, head, targets = problem(dtype=torch.float32)
+    hidden, head, targets = problem(num_rows=40, features=64, words=50, dtype=torch.float32)
     hidden.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = linear_logp(hidden, head, targets)
-    found.sum().backward()
-    rounded, weight = hidden.detach().bfloat16().requires_grad_(), head.weight.detach().bfloat16()
-    expected = log_softmax((rounded @ weight.T).float(), -1).gather(-1, targets[:, None])[:, 0]
+    rounded_hidden, rounded_head = hidden.detach().bfloat16().requires_grad_(), copy.deepcopy(head).bfloat16()
+    expected = linear_logp(rounded_hidden, rounded_head, targets)
     assert torch.equal(found, expected)
+    found.sum().backward()
     expected.sum().backward()
-    torch.testing.assert_close(hidden.grad, rounded.grad.float(), rtol=0.02, atol=0.02)
+    assert torch.equal(hidden.grad, rounded_hidden.grad.float())
+    assert torch.equal(head.weight.grad, rounded_head.weight.grad.float())
 
 
 class _LargestTensor(TorchDispatchMode):

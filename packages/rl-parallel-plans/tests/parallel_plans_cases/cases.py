@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 
@@ -304,10 +304,10 @@ def weight_on_another_axis():
 
 
 def mixed_gradient_norm(norm_type):
-    """Plain, tp-sharded, dp-sharded, dp-and-tp-sharded and replicated parameters of which the whole is known."""
+    """Plain, sharded over tp, dp or both, and replicated parameters, one of those with its gradient not yet summed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(5)
-    values = [torch.randn(6, 5, generator=generator) for _ in range(6)]
+    values = [torch.randn(6, 5, generator=generator) for _ in range(7)]
     truth = torch.linalg.vector_norm(torch.stack(values), norm_type).item()
     layouts = [
         None,
@@ -316,12 +316,16 @@ def mixed_gradient_norm(norm_type):
         (mesh, [Shard(0), Shard(1)]),
         (mesh, [Replicate(), Shard(0)]),
         (mesh, [Replicate(), Replicate()]),
+        (mesh["tp"], [Replicate()]),
     ]
     parameters = []
     for value, layout in zip(values, layouts, strict=True):
         parameter = nn.Parameter(torch.zeros(6, 5) if layout is None else distribute_tensor(torch.zeros(6, 5), *layout))
         parameter.grad = value.clone() if layout is None else distribute_tensor(value, *layout)
         parameters.append(parameter)
+    parameters[-1].grad = DTensor.from_local(
+        values[-1] * [0.25, 0.75][mesh.get_local_rank("tp")], mesh["tp"], [Partial()]
+    )
     parameters.append(nn.Parameter(torch.zeros(3)))  # without a gradient
     norm = plans.get_grad_norm(parameters, norm_type)
     plans.clip_grad_by_total_norm_(parameters, 1.0, norm)

@@ -36,7 +36,7 @@ def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return Qwen3ForCausalLM(config), tokenizer  # type: ignore[no-untyped-call]
+    return Qwen3ForCausalLM(config), tokenizer
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
