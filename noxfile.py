@@ -198,9 +198,21 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON, default=False)
 def quickstart(session: nox.Session) -> None:
-    """Train on this machine: `rl-launcher run` with the quickstart's recipe; `-- key=value` overrides it."""
+    """Train on this machine: `rl-launcher run`; `-- key=value` overrides the recipe, `-- recipes/x.yaml` takes another."""
     install(session, HOUSE, ["rl-launcher"])
-    session.run("rl-launcher", "run", "recipes/quickstart.yaml", *session.posargs)
+    named = [argument for argument in session.posargs if argument.endswith(".yaml")]
+    recipe = named[0] if named else "recipes/quickstart.yaml"
+    overrides = [argument for argument in session.posargs if argument not in named]
+    if not any(override.startswith("run_dir=") for override in overrides):
+        overrides.append(f"run_dir={unused_run_directory(Path(recipe).stem)}")
+    session.run("rl-launcher", "run", recipe, *overrides)
+
+
+def unused_run_directory(name: str) -> str:
+    """`runs/<name>`, or where that is taken `runs/<name>-2` and so on: a run is never overwritten."""
+    taken = {path.name for path in (HERE / "runs").glob(f"{name}*")}
+    numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
+    return f"runs/{next(each for each in (name, *numbered) if each not in taken)}"
 
 
 @nox.session(python=PYTHON, default=False)

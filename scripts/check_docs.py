@@ -34,7 +34,7 @@ PUBLIC_NAMES = re.compile(r"^#+ (?:public )?names$(.*?)(?=^#+ |\Z)", flags=re.I 
 def main() -> None:
     """Check every Markdown file of the house in the current directory."""
     house = House.read(Path.cwd())
-    pages = [path for path in text_files(house.root) if path.suffix == ".md"]
+    pages = [path for path in text_files(house) if path.suffix == ".md"]
     complaints = [
         *(complaint for page in pages for complaint in check_links(page)),
         *(complaint for package in house.packages.values() for complaint in check_public_names(package)),
@@ -86,7 +86,7 @@ def check_public_names(package: Package) -> Iterator[str]:
     for name in sorted(exported - mentioned):
         yield f"{readme}:1: the table of public names lacks {name}"
     for name in sorted(listed - exported):
-        if not exists(source, name.split(".")):
+        if not exists(source, name.removeprefix(f"{package.import_name}.").split(".")):
             yield f"{readme}:1: the table of public names has {name}, which {package.import_name} does not"
 
 

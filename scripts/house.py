@@ -133,7 +133,9 @@ class House:
         return self._git(*arguments).decode()
 
     def _git(self, *arguments: str) -> bytes:
-        return subprocess.run(("git", *arguments), cwd=self.root, check=True, stdout=subprocess.PIPE).stdout
+        # In a container the checkout often belongs to another user, which git refuses unless told.
+        command = ("git", "-c", f"safe.directory={self.root}", *arguments)
+        return subprocess.run(command, cwd=self.root, check=True, stdout=subprocess.PIPE).stdout
 
 
 def group(pyproject: Mapping[str, Any], name: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +49,7 @@ def main() -> None:
     house = House.read(Path.cwd())
     complaints = [
         *(complaint for path in code_files(house) for complaint in check_code(path, path.read_text())),
-        *(complaint for path in text_files(house.root) for complaint in check_text(path, path.read_text())),
+        *(complaint for path in text_files(house) for complaint in check_text(path, path.read_text())),
         *check_fragments(house),
     ]
     for complaint in complaints:
@@ -65,11 +64,11 @@ def code_files(house: House) -> list[Path]:
     return [*shipped, house.root / "noxfile.py", *sorted((house.root / "scripts").glob("*.py"))]
 
 
-def text_files(root: Path) -> list[Path]:
+def text_files(house: House) -> list[Path]:
     """Every file that git tracks, or would, and a person reads."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
-    return [root / name for name in sorted(listed) if (root / name).is_file() and Path(name).suffix in TEXT_SUFFIXES]
+    listed = house.git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    files = (house.root / name for name in sorted(listed) if Path(name).suffix in TEXT_SUFFIXES)
+    return [path for path in files if path.is_file()]
 
 
 def check_code(path: Path, source: str) -> Iterator[str]:

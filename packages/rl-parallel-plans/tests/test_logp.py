@@ -224,8 +224,8 @@ def test_cut_logits_equal_whole_ones_and_stay_as_they_are(ranks, vocabulary):
         assert result["unchanged"]
 
 
-def test_axis_of_one_rank_is_the_plain_result(ranks):
-    assert ranks("one_rank_tensor_parallel_axis", 1) == [True]
+def test_mesh_of_one_rank_is_the_plain_result(ranks):
+    assert ranks("one_rank_meshes", 1) == [[True, True, True]]
 
 
 def test_weight_that_fsdp_has_not_gathered_is_refused(ranks):

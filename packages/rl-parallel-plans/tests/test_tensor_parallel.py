@@ -40,6 +40,10 @@ def test_gradient_that_adds_up_over_microbatches_is_summed_once(ranks):
     assert_equal_to_unsharded(ranks("tp_parity", 2, architecture="qwen3", accumulate=3))
 
 
+def test_recomputed_activations_give_the_same_gradient(ranks):
+    assert_equal_to_unsharded(ranks("tp_parity", 2, architecture="qwen3", checkpointing=True))
+
+
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -62,6 +66,10 @@ def test_layer_costs_two_collectives_each_way(ranks):
 
 def test_all_ranks_take_the_weights_of_the_source_rank(ranks):
     assert ranks("src_data_rank_takes_the_weights_of_that_rank", 2) == [0, 0]
+
+
+def test_model_without_numbers_is_sharded_too(ranks):
+    assert ranks("model_without_numbers", 2) == [[True, [48, 64]]] * 2
 
 
 def test_frozen_parameters_stay_frozen(ranks):

@@ -48,14 +48,13 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 def output_head(model: nn.Module) -> str | None:
     """Path of the linear layer that makes logits: `get_output_embeddings()`, else a child `lm_head`."""
-    head = _embedding(model, "get_output_embeddings") or getattr(model, "lm_head", None)
-    return next((path for path, module in model.named_modules() if module is head), None) if head else None
+    head = _embedding(model, "get_output_embeddings")
+    return _path_of(model, getattr(model, "lm_head", None) if head is None else head)
 
 
 def input_embedding(model: nn.Module) -> str | None:
     """Path of what `get_input_embeddings()` returns; None where the model has no such method or no embedding."""
-    embedding = _embedding(model, "get_input_embeddings")
-    return next((path for path, module in model.named_modules() if module is embedding), None) if embedding else None
+    return _path_of(model, _embedding(model, "get_input_embeddings"))
 
 
 def _embedding(model: nn.Module, method: str) -> nn.Module | None:
@@ -64,6 +63,10 @@ def _embedding(model: nn.Module, method: str) -> nn.Module | None:
     except NotImplementedError:  # how a Hugging Face model says that it has none
         return None
     return found if isinstance(found, nn.Module) else None
+
+
+def _path_of(model: nn.Module, wanted: object) -> str | None:
+    return next((path for path, module in model.named_modules() if module is wanted), None)
 
 
 def head_size(attention: nn.Module, config: object) -> int | None:

@@ -47,12 +47,15 @@ class VocabularySlice:
 def local_slice(tensor: Tensor, *, dim: int, tp_axis: str, what: str) -> tuple[Tensor, VocabularySlice]:
     """This rank's piece of a tensor whose `dim` is the vocabulary, plain or cut over `tp_axis`, and which piece it is.
 
+    A mesh of one rank may have any axes: nothing is cut.
     Raises PlanError for any other placement.
     """
     total = tensor.shape[dim]
     if not is_dtensor(tensor):
         return tensor, VocabularySlice(start=0, size=total, total=total, group=None)
     mesh, placement = tensor.device_mesh, tensor.placements[0]
+    if mesh.size() == 1:
+        return tensor.to_local(), VocabularySlice(start=0, size=total, total=total, group=None)
     if mesh.mesh_dim_names != (tp_axis,):
         raise PlanError(
             f"{what} lies on a mesh with the axes {mesh.mesh_dim_names}, and its only axis may be {tp_axis!r}: under "
@@ -65,8 +68,7 @@ def local_slice(tensor: Tensor, *, dim: int, tp_axis: str, what: str) -> tuple[T
         raise PlanError(f"{what} is placed {placement}: it may be Shard({dim % tensor.ndim}) or Replicate()")
     local = tensor.to_local()
     start = min(total, mesh.get_local_rank() * -(-total // mesh.size()))  # DTensor cuts ceil(total / ranks) each
-    group = mesh.get_group() if mesh.size() > 1 else None
-    return local, VocabularySlice(start=start, size=local.shape[dim], total=total, group=group)
+    return local, VocabularySlice(start=start, size=local.shape[dim], total=total, group=mesh.get_group())
 
 
 def check_targets(targets: Tensor, total: int) -> None:

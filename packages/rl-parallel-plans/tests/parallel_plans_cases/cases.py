@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 
 import rl_parallel_plans as plans
-from parallel_plans_cases.models import tiny, token_ids
+from parallel_plans_cases.models import tiny, tiny_on_meta, token_ids
 
 
 def whole(tensor):
@@ -48,7 +48,7 @@ def kinds(model):
     )
 
 
-def tp_parity(architecture, *, tied=False, length=9, accumulate=1, **changes):
+def tp_parity(architecture, *, tied=False, length=9, accumulate=1, checkpointing=False, **changes):
     ids = token_ids(2 * accumulate, length, changes.get("vocab_size", 128))
     reference = tiny(architecture, tied=tied, **changes)
     total_loss(reference, ids).backward()
@@ -56,6 +56,8 @@ def tp_parity(architecture, *, tied=False, length=9, accumulate=1, **changes):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plan = plans.plan_for(model, tp=mesh.size())
     plans.apply_tensor_parallel(model, mesh, plan)
+    if checkpointing:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for microbatch in ids.chunk(accumulate):
         total_loss(model, microbatch).backward()
     logits = model(input_ids=ids).logits
@@ -213,13 +215,17 @@ def one_rank(param_dtype=None):
     }
 
 
-def one_rank_tensor_parallel_axis():
-    """A tp axis of one rank under a weight placed on it: no collective, the plain result."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+def one_rank_meshes():
+    """A weight on a mesh of one rank, whatever its axes are called: no collective, the plain result."""
     hidden, head, targets = linear_problem(num_rows=11, vocabulary=13)
     truth = plans.linear_logp(hidden, head, targets)
-    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
-    return torch.equal(plans.linear_logp(hidden, head, targets), truth)
+    equal = []
+    for names in (["tp"], ["dp"], ["dp", "tp"]):
+        mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+        sharded = nn.Linear(1, 1, bias=False)
+        sharded.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)] * len(names)))
+        equal.append(torch.equal(plans.linear_logp(hidden, sharded, targets), truth))
+    return equal
 
 
 def linear_problem(*, num_rows, vocabulary, features=24, dtype=torch.float32):
@@ -341,3 +347,12 @@ def clip_in_bf16():
     norm = plans.get_grad_norm([parameter])
     plans.clip_grad_by_total_norm_([parameter], 4.0, norm)
     return [norm.item(), str(parameter.grad.dtype), parameter.grad.full_tensor().tolist()]
+
+
+def model_without_numbers():
+    """Sharded on the meta device, given storage after: what loading a large checkpoint does."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny_on_meta("qwen3", tie_word_embeddings=True)
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2), src_data_rank=None)
+    model.to_empty(device="cpu")
+    return [is_tied(model), list(model.model.layers[1].mlp.up_proj.weight.to_local().shape)]
