@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.explain import ParameterRow, explanation, parameter_rows
+from rl_parallel_plans.explain import explanation
+from rl_parallel_plans.parameter_rows import ParameterRow, parameter_rows
 from rl_parallel_plans.problems import find_problems
 from rl_parallel_plans.registry import qualified_name
 from rl_parallel_plans.structure import decoder_layers
@@ -47,7 +48,15 @@ class ParallelPlan:
 
     def explain(self) -> str:
         """The plan as text: rule, placement, shape and bytes per parameter, totals, what stays whole on every rank."""
-        return explanation(self)
+        return explanation(
+            self.parameters,
+            title=f"plan for {self.model_name}, tp={self.tp}",
+            source=self.source,
+            passed_over=self.passed_over,
+            ties=self.ties,
+            fsdp_units=self.fsdp_units,
+            problems=self.problems,
+        )
 
     def check(self, model: nn.Module) -> None:
         """Raise one PlanError that lists every problem of the plan with `model`; touch nothing."""
