@@ -198,7 +198,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON, default=False)
 def quickstart(session: nox.Session) -> None:
-    """Train on this machine: `rl-launcher run`; `-- key=value` overrides the recipe, `-- recipes/x.yaml` takes another."""
+    """Train on this machine: `-- key=value` overrides the recipe, `-- recipes/other.yaml` takes another one."""
     install(session, HOUSE, ["rl-launcher"])
     named = [argument for argument in session.posargs if argument.endswith(".yaml")]
     recipe = named[0] if named else "recipes/quickstart.yaml"
