@@ -15,7 +15,7 @@ from rl_launcher.recipe_schema import Recipe
 from rl_launcher.running import run
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-OVERRIDES = ["sft.max_num_steps=20", "grpo.max_num_steps=160", "evaluation.every=0", "evaluation.max_prompts=64"]
+OVERRIDES = ["grpo.max_num_steps=160", "evaluation.every=0", "evaluation.max_prompts=64"]
 
 
 def main() -> None:
