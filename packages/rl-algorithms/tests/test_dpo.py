@@ -71,7 +71,7 @@ def test_the_nll_term_is_the_mean_over_chosen_tokens(make_table):
 def test_a_table_learns_to_prefer(make_table):
     table = make_table(lr=1.0)
     config = dpo.DPOConfig(max_num_steps=40, batch_size=3, beta=0.5, nll_weight=1.0)
-    log = list(dpo.train(policy=table, pairs=PAIRS, config=config, version=7))
+    log = list(dpo.train(policy=table, examples=referenced(table), config=config, version=7))
     assert log[-1]["margin"] > 1.0
     assert log[-1]["pair_accuracy"] == 1.0
     assert log[-1]["chosen_logratio"] > 0.0

@@ -265,3 +265,14 @@ def test_a_seed_draws_the_same_on_a_gpu(tiny):
     expected = [rollout.tokens for rollout in engine(model).generate(PROMPTS, sampling)]
     moved = engine(model.to("cuda"))
     assert [rollout.tokens for rollout in moved.generate(PROMPTS, sampling)] == expected
+
+
+def test_a_generator_state_that_is_set_again_repeats_what_followed_it(tiny):
+    ours = engine(tiny("qwen3"))
+    sampling = Sampling(max_new_tokens=6)
+    ours.generate(PROMPTS, sampling)
+    state = ours.get_rng_state()
+    expected = ours.generate(PROMPTS, sampling)
+    assert ours.generate(PROMPTS, sampling) != expected
+    ours.set_rng_state(state)
+    assert ours.generate(PROMPTS, sampling) == expected

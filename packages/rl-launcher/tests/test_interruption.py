@@ -1,5 +1,6 @@
 """Claims about Ctrl-C and SIGTERM: the state is saved, the message says where, and the run can go on."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -7,10 +8,15 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from rl_backends import DTensorBackend
+from rl_launcher.errors import LauncherError
+from rl_launcher.interruption import Interruption
 from rl_launcher.recipe import load_recipe
 from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import run
+from rl_launcher.running import RunStoppedError, resume, run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -32,12 +38,95 @@ def test_an_interrupted_run_saves_its_state_and_can_go_on(recipe, tmp_path, numb
     assert "Traceback" not in errors
     said = " ".join(errors.split())
     assert "interrupted" in said
-    folder = tmp_path / "run" / "interrupted"
-    assert f"policy.model_name={folder}" in said
+    assert f"rl-launcher resume {tmp_path}/run" in said
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] is True
     assert summary["steps"] == steps[-1]["version"]
     assert (tmp_path / "run" / "report.html").is_file()
-    go_on = [f"policy.model_name={folder}", "grpo=null", f"run_dir={tmp_path}/on"]
-    assert run(load_recipe(recipe, schema=Recipe, overrides=go_on))["steps"] == 6
+    assert (tmp_path / "run" / "interrupted" / "model.safetensors").is_file()
+
+
+class StopAt:
+    """In the place of a signal: ends the run at a given number of recorded steps."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    def __call__(self, _interruption):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+DPO = "dpo={max_num_steps: 6, batch_size: 4, num_prompts: 6, num_generations_per_prompt: 8, optimizer: {lr: 0.001}}"
+CASES = {
+    "in sft": ([], 3),
+    "at the end of sft": ([], 6),
+    "in grpo": ([], 8),
+    "at the end of grpo": ([], 10),
+    "in sft alone": (["grpo=null"], 4),
+    "in dpo": (["grpo=null", DPO, "evaluation.every=1"], 9),
+}
+
+
+def curve(run_dir):
+    timeless = ("time_s", "tokens_per_s", "refit_s")
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: value for name, value in line.items() if name not in timeless and not name.startswith("phase_s")}
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize(("overrides", "steps"), CASES.values(), ids=CASES)
+def test_an_interrupted_and_resumed_run_is_the_uninterrupted_run_bit_for_bit(
+    recipe, tmp_path, monkeypatch, overrides, steps
+):
+    def load(name):
+        return load_recipe(recipe, schema=Recipe, overrides=[*overrides, f"run_dir={tmp_path}/{name}", "seed=3"])
+
+    expected = run(load("whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Interruption, "check", StopAt(steps))
+        with pytest.raises(RunStoppedError, match="rl-launcher resume"):
+            run(load("parts"))
+    assert len(curve(tmp_path / "parts")) < len(curve(tmp_path / "whole")) or steps == 10
+    summary = resume(tmp_path / "parts")
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    for name in ("steps", "tokens", "held_out_sampled_before", "held_out_sampled_after", "held_out_greedy_after"):
+        assert summary[name] == expected[name]
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    assert not (tmp_path / "parts" / "interrupted").exists()
+
+
+def test_a_run_may_be_interrupted_twice(recipe, tmp_path, monkeypatch):
+    whole = run(load_recipe(recipe, schema=Recipe, overrides=[f"run_dir={tmp_path}/whole"]))
+    for attempt, steps in ((lambda: run(load_recipe(recipe, schema=Recipe)), 2), (lambda: resume(tmp_path / "run"), 5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Interruption, "check", StopAt(steps))
+            with pytest.raises(RunStoppedError):
+                attempt()
+    assert resume(tmp_path / "run")["held_out_sampled_after"] == whole["held_out_sampled_after"]
+
+
+def test_a_finished_run_has_nothing_to_resume(recipe, tmp_path):
+    run(load_recipe(recipe, schema=Recipe))
+    with pytest.raises(LauncherError, match="nothing to resume: it has finished"):
+        resume(tmp_path / "run")
+
+
+def test_a_run_that_stopped_in_the_middle_of_a_batch_says_that_it_cannot_be_resumed(recipe, tmp_path, monkeypatch):
+    steps = itertools.count(1)
+
+    def fails_at_eight(backend, original=DTensorBackend.optim_step):
+        if next(steps) == 8:  # 6 of sft, then the second of the two on the first batch of rollouts
+            raise RuntimeError("no")
+        return original(backend)
+
+    monkeypatch.setattr(DTensorBackend, "optim_step", fails_at_eight)
+    with pytest.raises(RunStoppedError, match=r"policy\.model_name=.*interrupted sft=null"):
+        run(load_recipe(recipe, schema=Recipe))
+    with pytest.raises(LauncherError, match=r"holds no progress\.json"):
+        resume(tmp_path / "run")

@@ -12,6 +12,7 @@ References: DPO (arXiv:2305.18290, eq. 7), the NLL term of RPO (arXiv:2404.19733
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -103,17 +104,25 @@ class Examples:
 
 
 def train(
-    *, policy: Policy, pairs: Sequence[Pair], config: DPOConfig, version: int = 0, seed: int = 0
+    *,
+    policy: Policy,
+    examples: Examples,
+    config: DPOConfig,
+    version: int = 0,
+    steps_taken: int = 0,
+    seed: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Take `max_num_steps` steps; after each, yield what to log, the new `version` included."""
+    """Take `max_num_steps` steps; after each, yield what to log, the new `version` included.
+
+    `examples` are pairs that went through `prepare` and, before the first step, through `with_reference`. To go on with
+    a run, give the same ones and the `steps_taken` so far.
+    """
     timer = PhaseTimer()
-    with timer.phase("reference"):
-        reference = with_reference(policy, prepare(pairs))
-    drawn = batches(range(len(pairs)), size=config.batch_size, seed=seed)
-    for _ in range(config.max_num_steps):
+    pairs = range(len(examples.tokens) // 2)
+    for drawn in itertools.islice(batches(pairs, size=config.batch_size, seed=seed), steps_taken, config.max_num_steps):
         with timer.phase("train"):
-            rows = torch.tensor([row for pair in next(drawn) for row in (2 * pair, 2 * pair + 1)])
-            metrics = step(policy, take_rows(reference, rows), config)
+            rows = torch.tensor([row for pair in drawn for row in (2 * pair, 2 * pair + 1)])
+            metrics = step(policy, take_rows(examples, rows), config)
         version += 1
         yield {**metrics, "version": version, **timer.lap()}
 

@@ -113,15 +113,17 @@ def train(
     sampling: SamplingT,
     config: GRPOConfig,
     version: int = 0,
+    steps_taken: int = 0,
     seed: int = 0,
 ) -> Iterator[dict[str, float]]:
     """Train for `max_num_steps`; after each batch of rollouts, yield what to log, the new `version` included.
 
     `version` is how many steps the weights have seen at the start, and the engine must already hold them. `prompts`
-    yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights.
+    yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights. To go on with a run,
+    give the `steps_taken` so far, and prompts from there on.
     """
-    timer, shuffle = PhaseTimer(), torch.Generator().manual_seed(seed)
-    for _ in range(config.max_num_steps // config.steps_per_generation):
+    timer = PhaseTimer()
+    for _ in range(steps_taken // config.steps_per_generation, config.max_num_steps // config.steps_per_generation):
         rollouts = collect(
             next(prompts),
             group_size=config.num_generations_per_prompt,
@@ -133,6 +135,7 @@ def train(
         )
         with timer.phase("train"):
             examples = prepare(rollouts, normalize_by_std=config.normalize_by_std)
+            shuffle = torch.Generator().manual_seed((seed * 1_000_003 + version) % 2**63)  # the same when resumed here
             order = torch.randperm(len(examples.tokens), generator=shuffle).tensor_split(config.steps_per_generation)
             steps = [step(policy, take_rows(examples, rows), config) for rows in order if len(rows)]
         version += len(steps)

@@ -54,11 +54,19 @@ class Examples:
 
 
 def train(
-    *, policy: Policy, demonstrations: Iterator[list[Demonstration]], config: SFTConfig, version: int = 0
+    *,
+    policy: Policy,
+    demonstrations: Iterator[list[Demonstration]],
+    config: SFTConfig,
+    version: int = 0,
+    steps_taken: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Take `max_num_steps` steps; after each, yield what to log, the new `version` included."""
+    """Take `max_num_steps` steps; after each, yield what to log, the new `version` included.
+
+    To go on with a run, give the `steps_taken` so far, and demonstrations from there on.
+    """
     timer = PhaseTimer()
-    for _ in range(config.max_num_steps):
+    for _ in range(steps_taken, config.max_num_steps):
         with timer.phase("train"):
             metrics = step(policy, prepare(next(demonstrations)))
         version += 1

@@ -96,6 +96,14 @@ class TransformersEngine:
             raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
         self._version = version
 
+    def get_rng_state(self) -> Tensor:
+        """The state of the generator behind unseeded calls, uint8, for `set_rng_state`."""
+        return self._generator.get_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Go on drawing as the engine did when `get_rng_state` gave `state`."""
+        self._generator.set_state(state)
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """Answer each of `prompts`, token ids of any lengths; rollout i answers prompt i. No prompts, no rollouts.
 

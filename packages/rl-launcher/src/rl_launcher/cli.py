@@ -1,4 +1,4 @@
-"""The command line: `rl-launcher run|explain|validate|report|recipes`.
+"""The command line: `rl-launcher run|resume|explain|validate|report|keys`.
 
 Exit codes: 0 it holds; 1 the run failed half-way; 2 refused or misused; 130 interrupted. The reasons are printed.
 """
@@ -6,7 +6,7 @@ Exit codes: 0 it holds; 1 the run failed half-way; 2 refused or misused; 130 int
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -35,22 +35,32 @@ Overrides = Annotated[
 ]
 
 
+RunDirectoryPath = Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)]
+
+
 @app.command()
 def run(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = _load(recipe, overrides)
-    from rl_launcher.running import RunStoppedError
-    from rl_launcher.running import run as run_recipe
 
-    try:
-        summary = run_recipe(resolved)
-    except RunStoppedError as error:
-        _refuse(error, INTERRUPTED if error.interrupted else FAILED)
-    except KeyboardInterrupt:
-        _refuse("interrupted before training began; nothing was written", INTERRUPTED)
-    except (ValueError, OSError) as error:
-        _refuse(error, REFUSED)
-    print(json.dumps(summary))
+    def carry_out() -> dict[str, Any]:
+        from rl_launcher.running import run as run_recipe
+
+        return run_recipe(resolved)
+
+    _train(carry_out)
+
+
+@app.command()
+def resume(run_dir: RunDirectoryPath) -> None:
+    """Carry an interrupted run to its end, exactly where it stopped. The last line printed is JSON with the result."""
+
+    def carry_out() -> dict[str, Any]:
+        from rl_launcher.running import resume as resume_run
+
+        return resume_run(run_dir)
+
+    _train(carry_out)
 
 
 @app.command()
@@ -69,7 +79,7 @@ def validate(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)]) -> None:
+def report(run_dir: RunDirectoryPath) -> None:
     """Write the report of a run again, from its log."""
     from rl_launcher.observe import RunDirectory, write_report
 
@@ -87,6 +97,19 @@ def keys() -> None:
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _train(carry_out: Callable[[], dict[str, Any]]) -> None:
+    from rl_launcher.running import RunStoppedError  # here, so that `--help` needs no torch
+
+    try:
+        print(json.dumps(carry_out()))
+    except RunStoppedError as error:
+        _refuse(error, INTERRUPTED if error.interrupted else FAILED)
+    except KeyboardInterrupt:
+        _refuse("interrupted before training began; nothing was written", INTERRUPTED)
+    except (ValueError, OSError) as error:
+        _refuse(error, REFUSED)
 
 
 def _load(recipe: Path, overrides: list[str] | None) -> "Resolved[Recipe]":

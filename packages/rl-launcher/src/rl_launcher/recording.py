@@ -1,14 +1,16 @@
-"""What a run writes down as it goes: each step to the log and to the live view, phases and tokens to the totals."""
+"""What a run writes down as it goes: each step to the log and to the live view, and how far it has come."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rl_launcher.building import Parts
 from rl_launcher.interruption import Interruption
 from rl_launcher.observe import LiveView, MetricsLog
+from rl_launcher.progress import Progress
 
-__all__ = ["Recorder"]
+__all__ = ["PHASE", "TOKENS", "Recorder"]
 
 PHASE = "phase_s/"
 TOKENS = ("sampled_tokens", "trained_tokens")
@@ -17,12 +19,13 @@ TOKENS = ("sampled_tokens", "trained_tokens")
 class Recorder:
     """Knows how much time passed between two steps, and which of it no phase claimed: that is `other`."""
 
-    def __init__(self, log: MetricsLog, view: LiveView, interruption: Interruption) -> None:
-        self.log, self._view, self._interruption = log, view, interruption
-        self._totals: dict[str, dict[str, float]] = {}
+    def __init__(
+        self, log: MetricsLog, view: LiveView, *, parts: Parts, progress: Progress, interruption: Interruption
+    ) -> None:
+        self.log, self.progress = log, progress
+        self._view, self._parts, self._interruption = view, parts, interruption
         self._claimed: dict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
-        self.num_tokens = 0
 
     def start(self) -> None:
         """Begin to count a stage's time here: what went before belongs to no step."""
@@ -44,17 +47,16 @@ class Recorder:
         """
         now = time.perf_counter()
         wall, self._last = now - self._last, now
-        phases = {name: value for name, value in metrics.items() if name.startswith(PHASE)}
-        _add(phases, self._claimed)
-        phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
+        phases = defaultdict(float, {name: value for name, value in metrics.items() if name.startswith(PHASE)})
+        for name, seconds in self._claimed.items():
+            phases[name] += seconds
         self._claimed.clear()
-        _add(self._totals.setdefault(stage, {}), phases)
-        tokens = sum(int(metrics.get(name, 0)) for name in TOKENS)
-        self.num_tokens += tokens
-        shown = {name: value for name, value in metrics.items() if name not in TOKENS and not name.startswith(PHASE)}
-        values = {**shown, "tokens_per_s": tokens / wall, **phases}
+        phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
+        tokens = sum(metrics.get(name, 0) for name in TOKENS)
+        values = {**metrics, "tokens_per_s": tokens / wall, **phases}
         self.log.write(stage, step, values)
         self._view.update(stage, step, values)
+        self.progress.reach(stage, step, parts=self._parts)
         self._interruption.check()
 
     def evaluation(self, stage: str, metrics: Mapping[str, float]) -> None:
@@ -65,15 +67,3 @@ class Recorder:
     def message(self, text: str) -> None:
         """Tell the user."""
         self._view.message(text)
-
-    def phase_share(self, stage: str) -> dict[str, float]:
-        """Share of each phase in the time of a stage; they sum to 1."""
-        totals = self._totals.get(stage, {})
-        whole = sum(totals.values()) or 1.0
-        largest_first = sorted(totals, key=totals.__getitem__, reverse=True)
-        return {name.removeprefix(PHASE): totals[name] / whole for name in largest_first}
-
-
-def _add(totals: dict[str, float], parts: Mapping[str, float]) -> None:
-    for name, part in parts.items():
-        totals[name] = totals.get(name, 0.0) + part

@@ -23,6 +23,7 @@ from rl_backends.dtensor.microbatches import Microbatch, TokenBatch, cut
 from rl_backends.dtensor.optimizer import make_optimizer
 from rl_backends.dtensor.saving import save_pretrained
 from rl_backends.dtensor.token_logp import METHOD, add_token_logp
+from rl_backends.dtensor.training_state import load_training_state, save_training_state
 from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, parallelize, plan_for
 
 __all__ = ["DTensorBackend", "NonFiniteGradientError"]
@@ -112,25 +113,42 @@ class DTensorBackend:
         Raises:
             NonFiniteGradientError: the norm is not finite. No update was made.
         """
-        if self._optimizer is None:
-            raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
+        optimizer = self._require_optimizer()
         norm = get_grad_norm(self.model.parameters())
         if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
+            optimizer.zero_grad()
             raise NonFiniteGradientError(
                 f"the gradient norm of step {self.version + 1} is {norm.item()}: the loss has a NaN or an overflow. "
                 f"The weights are as they were after step {self.version}; look at the rewards and the learning rate"
             )
         clip_grad_by_total_norm_(self.model.parameters(), self._max_grad_norm, norm)
-        self._optimizer.step()
+        optimizer.step()
         self._schedule.step()
-        self._optimizer.zero_grad()
+        optimizer.zero_grad()
         self.version += 1
         return norm.item()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face model folder, whole or not at all; every rank must call it."""
         save_pretrained(self.model, Path(folder))
+
+    def save_training_state(self, folder: str | Path) -> None:
+        """Write optimizer, schedule and version, not the weights, into an existing folder; every rank must call it.
+
+        Raises:
+            RuntimeError: `start_training` was never called.
+        """
+        optimizer = self._require_optimizer()
+        save_training_state(self.model, optimizer, self._schedule, version=self.version, folder=Path(folder))
+
+    def load_training_state(self, folder: str | Path) -> None:
+        """After `start_training` as before: go on with the optimizer, schedule and version that were saved.
+
+        Raises:
+            RuntimeError: `start_training` was not called.
+        """
+        optimizer = self._require_optimizer()
+        self.version = load_training_state(self.model, optimizer, self._schedule, folder=Path(folder))
 
     def explain(self) -> str:
         """The mesh, and which rule shards which parameter and why."""
@@ -140,6 +158,11 @@ class DTensorBackend:
             f"tensor-parallel ranks, computing in {self._config.precision}, weights and optimizer in float32\n"
             f"{self.plan.explain()}"
         )
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
+        return self._optimizer
 
     def _cut(self, examples: TokenBatch) -> list[Microbatch]:
         data_parallel = self._mesh["dp"]

@@ -52,17 +52,18 @@ class MetricsLog:
         log.write("grpo", 1, {"reward": 0.3, "phase_s/generate": 0.11})
     """
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, *, elapsed_s: float = 0.0) -> None:
         self._run = run
-        self._start = time.monotonic()
+        self._start = time.monotonic() - elapsed_s
         self._lines = JsonLinesWriter(run.metrics)
         self._tensorboard: FileWriter | None = None
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Append one line `{"stage", "step", "time_s", **values}` and the scalars `stage/name` at `step`.
 
-        `time_s` counts seconds since the log was opened. The line is out of this process when the call returns. A
-        value that is not finite is null in the line and absent from TensorBoard, which would draw it as zero.
+        `time_s` counts seconds since the log was opened, on top of `elapsed_s`. The line is out of this process when
+        the call returns. A value that is not finite is null in the line, and absent from TensorBoard, which would draw
+        it as zero.
 
         Raises:
             MetricError: a value is named like a field of the log's own.

@@ -1,5 +1,7 @@
 """The quickstart's model: a Qwen3 of 0.4 million parameters with random weights, and a tokenizer of characters."""
 
+from typing import Any
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -36,7 +38,8 @@ def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return Qwen3ForCausalLM(config), tokenizer
+    make: Any = Qwen3ForCausalLM  # has type hints in some releases of transformers and none in others
+    return make(config), tokenizer
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,5 +1,9 @@
 """The DPO stage: the policy's own answers, judged and paired, and the margin between them widened."""
 
+from dataclasses import fields
+
+from torch import Tensor
+
 from rl_algorithms import dpo
 from rl_algorithms.chat import Prompt
 from rl_algorithms.data import DataError, batches
@@ -10,27 +14,40 @@ from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import DPOStage, Recipe
 from rl_launcher.recording import Recorder
+from rl_launcher.stages.starting import start_stage
 
 __all__ = ["run"]
+
+PARTS = ("train", "held_out")
 
 
 def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Make pairs, train for the stage's steps, refit; held-out pairs measure what was not trained on."""
-    policy = parts.policy
-    policy.start_training(
-        stage.optimizer, num_steps=stage.max_num_steps, temperature=recipe.policy.generation.temperature
+    policy, progress = parts.policy, recorder.progress
+    temperature = recipe.policy.generation.temperature
+    taken = start_stage(
+        "dpo",
+        stage.optimizer,
+        num_steps=stage.max_num_steps,
+        parts=parts,
+        progress=progress,
+        temperature=temperature,
     )
-    with recorder.phase("generate"):
-        drawn = next(batches(parts.prompts, size=min(stage.num_prompts, len(parts.prompts)), seed=recipe.seed))
-        pairs = make_pairs(drawn, stage=stage, recipe=recipe, parts=parts)
-        held_out_prompts = parts.held_out[: recipe.evaluation.max_prompts_while_training]
-        held_out = dpo.with_reference(
-            policy, dpo.prepare(make_pairs(held_out_prompts, stage=stage, recipe=recipe, parts=parts))
-        )
-    recorder.message(f"dpo: {len(pairs)} pairs to train on, {len(held_out.tokens) // 2} held out")
+    if not taken:
+        with recorder.phase("generate"):
+            progress.tensors = make_examples(stage, recipe=recipe, parts=parts)
+    examples, held_out = (examples_from(progress.tensors, part) for part in PARTS)
+    recorder.message(f"dpo: {len(examples.tokens) // 2} pairs to train on, {len(held_out.tokens) // 2} held out")
     learning_rate = policy.learning_rate
-    steps = dpo.train(policy=policy, pairs=pairs, config=stage, version=policy.version, seed=recipe.seed)
-    for index, metrics in enumerate(steps, start=1):
+    steps = dpo.train(
+        policy=policy,
+        examples=examples,
+        config=stage,
+        version=policy.version,
+        steps_taken=taken,
+        seed=recipe.seed,
+    )
+    for index, metrics in enumerate(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         if index == stage.max_num_steps or evaluator.due(index - 1, index):
             with recorder.phase("refit"):
@@ -41,6 +58,23 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
                 extra |= {f"held_out_{name}": value for name, value in measured.items()}
         recorder.step("dpo", index, {**metrics, **extra})
         learning_rate = policy.learning_rate
+
+
+def make_examples(stage: DPOStage, *, recipe: Recipe, parts: Parts) -> dict[str, Tensor]:
+    """Pairs of this policy's answers, and it as their reference, as tensors that a resumed run finds again."""
+    drawn = next(batches(parts.prompts, size=min(stage.num_prompts, len(parts.prompts)), seed=recipe.seed))
+    held_out = parts.held_out[: recipe.evaluation.max_prompts_while_training]
+    tensors: dict[str, Tensor] = {}
+    for part, prompts in zip(PARTS, (drawn, held_out), strict=True):
+        pairs = make_pairs(prompts, stage=stage, recipe=recipe, parts=parts)
+        examples = dpo.with_reference(parts.policy, dpo.prepare(pairs))
+        tensors |= {f"{part}/{field.name}": getattr(examples, field.name) for field in fields(examples)}
+    return tensors
+
+
+def examples_from(tensors: dict[str, Tensor], part: str) -> dpo.Examples:
+    """One part of what `make_examples` made."""
+    return dpo.Examples(**{field.name: tensors[f"{part}/{field.name}"] for field in fields(dpo.Examples)})
 
 
 def make_pairs(prompts: list[Prompt], *, stage: DPOStage, recipe: Recipe, parts: Parts) -> list[dpo.Pair]:

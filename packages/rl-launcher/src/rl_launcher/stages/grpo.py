@@ -1,5 +1,7 @@
 """The GRPO stage: prompts, rollouts, rewards, steps, refit; the loop itself is `rl_algorithms.grpo.train`."""
 
+from itertools import islice
+
 from rl_algorithms import grpo
 from rl_algorithms.data import batches
 from rl_generation import Sampling
@@ -7,6 +9,7 @@ from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import GRPOStage, Recipe
 from rl_launcher.recording import Recorder
+from rl_launcher.stages.starting import start_stage
 
 __all__ = ["run"]
 
@@ -14,18 +17,26 @@ __all__ = ["run"]
 def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps; the engine holds the policy's weights before, between and after."""
     policy, generation = parts.policy, recipe.policy.generation
-    policy.start_training(stage.optimizer, num_steps=stage.max_num_steps, temperature=generation.temperature)
-    learning_rate, taken = policy.learning_rate, 0
+    taken = start_stage(
+        "grpo",
+        stage.optimizer,
+        num_steps=stage.max_num_steps,
+        parts=parts,
+        progress=recorder.progress,
+        temperature=generation.temperature,
+    )
+    learning_rate, batches_taken = policy.learning_rate, taken // stage.steps_per_generation
     for metrics in grpo.train(
         policy=policy,
         engine=parts.engine,
         weight_sync=parts.weight_sync,
         environment=parts.environment,
-        prompts=batches(parts.prompts, size=stage.num_prompts, seed=recipe.seed),
+        prompts=islice(batches(parts.prompts, size=stage.num_prompts, seed=recipe.seed), batches_taken, None),
         chat=parts.chat,
         sampling=Sampling(max_new_tokens=generation.max_new_tokens, temperature=generation.temperature),
         config=stage,
         version=policy.version,
+        steps_taken=taken,
         seed=recipe.seed,
     ):
         previous, taken = taken, taken + stage.steps_per_generation

@@ -1,11 +1,14 @@
 """The SFT stage: demonstrations in, a policy that imitates them out; the engine gets the weights at the end."""
 
+from itertools import islice
+
 from rl_algorithms import sft
 from rl_algorithms.data import batches
 from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import Recipe, SFTStage
 from rl_launcher.recording import Recorder
+from rl_launcher.stages.starting import start_stage
 
 __all__ = ["run"]
 
@@ -13,11 +16,16 @@ __all__ = ["run"]
 def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps, then refit."""
     policy = parts.policy
-    policy.start_training(stage.optimizer, num_steps=stage.max_num_steps)
-    demonstrations = batches(parts.demonstrations, size=stage.batch_size, seed=recipe.seed)
+    taken = start_stage("sft", stage.optimizer, num_steps=stage.max_num_steps, parts=parts, progress=recorder.progress)
     learning_rate = policy.learning_rate
-    steps = sft.train(policy=policy, demonstrations=demonstrations, config=stage, version=policy.version)
-    for index, metrics in enumerate(steps, start=1):
+    steps = sft.train(
+        policy=policy,
+        demonstrations=islice(batches(parts.demonstrations, size=stage.batch_size, seed=recipe.seed), taken, None),
+        config=stage,
+        version=policy.version,
+        steps_taken=taken,
+    )
+    for index, metrics in enumerate(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         if index == stage.max_num_steps or evaluator.due(index - 1, index):
             with recorder.phase("refit"):
