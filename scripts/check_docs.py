@@ -4,7 +4,8 @@
 
 A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as GitHub makes them. Links to
 the web are not followed. A README's table under the heading "Public names" (or "Names") mentions all of `__all__`, and
-what its first column lists exists: a name, a module, or `module.name`.
+what its first column lists exists: a name, a module, or `module.name`. The root README's row of a package lists the
+versions of its matrix, no more and no fewer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main() -> None:
     complaints = [
         *(complaint for page in pages for complaint in check_links(page)),
         *(complaint for package in house.packages.values() for complaint in check_public_names(package)),
+        *(complaint for package in house.packages.values() for complaint in check_matrix(package, house.root)),
     ]
     for complaint in complaints:
         print(complaint.replace(f"{house.root}/", ""))
@@ -88,6 +90,17 @@ def check_public_names(package: Package) -> Iterator[str]:
     for name in sorted(listed - exported):
         if not exists(source, name.removeprefix(f"{package.import_name}.").split(".")):
             yield f"{readme}:1: the table of public names has {name}, which {package.import_name} does not"
+
+
+def check_matrix(package: Package, root: Path) -> Iterator[str]:
+    """Where the root README promises other versions than the package's matrix tests."""
+    readme = root / "README.md"
+    tested = {version for cell in package.cells for name, version in cell.items() if name != "python"}
+    rows = [line for line in readme.read_text().splitlines() if line.startswith(f"| {package.name} |")]
+    promised = {version for row in rows for version in re.findall(r"\d+\.\d+", row)}
+    if promised != tested:
+        differing = ", ".join(sorted(promised ^ tested))
+        yield f"{readme}:1: the table of tested versions and the matrix of {package.name} differ in {differing}"
 
 
 def table_names(markdown: str) -> tuple[set[str], set[str]]:

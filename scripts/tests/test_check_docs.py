@@ -2,8 +2,8 @@
 
 import pytest
 
-from check_docs import anchors, check_links, check_public_names, table_names
-from house import House
+from check_docs import anchors, check_links, check_matrix, check_public_names, table_names
+from house import House, Package
 
 
 @pytest.fixture
@@ -52,3 +52,13 @@ def test_the_table_and_the_exports_must_agree(root):
     assert "lacks build" in complaints
     assert "has bricks.weight" in complaints
     assert "has tear_down" in complaints
+
+
+@pytest.mark.parametrize(("row", "differing"), [("2.13 | 5.18, 5.19", []), ("2.13 | 5.18", ["5.19"])])
+def test_the_readme_promises_what_the_matrix_tests(tmp_path, row, differing):
+    cells = [{"python": "3.11", "torch": "2.13", "transformers": minor} for minor in ("5.18", "5.19")]
+    package = Package(tmp_path, {"project": {"name": "rl-thing"}, "tool": {"matrix": {"cells": cells}}})
+    (tmp_path / "README.md").write_text(f"| rl-thing | {row} |\n| [rl-thing](x) | 9.9 |\n")
+    assert [each in complaint for each, complaint in zip(differing, check_matrix(package, tmp_path), strict=True)] == [
+        True for _ in differing
+    ]
