@@ -47,6 +47,11 @@ def test_a_refusal_says_what_and_why_and_leaves_nothing(recipe, tmp_path, overri
     assert not (tmp_path / "run").exists()
 
 
+def test_several_ranks_are_refused(recipe, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "trains in one process, and 2 ranks were started" in refuse([str(recipe)])
+
+
 def test_an_unknown_key_in_the_file_is_found_by_its_line(recipe):
     recipe.write_text(recipe.read_text().replace("num_prompts", "number_of_prompts"))
     line = next(n for n, text in enumerate(recipe.read_text().splitlines(), 1) if "number_of_prompts" in text)

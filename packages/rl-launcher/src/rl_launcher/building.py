@@ -4,6 +4,7 @@ What can be refused cheaply is refused first: the reward and the data are read b
 """
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,6 +48,11 @@ def build(recipe: Recipe) -> Parts:
     Raises:
         ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LauncherError(
+            f"rl-launcher trains in one process, and {os.environ['WORLD_SIZE']} ranks were started; start it without "
+            f"torchrun (rl_backends trains over several ranks, from a loop of your own)"
+        )
     reward = _load_function(recipe.env.reward, wanted="a reward function (env.reward)")
     environment = RewardFunctionEnvironment(reward=reward, on_error=recipe.env.on_error)
     dataset = load_dataset(recipe.data, seed=recipe.seed)
@@ -57,7 +63,8 @@ def build(recipe: Recipe) -> Parts:
     demonstrations = [] if recipe.sft is None else [chat.demonstration(row) for row in dataset.demonstrations]
     _check_lengths(model, [*prompts, *held_out], max_new_tokens=recipe.policy.generation.max_new_tokens)
     engine = TransformersEngine(
-        copy.deepcopy(model),  # its own weights, refitted like those of any other engine
+        # Its own weights, refitted like those of any other engine.
+        copy.deepcopy(model).to(recipe.policy.dtensor_cfg.device),
         stop_token_ids=chat.stop_token_ids,
         pad_token_id=chat.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         max_batch_size=recipe.policy.generation.max_batch_size,
