@@ -148,6 +148,11 @@ def test_a_step_without_an_optimizer_says_what_to_call(world):
         backend.optim_step()
 
 
+def test_a_step_without_a_gradient_says_what_to_call(world):
+    with pytest.raises(RuntimeError, match="forward_backward"):
+        make_backend(world.make_model("Llama")).optim_step()
+
+
 def test_a_gpu_that_is_not_there_is_refused(world):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

@@ -18,7 +18,12 @@ def test_each_row_is_taken_once_and_units_stay_together(world, lengths, micro_ba
     kind = getattr(world, kind)
     unit = kind.rows_per_unit
     lengths = torch.tensor(lengths).repeat_interleave(unit)
-    examples = kind(tokens=torch.zeros(len(lengths), 13), lengths=lengths, trainable=None, weight=lengths)
+    examples = kind(
+        tokens=torch.zeros(len(lengths), 13),
+        lengths=lengths,
+        trainable=torch.zeros(len(lengths), 13).bool(),
+        weight=lengths,
+    )
     ranks = [
         list(cut(examples, micro_batch_size=micro_batch_size, rank=rank, num_ranks=num_ranks))
         for rank in range(num_ranks)
@@ -45,3 +50,10 @@ def test_a_unit_larger_than_a_microbatch_is_refused(world):
 def test_half_a_unit_is_refused(world):
     with pytest.raises(ValueError, match="5 rows, of which 2 belong together"):
         list(cut(world.make_examples(rows=5, kind=world.Pairs), micro_batch_size=4, rank=0, num_ranks=1))
+
+
+def test_a_first_token_cannot_be_trained_on(world):
+    examples = world.make_examples()
+    examples.trainable[3, 0] = True
+    with pytest.raises(ValueError, match="row 3: its first token is marked trainable"):
+        list(cut(examples, micro_batch_size=4, rank=0, num_ranks=1))

@@ -37,6 +37,9 @@ REWARD = """
     def returns_nan(prompts, completions):
         return [float("nan") if prompt == "5+0=" else float(len(c)) for prompt, c in zip(prompts, completions)]
 
+    def wants_more(completions, solution):
+        return [0.0] * len(completions)
+
     not_callable = 3
 """
 RECIPE = """

@@ -26,6 +26,7 @@ CASES = {
     "share for a function": (["data.source={folder}/model.py:build"], ["leave data.held_out_share out"]),
     "another vocabulary": (["policy.model_name={folder}/model.py:other_vocabulary"], ["64 embeddings", "51 tokens"]),
     "no chat template": (["policy.model_name={folder}/model.py:no_template"], ["chat template", "plain"]),
+    "reward of another signature": (["env.reward={folder}/reward.py:wants_more"], ["requires solution", "answer"]),
     "too many ranks": (["policy.dtensor_cfg.tensor_parallel_size=2"], ["tensor_parallel_size=2"]),
     "unwritable run directory": (["run_dir=/proc/run"], ["run_dir='/proc/run' cannot be written"]),
 }
@@ -74,7 +75,8 @@ def test_a_malformed_row_is_found_by_file_line_and_field(recipe, tmp_path):
 def test_a_row_without_the_answer_that_sft_needs_is_named(recipe, tmp_path):
     rows = [json.dumps({"prompt": f"{digit}+0="}) for digit in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    assert "field 'answer' is missing, and SFT needs it" in refuse([str(recipe)])
+    judged_by_length = f"env.reward={tmp_path}/reward.py:returns_nan"
+    assert "field 'answer' is missing, and SFT needs it" in refuse([str(recipe), judged_by_length])
 
 
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_named(recipe, tmp_path):
@@ -102,7 +104,7 @@ def test_a_reward_that_raises_stops_the_run_names_the_sample_and_keeps_the_weigh
     output = " ".join(result.output.split())
     assert "prompt '5+0='" in output
     assert "ZeroDivisionError" in output
-    assert "env.on_error=zero" in output
+    assert "env.on_error" in output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] is True

@@ -30,7 +30,8 @@ def test_one_error_lists_every_difference():
         "2 source tensors that have no place in the sink:\n  lora\n  adapter\n"
         "2 tensors that differ:\n"
         "  wide: shape [2] in the source, [3] in the sink\n"
-        "  half: dtype float32 in the source, bfloat16 in the sink"
+        "  half: dtype float32 in the source, bfloat16 in the sink\n"
+        "nothing is cast, reshaped or untied on the way: give both sides one dtype, one shape and the same ties"
     )
 
 

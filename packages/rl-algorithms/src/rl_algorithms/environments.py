@@ -10,7 +10,7 @@ own name. Arguments that the function does not name are not passed, so `**column
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
@@ -18,6 +18,9 @@ from typing import Any, Literal
 from rl_algorithms.contracts import Conversation, EnvironmentReturn
 
 __all__ = ["RewardError", "RewardFunctionEnvironment"]
+
+ALWAYS_GIVEN = ("prompts", "completions")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class RewardError(ValueError):
@@ -44,6 +47,7 @@ class RewardFunctionEnvironment:
 
     def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
         """Judge every answer in one call of the function; one answer at a time only where that call failed."""
+        self.check(name for conversation in conversations for name in conversation.row)
         try:
             rewards = self._call(conversations)
         except Exception as error:
@@ -52,6 +56,22 @@ class RewardFunctionEnvironment:
             rewards = [self._one(conversation) for conversation in conversations]
         checked = [self._finite(*pair) for pair in zip(conversations, rewards, strict=True)]
         return [EnvironmentReturn(reward=reward, terminated=True) for reward in checked]
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse a function that requires an argument which data rows with these columns cannot give.
+
+        Raises:
+            RewardError: it does, whatever `on_error` says: such a function could never judge anything.
+        """
+        given = {*columns, *ALWAYS_GIVEN}
+        parameters = inspect.signature(self.reward).parameters.values()
+        required = [each.name for each in parameters if each.default is each.empty and each.kind in NAMED]
+        if missing := [name for name in required if name not in given]:
+            name = getattr(self.reward, "__qualname__", repr(self.reward))
+            raise RewardError(
+                f"the reward function {name} requires {', '.join(missing)}, and the data rows have "
+                f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
+            )
 
     def _call(self, conversations: Sequence[Conversation]) -> list[Any]:
         columns: dict[str, list[object]] = {
@@ -97,21 +117,13 @@ class RewardFunctionEnvironment:
         )
         return (
             f"the reward function {name} cannot judge {sample}: {what}. "
-            f"Mend it, or set env.on_error=zero to count such answers as 0"
+            f"Mend it, or count such answers as 0 by on_error='zero' (env.on_error in a recipe)"
         )
 
 
-def _accepted(function: Callable[..., object], columns: dict[str, list[object]]) -> list[str]:
-    """The names in `columns` that `function` takes; an argument it requires and the data lack is an error."""
+def _accepted(function: Callable[..., object], columns: Mapping[str, object]) -> list[str]:
+    """The names in `columns` that `function` takes."""
     parameters = inspect.signature(function).parameters.values()
-    required = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    if missing := [name for name in required if name not in columns]:
-        raise RewardError(f"it requires {', '.join(missing)}, and the data rows have {', '.join(sorted(columns))}")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return list(columns)
     return [parameter.name for parameter in parameters if parameter.name in columns]

@@ -50,7 +50,8 @@ class GRPOConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     max_num_steps: int
-    """Optimizer steps to take; a multiple of `steps_per_generation`."""
+    """Optimizer steps to take at most, a multiple of `steps_per_generation`. A batch of rollouts in which no group has
+    a signal counts as its steps, and changes nothing."""
 
     num_prompts: int = 32
     """Prompts in each batch of rollouts."""

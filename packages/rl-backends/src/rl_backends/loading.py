@@ -84,6 +84,6 @@ def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded
         )
     raise ModelError(
         f"the model has {model_vocab_size} embeddings and the tokenizer only {tokenizer_size} tokens; if the "
-        f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, set "
-        f"policy.padded_vocabulary=true, otherwise use the model's own tokenizer"
+        f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, accept "
+        f"them by allow_padded=True (policy.padded_vocabulary=true in a recipe), or use the model's own tokenizer"
     )

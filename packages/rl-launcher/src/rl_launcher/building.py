@@ -56,6 +56,7 @@ def build(recipe: Recipe) -> Parts:
     reward = _load_function(recipe.env.reward, wanted="a reward function (env.reward)")
     environment = RewardFunctionEnvironment(reward=reward, on_error=recipe.env.on_error)
     dataset = load_dataset(recipe.data, seed=recipe.seed)
+    environment.check(dataset.train[0].columns)
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed)
     chat = Chat(tokenizer, prompt_format=recipe.data.prompt_format, stop_token_ids=stop_token_ids(model, tokenizer))
     prompts = [chat.prompt(row) for row in dataset.train]

@@ -53,7 +53,7 @@ class Recorder:
         self._claimed.clear()
         phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
         tokens = sum(metrics.get(name, 0) for name in TOKENS)
-        values = {**metrics, "tokens_per_s": tokens / wall, **phases}
+        values = {**metrics, "tokens_per_s": tokens / (wall - phases[PHASE + "evaluate"]), **phases}
         self.log.write(stage, step, values)
         self._view.update(stage, step, values)
         self.progress.reach(stage, step, parts=self._parts)

@@ -29,6 +29,7 @@ def train(recipe: Recipe, parts: Parts, recorder: Recorder, *, progress: Progres
         recorder.message(f"held out before {headline}: {before.describe()}")
         recorder.log.write_samples(evaluator.samples(before, stage=headline, when="before"))
     recorder.start()
+    version_before = parts.policy.version - progress.steps_of(headline)
     if recipe.grpo is not None:
         grpo.run(recipe.grpo, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
     elif recipe.dpo is not None:
@@ -38,6 +39,11 @@ def train(recipe: Recipe, parts: Parts, recorder: Recorder, *, progress: Progres
     after = evaluator.both()
     recorder.message(f"held out after {headline}: {after.describe()}")
     recorder.log.write_samples(evaluator.samples(after, stage=headline, when="after"))
+    if recipe.grpo is not None and parts.policy.version == version_before:
+        recorder.message(
+            "grpo took no step: in no group of any batch did the rewards differ, so the weights are unchanged. The "
+            "policy must earn a reward now and then: start from one that can, keep sft, or look at env.reward"
+        )
     if parts.environment.errors:
         recorder.message(f"{parts.environment.errors} answers could not be judged and counted as 0 (env.on_error=zero)")
     return after

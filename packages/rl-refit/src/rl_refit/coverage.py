@@ -57,4 +57,5 @@ def _describe(unfed: tuple[str, ...], unmapped: tuple[str, ...], mismatched: tup
         ("tensors that differ", mismatched),
     ]
     lists = [f"{len(names)} {title}:" + "".join(f"\n  {name}" for name in names) for title, names in parts if names]
-    return "source and sink do not hold the same tensors.\n" + "\n".join(lists)
+    remedy = ["nothing is cast, reshaped or untied on the way: give both sides one dtype, one shape and the same ties"]
+    return "source and sink do not hold the same tensors.\n" + "\n".join(lists + remedy * bool(mismatched))

@@ -76,7 +76,12 @@ class DTensorBackend:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Of the next step.
+
+        Raises:
+            RuntimeError: `start_training` was not called.
+        """
+        self._require_optimizer()
         return float(self._schedule.get_last_lr()[0])
 
     @torch.no_grad()
@@ -112,8 +117,11 @@ class DTensorBackend:
 
         Raises:
             NonFiniteGradientError: the norm is not finite. No update was made.
+            RuntimeError: `start_training` was not called, or there is no gradient.
         """
         optimizer = self._require_optimizer()
+        if all(parameter.grad is None for parameter in self.model.parameters()):
+            raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
         norm = get_grad_norm(self.model.parameters())
         if not torch.isfinite(norm):
             optimizer.zero_grad()

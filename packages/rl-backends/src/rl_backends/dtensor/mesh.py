@@ -18,7 +18,10 @@ def make_mesh(*, device: str, tensor_parallel_size: int) -> DeviceMesh:
         ValueError: `cuda` is asked for and absent, or the ranks are not a multiple of `tensor_parallel_size`.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda' was asked for, and torch sees no GPU here; set policy.dtensor_cfg.device=cpu")
+        raise ValueError(
+            "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
+            "(policy.dtensor_cfg.device in a recipe)"
+        )
     if not dist.is_initialized():
         _init_process_group("nccl" if device == "cuda" else "gloo")
     num_ranks = dist.get_world_size()

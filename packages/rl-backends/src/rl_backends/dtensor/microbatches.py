@@ -69,7 +69,8 @@ def cut(examples: TokenBatch, *, micro_batch_size: int, rank: int, num_ranks: in
     Sorting keeps rows of like length together, so that little padding is computed; dealing keeps the loads alike.
 
     Raises:
-        ValueError: B is not a multiple of `rows_per_unit`, or a unit is larger than a microbatch.
+        ValueError: a first token is trainable, B is not a multiple of `rows_per_unit`, or a unit is larger than a
+            microbatch.
     """
     unit, num_rows = examples.rows_per_unit, len(examples.lengths)
     if num_rows % unit or unit > micro_batch_size:
@@ -77,6 +78,9 @@ def cut(examples: TokenBatch, *, micro_batch_size: int, rank: int, num_ranks: in
             f"{num_rows} rows, of which {unit} belong together, cannot be cut into microbatches of {micro_batch_size} "
             f"rows; B must be a multiple of {unit}, and micro_batch_size at least {unit}"
         )
+    if bool(examples.trainable[:, 0].any()):
+        row = int(examples.trainable[:, 0].int().argmax())
+        raise ValueError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
     longest = examples.lengths.view(-1, unit).amax(dim=1)
     dealt = longest.argsort(descending=True, stable=True)[rank::num_ranks]
     units_each = micro_batch_size // unit

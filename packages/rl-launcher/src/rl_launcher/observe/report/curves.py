@@ -45,13 +45,13 @@ class _Spec:
 
 _HEADLINES = (
     _Spec("Reward", "reward", held_out="held_out_sampled", greedy="held_out_greedy"),
+    _Spec("Held-out, greedy", "held_out_greedy", held_out="held_out_sampled"),
     _Spec("Margin", "margin", held_out="held_out_margin"),
     _Spec("Loss", "loss"),
 )
 _SPECS = (
     *_HEADLINES,
     _Spec("Pair accuracy", "pair_accuracy", held_out="held_out_pair_accuracy"),
-    _Spec("Held-out reward", "held_out_sampled", greedy="held_out_greedy"),
     _Spec(
         "Log-ratio to the reference",
         "chosen_logratio",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl_launcher.observe.figures import format_count, format_duration
 from rl_launcher.observe.report.markup import Html, element, fragment
-from rl_launcher.observe.report.record import RunRecord, number, text
+from rl_launcher.observe.report.record import RunRecord, number, rewards_are_right_or_wrong, text
 from rl_launcher.observe.report.series import points
 from rl_launcher.observe.report.typography import typeset_value
 
@@ -93,7 +93,7 @@ def _sentence(record: RunRecord) -> list[str | Html]:
         after = element("strong", typeset_value(held_out.after, held_out.unit))
     if held_out.before is not None:
         before = element("strong", typeset_value(held_out.before, held_out.unit), class_="before")
-    what = "the share of right answers" if _rewards_are_right_or_wrong(record) else "the mean reward"
+    what = "the share of right answers" if rewards_are_right_or_wrong(record) else "the mean reward"
     where = f" on {f'{held_out.size} ' if held_out.size else ''}held-out problems "
     early: list[str | Html] = [element("strong", "This run ended early."), " "] if record.interrupted else []
     if after is None or held_out.after is None:
@@ -109,10 +109,10 @@ def _sentence(record: RunRecord) -> list[str | Html]:
 
 def _cost(record: RunRecord) -> str:
     steps, wall_s = _num_steps(record), _wall_s(record)
-    if not steps:
+    if not steps and wall_s is None:
         return ""
     took = f" and {format_duration(wall_s)}" if wall_s is not None else ""
-    return f" The whole run took {steps} step{'s' * (steps > 1)}{took}."
+    return f" The whole run took {steps} step{'s' * (steps != 1)}{took}."
 
 
 def _algorithm(record: RunRecord) -> str:
@@ -186,7 +186,7 @@ def _greedy_card(record: RunRecord) -> Html | None:
 def _steps_card(record: RunRecord) -> Html | None:
     steps = _num_steps(record)
     stages = " · ".join(f"{name} {_last_step(record, name)}" for name in record.stages)
-    return _card("Optimizer steps", str(steps), stages) if steps else None
+    return _card("Optimizer steps", str(steps), stages) if record.stages else None
 
 
 def _time_card(record: RunRecord) -> Html | None:
@@ -242,8 +242,3 @@ def _wall_s(record: RunRecord) -> float | None:
     if wall_s is not None:
         return wall_s
     return max((time for row in record.rows if (time := number(row, "time_s")) is not None), default=None)
-
-
-def _rewards_are_right_or_wrong(record: RunRecord) -> bool:
-    rewards = {number(sample, "reward") for sample in record.samples}
-    return bool(rewards) and rewards <= {0.0, 1.0}

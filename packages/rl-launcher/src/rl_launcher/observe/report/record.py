@@ -14,7 +14,7 @@ from typing import TypeVar
 from rl_launcher.observe.json_lines import JsonLines, JsonValue, finite_number, read_json_lines
 from rl_launcher.observe.run_directory import RunDirectory
 
-__all__ = ["Row", "RunRecord", "number", "read_record", "section", "text"]
+__all__ = ["Row", "RunRecord", "number", "read_record", "rewards_are_right_or_wrong", "section", "text"]
 
 T = TypeVar("T")
 Row = dict[str, JsonValue]
@@ -127,3 +127,9 @@ def _read_object(path: Path) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise TypeError(f"{path.name} holds no JSON object")
     return value
+
+
+def rewards_are_right_or_wrong(record: RunRecord) -> bool:
+    """Whether every sampled reward is 0 or 1, so that one may speak of right answers."""
+    rewards = {number(sample, "reward") for sample in record.samples}
+    return bool(rewards) and rewards <= {0.0, 1.0}

@@ -1,7 +1,7 @@
 """The same questions before and after training, side by side, each answer marked in words and not by colour alone.
 
-It does not know how answers are judged: a reward of 1 or more is right, 0 or less is wrong, and what lies between is
-shown as its number.
+It does not know how answers are judged: where every reward is 0 or 1 they are called right and wrong, and otherwise
+shown as numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rl_launcher.observe.report.markup import Html, element
-from rl_launcher.observe.report.record import Row, RunRecord, number, text
+from rl_launcher.observe.report.record import Row, RunRecord, number, rewards_are_right_or_wrong, text
 from rl_launcher.observe.report.typography import typeset_value
 
 __all__ = ["samples_section"]
@@ -27,15 +27,16 @@ def samples_section(record: RunRecord) -> Html | None:
     if not pairs:
         return None
     shown = list(pairs.items())[:_MOST_SHOWN]
+    graded = not rewards_are_right_or_wrong(record)
     heads = ("prompt", "expected", *_WHENS)
     return element(
         "section",
         element("h2", "Before and after"),
-        element("p", _describe(pairs, num_shown=len(shown)), class_="lead"),
+        element("p", _describe(pairs, num_shown=len(shown), graded=graded), class_="lead"),
         element(
             "table",
             element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
-            element("tbody", *(_row(prompt, pair) for (_, prompt), pair in shown)),
+            element("tbody", *(_row(prompt, pair, graded=graded) for (_, prompt), pair in shown)),
             class_="samples",
         ),
         id="samples",
@@ -51,46 +52,47 @@ def _pairs(record: RunRecord) -> Mapping[tuple[str, str], Pair]:
     return pairs
 
 
-def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int) -> str:
+def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int, graded: bool) -> str:
     counts = []
     for when in _WHENS:
         answers = [pair[when] for pair in pairs.values() if when in pair]
-        right = sum(_is_right(answer) for answer in answers)
-        if answers:
-            counts.append(f"{right} of {len(answers)} right {when}")
+        rewards = [number(answer, "reward") or 0.0 for answer in answers]
+        if graded and rewards:
+            counts.append(f"mean reward {typeset_value(sum(rewards) / len(rewards), 'number')} {when}")
+        elif rewards:
+            counts.append(f"{sum(reward >= 1 for reward in rewards)} of {len(rewards)} right {when}")
     shown = "" if num_shown == len(pairs) else f" The first {num_shown} are shown; samples.jsonl has all."
     return f"Held-out problems, sampled: {', '.join(counts)} training.{shown}"
 
 
-def _row(prompt: str, pair: Pair) -> Html:
+def _row(prompt: str, pair: Pair, *, graded: bool) -> Html:
     expected = next((found for sample in pair.values() if (found := text(sample, "expected")) is not None), None)
     return element(
         "tr",
         element("th", element("pre", prompt), scope="row", data_label="prompt"),
         element("td", element("pre", expected) if expected is not None else "–", data_label="expected"),
-        *(element("td", element("div", *_answer(pair.get(when)), class_="answer"), data_label=when) for when in _WHENS),
+        *(
+            element("td", element("div", *_answer(pair.get(when), graded=graded), class_="answer"), data_label=when)
+            for when in _WHENS
+        ),
     )
 
 
-def _answer(sample: Row | None) -> list[Html | str]:
+def _answer(sample: Row | None, *, graded: bool) -> list[Html | str]:
     if sample is None:
         return ["–"]
-    answer: list[Html | str] = [_mark(sample), element("pre", text(sample, "response") or "")]
+    answer: list[Html | str] = [_mark(sample, graded=graded), element("pre", text(sample, "response") or "")]
     if sample.get("truncated") is True:
         answer.append(element("small", "cut off at the token limit"))
     return answer
 
 
-def _mark(sample: Row) -> Html:
+def _mark(sample: Row, *, graded: bool) -> Html:
     reward = number(sample, "reward")
     if reward is None:
         return element("span", "no reward", class_="mark-word")
-    if _is_right(sample):
+    if graded:
+        return element("span", f"reward {typeset_value(reward, 'number')}", class_="mark-word")
+    if reward >= 1:
         return element("span", "✓ right", class_="mark-word right")
-    if reward <= 0:
-        return element("span", "✗ wrong", class_="mark-word wrong")
-    return element("span", f"reward {typeset_value(reward, 'number')}", class_="mark-word")
-
-
-def _is_right(sample: Row) -> bool:
-    return (number(sample, "reward") or 0.0) >= 1
+    return element("span", "✗ wrong", class_="mark-word wrong")
