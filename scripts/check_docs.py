@@ -49,7 +49,9 @@ def main() -> None:
 
 
 def check_links(page: Path) -> Iterator[str]:
-    """The relative links of one page that lead nowhere."""
+    """The relative links of one page that lead nowhere, and words that wait to be replaced."""
+    for placeholder in re.findall(r"^[A-Z]+(?:_[A-Z]+)*$", FENCE.sub("", page.read_text()), flags=re.MULTILINE):
+        yield f"{page}:1: {placeholder} looks like a place that was never filled in"
     for target in LINK.findall(CODE_SPAN.sub("", FENCE.sub("", page.read_text()))):
         if re.match(r"[a-z][a-z0-9+.-]*:", target):
             continue

@@ -117,6 +117,30 @@ def test_the_shipped_recipes_are_valid(request):
         load_recipe(file, schema=Recipe)
 
 
+def test_the_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(request, recipe, tmp_path):
+    mine = [
+        f"policy.model_name={tmp_path}/model.py:build",
+        f"data.source={tmp_path}/rows.jsonl",
+        f"env.reward={tmp_path}/reward.py:score",
+    ]
+    short = [
+        "grpo.max_num_steps=2",
+        "grpo.num_prompts=2",
+        "policy.generation.max_new_tokens=4",
+        f"run_dir={tmp_path}/run",
+    ]
+    summary = run_recipe(request.config.rootpath / "recipes" / "grpo.yaml", *mine, *short)
+    assert summary["algorithm"] == "grpo"
+    assert summary["steps"] == 2
+
+
+def test_a_run_in_which_nothing_could_be_learnt_says_so(recipe, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text("def score(completions):\n    return [0.5] * len(completions)\n")
+    summary = run_recipe(recipe, "sft=null")
+    assert summary["steps"] == 0
+    assert "grpo took no step" in " ".join(capsys.readouterr().out.split())
+
+
 def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
     result = CliRunner().invoke(app, ["explain", str(recipe), "seed=7"])
     assert result.exit_code == 0, result.output

@@ -103,7 +103,9 @@ def _train(carry_out: Callable[[], dict[str, Any]]) -> None:
     from rl_launcher.running import RunStoppedError  # here, so that `--help` needs no torch
 
     try:
-        print(json.dumps(carry_out()))
+        summary = carry_out()
+        print(f"report: {summary['run_dir']}/report.html   model: {summary['run_dir']}/model")
+        print(json.dumps(summary))
     except RunStoppedError as error:
         _refuse(error, INTERRUPTED if error.interrupted else FAILED)
     except KeyboardInterrupt:
