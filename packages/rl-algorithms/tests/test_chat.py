@@ -18,16 +18,23 @@ class Templated:
     def __init__(self, *, ends_turns=True, strips_prompts=False):
         self.ends_turns, self.strips_prompts = ends_turns, strips_prompts
 
+    def __len__(self):
+        return 128
+
     def __call__(self, text, *, add_special_tokens):
-        assert not add_special_tokens
         if "?" in text:
             raise Exception("unknown character")  # what `tokenizers` raises
-        return {"input_ids": [self.special.get(character, ord(character)) for character in text]}
+        return {
+            "input_ids": [BEGIN] * add_special_tokens
+            + [self.special.get(character, ord(character)) for character in text]
+        }
 
     def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
         assert tokenize is False
         text = "^"
         for message in conversation:
+            if message["role"] == "system":
+                raise ValueError("System role not supported")
             if message["role"] == "user":
                 text += "<" + (message["content"] if add_generation_prompt or not self.strips_prompts else "")
             else:
@@ -56,7 +63,7 @@ def test_a_demonstration_is_the_prompt_then_the_answer_then_the_stop_token():
 
 def test_plain_format_takes_text_as_it_is():
     chat = Chat(Templated(), prompt_format="plain", stop_token_ids=(STOP,))
-    assert chat.demonstration(ROW).tokens == (ord("a"), ord("b"), ord("x"), ord("y"), STOP)
+    assert chat.demonstration(ROW).tokens == (BEGIN, ord("a"), ord("b"), ord("x"), ord("y"), STOP)
 
 
 def test_text_leaves_out_the_stop_token_and_nothing_else():
@@ -64,6 +71,7 @@ def test_text_leaves_out_the_stop_token_and_nothing_else():
     assert chat.text((ord("x"), STOP)) == "x"
     assert chat.text((ord("x"), ord("y"))) == "xy"
     assert chat.text((USER, ord("x"), STOP)) == "<x"
+    assert chat.text((ord("x"), 200, STOP)) == "x<200>"  # an id beyond the tokenizer's, from a padded embedding
 
 
 def test_a_row_without_an_answer_is_no_demonstration():
@@ -94,3 +102,9 @@ def test_chat_without_a_template_and_answers_without_an_end_are_refused():
         Chat(tokenizer, prompt_format="chat", stop_token_ids=(STOP,))
     with pytest.raises(ValueError, match="need a stop token"):
         Chat(tokenizer, prompt_format="plain", stop_token_ids=())
+
+
+def test_messages_that_the_template_refuses_are_named():
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template refuses .*System role not supported"):
+        make_chat().prompt(make_row({"prompt": prompt}, where="rows.jsonl:2"))

@@ -32,6 +32,10 @@ def test_rows_keep_every_column_and_know_their_line(tmp_path):
         ("[1]", "2: each line must be a JSON object, found list"),
         ({"question": "a"}, "2: field 'prompt' is missing; the row has 'question'"),
         ({"prompt": ""}, "2: field 'prompt' is empty"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "2: field 'prompt' ends with the assistant's message"),
+        ('{"prompt": "a", "level": ' + "9" * 5000 + "}", "2: cannot be read"),
+        ('{"prompt": "a", "level": ' + "[" * 100000 + "}", "2: cannot be read"),
+        ('{"prompt": "a", "answer": "\\ud800"}', "2: cannot be read"),
         ({"prompt": 3}, "2: field 'prompt' must be text or a list of messages"),
         ({"prompt": [{"role": "user"}]}, r"2: field 'prompt\[0\]' must have a text"),
         ({"prompt": "a", "answer": 4}, "2: field 'answer' must be text, found int 4"),
@@ -91,3 +95,22 @@ def test_the_order_depends_on_the_seed_alone():
         return next(batches(range(50), size=50, seed=seed))
 
     assert first(1) == first(1) != first(2)
+
+
+def test_a_byte_order_mark_and_odd_line_separators_inside_strings_are_no_obstacle(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n'.encode())
+    assert [row.prompt for row in read_jsonl(file)] == ["a\u2028b", "c"]
+
+
+def test_conversations_that_end_alike_are_different_prompts():
+    def conversation(first):
+        return [
+            {"role": "user", "content": first},
+            {"role": "assistant", "content": "?"},
+            {"role": "user", "content": "go"},
+        ]
+
+    rows = [make_row({"prompt": conversation(first)}, where=first) for first in "abcd"]
+    train, held_out = split_held_out(rows, share=0.5, seed=0)
+    assert len(train) == len(held_out) == 2

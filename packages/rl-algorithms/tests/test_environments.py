@@ -63,9 +63,9 @@ def test_one_that_raises_stops_the_run_and_names_the_sample():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", 10**400, torch.ones(2)])
 def test_a_reward_that_is_no_finite_number_stops_the_run_and_names_the_sample(value):
-    with pytest.raises(RewardError, match=r"answer '5': it returned .*not a finite number"):
+    with pytest.raises(RewardError, match=r"(?s)answer '5': it returned .*not a finite number"):
         ask(lambda completions: [1.0, value])
 
 
@@ -81,3 +81,21 @@ def test_when_asked_for_failures_count_as_zero_and_are_counted(reward):
     environment, rewards = ask(reward, on_error="zero")
     assert rewards == [1.0, 0.0]
     assert environment.errors == 1
+
+
+async def in_the_future(completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind"),
+    [
+        (lambda completions: dict.fromkeys(completions, 1.0), "dict"),
+        (lambda completions: "12", "str"),
+        (in_the_future, "coroutine"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_what_is_no_list_of_numbers_is_refused(reward, kind):
+    with pytest.raises(RewardError, match=f"it returned a {kind}, and must return a list"):
+        ask(reward)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from rl_backends import DTensorBackend, DTensorConfig, ModelError, check_vocabulary, load_causal_lm, load_tokenizer
 
@@ -76,3 +77,28 @@ def test_another_vocabulary_than_the_tokenizers_is_refused():
         check_vocabulary(model_vocab_size=40, tokenizer_size=51, allow_padded=True)
     with pytest.raises(ModelError, match=r"policy\.padded_vocabulary=true"):
         check_vocabulary(model_vocab_size=64, tokenizer_size=51)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(world, tmp_path):
+    model = world.make_model("Llama")
+    model.save_pretrained(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing keys: model\.layers\.0\.self_attn\.q_proj\.weight"):
+        load_causal_lm(str(tmp_path / "model"))
+
+
+def test_a_truncated_checkpoint_is_refused(world, tmp_path):
+    world.make_model("Llama").save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="transformers cannot load the model"):
+        load_causal_lm(str(tmp_path / "model"))
+
+
+def test_a_generation_config_that_could_not_be_saved_is_refused_before_training(world, tmp_path):
+    world.make_model("Llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": false}')
+    with pytest.raises(ModelError, match=r"generation_config\.json contradicts itself"):
+        load_causal_lm(str(tmp_path / "model"))

@@ -23,6 +23,9 @@ class Tokenizer(Protocol):
     chat_template: str | None
     eos_token_id: int | None
 
+    def __len__(self) -> int:
+        """How many tokens it knows."""
+
     def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, list[int]]:
         """Token ids of `text`, as `["input_ids"]`."""
 
@@ -87,7 +90,7 @@ class Chat:
         Raises:
             DataError: the tokenizer has no token for a part of it.
         """
-        return Prompt(tokens=self._encode(self._render(row.messages), row), row=row)
+        return Prompt(tokens=self._encode(self._render(row), row, begins=True), row=row)
 
     def demonstration(self, row: Row) -> Demonstration:
         """The row's messages and its answer, ended by a stop token.
@@ -119,25 +122,38 @@ class Chat:
     def text(self, tokens: Sequence[int]) -> str:
         """An answer as text, without the stop token that ends it.
 
-        Other special tokens stay visible: leaving them out would make an answer that is wrong look right.
+        Other special tokens stay visible, and ids beyond the tokenizer's, which a padded embedding may give: leaving
+        them out would make an answer that is wrong look right.
         """
-        ended = tokens[-1] in self.stop_token_ids
-        return self._tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+        answer = tokens[:-1] if tokens[-1] in self.stop_token_ids else tokens
+        if max(answer, default=0) < len(self._tokenizer):
+            return self._tokenizer.decode(answer, skip_special_tokens=False)
+        return "".join(
+            self._tokenizer.decode([token], skip_special_tokens=False) if token < len(self._tokenizer) else f"<{token}>"
+            for token in answer
+        )
 
     def _with_answer(self, row: Row, answer: str) -> tuple[int, ...]:
         if self._format == "plain":
             return (*self.prompt(row).tokens, *self._encode(answer, row), self.stop_token_ids[0])
-        return self._encode(self._render((*row.messages, {"role": "assistant", "content": answer}), ended=True), row)
+        return self._encode(self._render(row, answer=answer), row)
 
-    def _render(self, messages: Sequence[Message], *, ended: bool = False) -> str:
+    def _render(self, row: Row, *, answer: str | None = None) -> str:
         if self._format == "plain":
-            return "".join(message["content"] for message in messages)
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=not ended, tokenize=False)
-
-    def _encode(self, text: str, row: Row) -> tuple[int, ...]:
+            return "".join(message["content"] for message in row.messages)
+        ended: tuple[Message, ...] = () if answer is None else ({"role": "assistant", "content": answer},)
         try:
-            # A template writes its own special tokens; adding them again would double the beginning-of-sequence token.
-            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            return self._tokenizer.apply_chat_template(
+                [*row.messages, *ended], add_generation_prompt=answer is None, tokenize=False
+            )
+        except Exception as error:  # a template raises what it likes, as for a role that it does not know
+            raise DataError(f"{row.where}: the chat template refuses the messages: {error}") from error
+
+    def _encode(self, text: str, row: Row, *, begins: bool = False) -> tuple[int, ...]:
+        # A template writes its own special tokens; adding them again would double the beginning-of-sequence token.
+        special = begins and self._format == "plain"
+        try:
+            tokens = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         except Exception as error:  # tokenizers raise a bare Exception for a character that they do not know
             raise DataError(f"{row.where}: the tokenizer cannot encode {text!r}: {error}") from error
         if not tokens:

@@ -27,7 +27,7 @@ class Row:
     """One prompt."""
 
     messages: tuple[Message, ...]
-    """The prompt as chat messages, the last one from the user."""
+    """The prompt as chat messages; the last one is what the policy answers."""
 
     columns: Mapping[str, object]
     """Every column of the row, `prompt` and `answer` included, untouched."""
@@ -39,6 +39,11 @@ class Row:
     def prompt(self) -> str:
         """The text of the last message."""
         return self.messages[-1]["content"]
+
+    @property
+    def question(self) -> tuple[tuple[str, str], ...]:
+        """All messages: what makes two rows the same prompt."""
+        return tuple((message["role"], message["content"]) for message in self.messages)
 
     @property
     def answer(self) -> str | None:
@@ -64,9 +69,9 @@ class Dataset:
         for name in ("train", "held_out"):
             if not getattr(self, name):
                 raise DataError(f"the data set has no {name} rows")
-        seen = {row.prompt for rows in (self.train, self.demonstrations) for row in rows}
+        seen = {row.question for rows in (self.train, self.demonstrations) for row in rows}
         for row in self.held_out:
-            if row.prompt in seen:
+            if row.question in seen:
                 raise DataError(
                     f"{row.where}: the held-out prompt {row.prompt!r} is also trained on; held-out accuracy would "
                     f"measure memory. Remove it from one of the two"
@@ -82,7 +87,7 @@ def read_jsonl(path: str | Path) -> list[Row]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON strings may hold what else ends a line
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); give a JSONL file with one row per line"
@@ -98,8 +103,11 @@ def read_jsonl(path: str | Path) -> list[Row]:
 def _parse_line(line: str, where: str) -> Row:
     try:
         columns = json.loads(line)
+        json.dumps(columns, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: is not valid JSON ({error.msg} at column {error.colno}): {line[:60]!r}") from error
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, half a character, a thousand brackets
+        raise DataError(f"{where}: cannot be read ({error}): {line[:60]!r}") from error
     if not isinstance(columns, dict):
         raise DataError(f"{where}: each line must be a JSON object, found {type(columns).__name__}")
     return make_row(columns, where=where)
@@ -133,8 +141,9 @@ def _messages(prompt: object, where: str) -> tuple[Message, ...]:
             raise DataError(
                 f"{where}: field 'prompt[{index}]' must have a text 'role' and 'content', found {message!r:.60}"
             )
-    if not prompt[-1]["content"]:
-        raise DataError(f"{where}: field 'prompt' is empty")
+    if not prompt[-1]["content"] or prompt[-1]["role"] == "assistant":
+        what = "ends with the assistant's message" if prompt[-1]["content"] else "is empty"
+        raise DataError(f"{where}: field 'prompt' {what}; the last message is what the policy answers")
     return tuple(prompt)
 
 
@@ -144,12 +153,12 @@ def split_held_out(rows: Sequence[Row], *, share: float, seed: int) -> tuple[lis
     Raises:
         DataError: fewer than two distinct prompts, so that one of the sides would be empty.
     """
-    prompts = sorted({row.prompt for row in rows})
+    prompts = sorted({row.question for row in rows})
     if len(prompts) < 2:
         raise DataError(f"{rows[0].where}: one distinct prompt cannot be both trained on and held out; add rows")
     random.Random(seed).shuffle(prompts)
     held_out = set(prompts[: min(len(prompts) - 1, max(1, round(share * len(prompts))))])
-    return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]
+    return [row for row in rows if row.question not in held_out], [row for row in rows if row.question in held_out]
 
 
 def batches(items: Sequence[ItemT], *, size: int, seed: int) -> Iterator[list[ItemT]]:

@@ -80,7 +80,12 @@ class RewardFunctionEnvironment:
         }
         columns["prompts"] = [conversation.messages[-1]["content"] for conversation in conversations]
         columns["completions"] = [conversation.answer for conversation in conversations]
-        rewards: list[Any] = list(self.reward(**{name: columns[name] for name in _accepted(self.reward, columns)}))
+        returned = self.reward(**{name: columns[name] for name in _accepted(self.reward, columns)})
+        if isinstance(returned, Mapping | str | bytes | set) or inspect.isawaitable(returned):
+            raise RewardError(
+                f"it returned a {type(returned).__name__}, and must return a list with a number per answer"
+            )
+        rewards: list[Any] = list(returned)
         if len(rewards) != len(conversations):
             raise RewardError(f"it returned {len(rewards)} rewards for {len(conversations)} answers")
         return rewards
@@ -92,7 +97,7 @@ class RewardFunctionEnvironment:
             return math.nan
 
     def _finite(self, conversation: Conversation, reward: Any) -> float:
-        if (isinstance(reward, Real) or hasattr(reward, "item")) and math.isfinite(number := float(reward)):
+        if math.isfinite(number := _number(reward)):
             return number
         if self.on_error == "stop":
             raise RewardError(self._describe(conversation, f"it returned {reward!r}, which is not a finite number"))
@@ -127,3 +132,13 @@ def _accepted(function: Callable[..., object], columns: Mapping[str, object]) ->
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return list(columns)
     return [parameter.name for parameter in parameters if parameter.name in columns]
+
+
+def _number(reward: Any) -> float:
+    """The reward as a float; NaN for what is no number."""
+    if not isinstance(reward, Real) and not hasattr(reward, "item"):
+        return math.nan
+    try:
+        return float(reward)
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # a tensor of several elements, 10**400
+        return math.nan

@@ -155,7 +155,7 @@ def prepare(rollouts: Rollouts, *, normalize_by_std: bool) -> Examples:
         lengths=rollouts.lengths,
         trainable=rollouts.response,
         logp_old=rollouts.logp_old,
-        advantage=advantage.flatten(),
+        advantage=advantage.flatten().float(),
     )
     return take_rows(everything, signal)
 

@@ -42,6 +42,7 @@ class Rollouts:
     """The sampler's log-probability of each response token; 0 elsewhere."""
 
     rewards: Float[Tensor, "P G"]
+    """float64, so that large rewards that differ a little still differ."""
 
     truncated: Bool[Tensor, " B"]
     """Rows that ended at the token limit."""
@@ -82,7 +83,7 @@ def collect(
         lengths=padded.lengths,
         response=padded.answer,
         logp_old=logp_old,
-        rewards=torch.tensor(rewards).view(len(prompts), group_size),
+        rewards=torch.tensor(rewards, dtype=torch.float64).view(len(prompts), group_size),
         truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
         answers=answers,
     )

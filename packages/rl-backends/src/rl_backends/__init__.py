@@ -6,7 +6,7 @@ where rollouts come from, or which engine takes the weights.
 
 from rl_backends.dtensor.backend import DTensorBackend, NonFiniteGradientError
 from rl_backends.dtensor.config import DTensorConfig, OptimizerConfig
-from rl_backends.loading import ModelError, check_vocabulary, load_causal_lm, load_tokenizer
+from rl_backends.loading import ModelError, check_generation_config, check_vocabulary, load_causal_lm, load_tokenizer
 
 __all__ = [
     "DTensorBackend",
@@ -14,6 +14,7 @@ __all__ = [
     "ModelError",
     "NonFiniteGradientError",
     "OptimizerConfig",
+    "check_generation_config",
     "check_vocabulary",
     "load_causal_lm",
     "load_tokenizer",

@@ -1,12 +1,13 @@
 """Models and tokenizers from a folder or a hub id. Refuses what would only fail later, or silently."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ModelError", "check_vocabulary", "load_causal_lm", "load_tokenizer"]
+__all__ = ["ModelError", "check_generation_config", "check_vocabulary", "load_causal_lm", "load_tokenizer"]
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -26,11 +27,11 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
         trust_remote_code: run the model's own Python code. Only for code that you have read.
 
     Raises:
-        ModelError: the folder is missing or incomplete, or transformers cannot load it; chained to its error.
+        ModelError: the folder is missing, lacks weights or contradicts itself, or transformers cannot load it.
     """
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = _load(
+    model, report = _load(
         AutoModelForCausalLM,
         model_name,
         what="model",
@@ -38,8 +39,12 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
         trust_remote_code=trust_remote_code,
         dtype=torch.float32,
         use_safetensors=True,
+        output_loading_info=True,
     )
-    return model
+    _require_whole(model_name, report)
+    check_generation_config(model)
+    loaded: nn.Module = model
+    return loaded
 
 
 def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -63,10 +68,39 @@ def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any
         model_name = str(folder)
     try:
         return auto_class.from_pretrained(model_name, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # of many kinds: of the operating system, transformers, safetensors, jinja
         raise ModelError(
             f"{model_name}: transformers cannot load the {what}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _require_whole(model_name: str, report: dict[str, Any]) -> None:
+    """Refuse a checkpoint from which transformers would fill in tensors at random."""
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(map(str, report.get(kind) or [])):
+            some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise ModelError(
+                f"{model_name}: {kind.replace('_', ' ')}: {some}. Training would go on from random weights there; "
+                f"give the folder of the whole causal language model"
+            )
+
+
+def check_generation_config(model: Any) -> None:
+    """Refuse a generation configuration that transformers would refuse to save, before a run and not after it.
+
+    Raises:
+        ModelError: it contradicts itself.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+        except ValueError as error:
+            raise ModelError(
+                f"the model's generation_config.json contradicts itself, so the trained model could not be saved: {error}"
+            ) from error
 
 
 def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded: bool = False) -> None:

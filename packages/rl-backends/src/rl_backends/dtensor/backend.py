@@ -58,7 +58,7 @@ class DTensorBackend:
         self.model = parallelize(
             model.to(config.device), self._mesh, self.plan, param_dtype=param_dtype, reduce_dtype=torch.float32
         )
-        self.model.train()
+        self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
         register_fsdp_forward_method(self.model, METHOD)
         self._temperature = 1.0
         self._optimizer: torch.optim.Optimizer | None = None
@@ -87,12 +87,12 @@ class DTensorBackend:
     @torch.no_grad()
     def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
         """Log-probability of each trainable token given those before it; 0 elsewhere. All rows, on every rank."""
-        out = torch.zeros(examples.tokens.shape)
+        out = torch.zeros(examples.tokens.shape, device=self._config.device)
         for microbatch in self._cut(examples):
             logp = self._forward(microbatch.of(examples, device=self._config.device))
             if microbatch.counted:
-                out[microbatch.rows, : microbatch.width] = logp.to(out.device)
-        return self._add_over_ranks(out)
+                out[microbatch.rows, : microbatch.width] = logp
+        return self._add_over_ranks(out).to(examples.tokens.device)
 
     def forward_backward(self, examples: BatchT, loss: Callable[[Tensor, BatchT], tuple[Tensor, Sums]]) -> Sums:
         """Accumulate the gradient of `loss` over all of `examples`; return its metric sums over all of them.

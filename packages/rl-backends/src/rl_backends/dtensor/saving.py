@@ -4,9 +4,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from rl_backends.dtensor.ranks import on_rank_0
 
 __all__ = ["save_pretrained"]
 
@@ -18,15 +19,13 @@ def save_pretrained(model: nn.Module, folder: Path) -> None:
         FileExistsError: `folder` is there already; nothing is overwritten.
         OSError: the disk is full or read-only; `folder` does not exist afterwards.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already; a saved model is never overwritten, choose another folder")
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() == 0:
-        _write(model, weights, folder)
-    dist.barrier()
+    on_rank_0(lambda: _write(model, weights, folder))
 
 
 def _write(model: Any, weights: dict[str, Any], folder: Path) -> None:
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; a saved model is never overwritten, choose another folder")
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
