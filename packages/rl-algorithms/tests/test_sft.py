@@ -9,10 +9,11 @@ from rl_algorithms import sft
 from rl_algorithms.chat import Demonstration
 from rl_algorithms.data import make_row
 
+ROW = make_row({"prompt": "1", "answer": "2"}, where="row 0")
 DEMONSTRATIONS = [
-    Demonstration(tokens=(2, 4, 5, 1), prompt_length=1),
-    Demonstration(tokens=(3, 3, 1), prompt_length=2),
-    Demonstration(tokens=(2, 5, 5, 5, 5, 1), prompt_length=1),
+    Demonstration(tokens=(2, 4, 5, 1), prompt_length=1, row=ROW),
+    Demonstration(tokens=(3, 3, 1), prompt_length=2, row=ROW),
+    Demonstration(tokens=(2, 5, 5, 5, 5, 1), prompt_length=1, row=ROW),
 ]
 
 
@@ -52,6 +53,6 @@ def test_a_table_learns_its_demonstrations(make_table, chat):
 
 
 def test_a_step_with_nothing_to_train_on_is_refused(make_table):
-    examples = sft.prepare([Demonstration(tokens=(2, 3), prompt_length=2)])
+    examples = sft.prepare([Demonstration(tokens=(2, 3), prompt_length=2, row=ROW)])
     with pytest.raises(ValueError, match="none of the 2 tokens"):
         sft.step(make_table(), examples)

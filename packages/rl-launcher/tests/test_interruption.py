@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from rl_backends import DTensorBackend
-from rl_launcher.errors import LauncherError
-from rl_launcher.interruption import Interruption
+from rl_launcher.errors import LauncherError, RunStoppedError
 from rl_launcher.recipe import load_recipe
 from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import RunStoppedError, resume, run
+from rl_launcher.recording import Recorder
+from rl_launcher.running import resume, run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -49,13 +49,14 @@ def test_an_interrupted_run_saves_its_state_and_can_go_on(recipe, tmp_path, numb
 
 def stop_after(monkeypatch, steps):
     """In the place of a signal: end the run at a given number of recorded steps."""
-    left = itertools.count(steps, -1)
+    left, record = itertools.count(steps, -1), Recorder.step
 
-    def check(_interruption):
+    def step(recorder, *arguments):
+        record(recorder, *arguments)
         if next(left) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Interruption, "check", check)
+    monkeypatch.setattr(Recorder, "step", step)
 
 
 DPO = "dpo={max_num_steps: 6, batch_size: 4, num_prompts: 6, num_generations_per_prompt: 8, optimizer: {lr: 0.001}}"

@@ -12,6 +12,10 @@ CASES = {
     "unknown section": (["polcy.model_name=x"], ["did you mean", "policy"]),
     "wrong type": (["grpo.max_num_steps=many"], ["grpo.max_num_steps", "wanted int"]),
     "out of range": (["grpo.clip_low=2"], ["grpo.clip_low", "must be between 0 and 1"]),
+    "warm-up as long as the stage": (
+        ["sft.optimizer.warmup_steps=6"],
+        ["sft.optimizer.warmup_steps=6", "max_num_steps=6"],
+    ),
     "no stage": (["sft=null", "grpo=null"], ["nothing to do"]),
     "missing data file": (["data.source={folder}/none.jsonl"], ["none.jsonl: cannot be read"]),
     "missing model folder": (["policy.model_name={folder}/none"], ["none: does not exist", "save_pretrained wrote"]),
@@ -50,7 +54,7 @@ def test_a_refusal_says_what_and_why_and_leaves_nothing(recipe, tmp_path, overri
 
 def test_several_ranks_are_refused(recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "trains in one process, and 2 ranks were started" in refuse([str(recipe)])
+    assert "trains in one process, and WORLD_SIZE=2" in refuse([str(recipe)])
 
 
 def test_an_unknown_key_in_the_file_is_found_by_its_line(recipe):

@@ -125,6 +125,7 @@ def test_the_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(reque
     ]
     short = [
         "grpo.max_num_steps=2",
+        "grpo.optimizer.warmup_steps=0",
         "grpo.num_prompts=2",
         "policy.generation.max_new_tokens=4",
         f"run_dir={tmp_path}/run",

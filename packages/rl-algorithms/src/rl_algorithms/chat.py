@@ -59,6 +59,9 @@ class Demonstration:
     prompt_length: int
     """How many of `tokens` are the prompt."""
 
+    row: Row
+    """Where it comes from."""
+
 
 class Chat:
     """Turns rows into token ids and token ids into answers, in one prompt format.
@@ -117,7 +120,7 @@ class Chat:
                 f"{row.where}: the rendered answer has no stop token (ids {self.stop_token_ids}), so the policy would "
                 f"never learn to stop; the chat template must end a turn with the end-of-sequence token"
             )
-        return Demonstration(tokens=tokens[: stops[-1] + 1], prompt_length=len(prompt))
+        return Demonstration(tokens=tokens[: stops[-1] + 1], prompt_length=len(prompt), row=row)
 
     def text(self, tokens: Sequence[int]) -> str:
         """An answer as text, without the stop token that ends it.

@@ -99,7 +99,7 @@ def check_generation_config(model: Any) -> None:
             config.save_pretrained(folder)
         except ValueError as error:
             raise ModelError(
-                f"the model's generation_config.json contradicts itself, so the trained model could not be saved: {error}"
+                f"the model's generation_config.json contradicts itself, so it could not be saved again: {error}"
             ) from error
 
 

@@ -4,7 +4,6 @@ What can be refused cheaply is refused first: the reward and the data are read b
 """
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from rl_algorithms.chat import Chat, Demonstration, Prompt
 from rl_algorithms.data import DataError, Dataset, read_jsonl, split_held_out
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_backends import DTensorBackend, check_vocabulary, load_causal_lm, load_tokenizer
+from rl_backends import DTensorBackend, check_generation_config, check_vocabulary, load_causal_lm, load_tokenizer
 from rl_generation import TransformersEngine
 from rl_launcher.errors import LauncherError
 from rl_launcher.recipe import load_object
@@ -48,11 +47,6 @@ def build(recipe: Recipe) -> Parts:
     Raises:
         ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LauncherError(
-            f"rl-launcher trains in one process, and {os.environ['WORLD_SIZE']} ranks were started; start it without "
-            f"torchrun (rl_backends trains over several ranks, from a loop of your own)"
-        )
     reward = _load_function(recipe.env.reward, wanted="a reward function (env.reward)")
     environment = RewardFunctionEnvironment(reward=reward, on_error=recipe.env.on_error)
     dataset = load_dataset(recipe.data, seed=recipe.seed)
@@ -62,7 +56,7 @@ def build(recipe: Recipe) -> Parts:
     prompts = [chat.prompt(row) for row in dataset.train]
     held_out = [chat.prompt(row) for row in dataset.held_out]
     demonstrations = [] if recipe.sft is None else [chat.demonstration(row) for row in dataset.demonstrations]
-    _check_lengths(model, [*prompts, *held_out], max_new_tokens=recipe.policy.generation.max_new_tokens)
+    _check_lengths(model, [*prompts, *held_out], demonstrations, max_new_tokens=recipe.policy.generation.max_new_tokens)
     engine = TransformersEngine(
         # Its own weights, refitted like those of any other engine.
         copy.deepcopy(model).to(recipe.policy.dtensor_cfg.device),
@@ -111,7 +105,7 @@ def load_dataset(config: DataConfig, *, seed: int) -> Dataset:
 def load_policy(config: PolicyConfig, *, seed: int) -> tuple[Any, Any]:
     """The model and the tokenizer that `model_name` names, proved to belong together."""
     if _is_import_string(config.model_name):
-        model, tokenizer = _call(config.model_name, seed, wanted="a function that builds a model (policy.model_name)")
+        model, tokenizer = _built(config.model_name, seed)
     else:
         origin, trust = config.revision, config.trust_remote_code
         tokenizer = load_tokenizer(config.model_name, revision=origin, trust_remote_code=trust)
@@ -153,13 +147,33 @@ def _call(text: str, *arguments: object, wanted: str) -> Any:
         raise LauncherError(f"{text}, {wanted}, raised {type(error).__name__}: {error}") from error
 
 
-def _check_lengths(model: Any, prompts: list[Prompt], *, max_new_tokens: int) -> None:
-    """Refuse now what the engine would refuse in the middle of a run."""
+def _built(text: str, seed: int) -> tuple[Any, Any]:
+    built = _call(text, seed, wanted="a function that builds a model (policy.model_name)")
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise LauncherError(
+            f"policy.model_name={text} returned {type(built).__name__}; it must return (model, tokenizer)"
+        )
+    check_generation_config(built[0])
+    return built
+
+
+def _check_lengths(
+    model: Any, prompts: list[Prompt], demonstrations: list[Demonstration], *, max_new_tokens: int
+) -> None:
+    """Refuse now what would fail, or be wrong, in the middle of a run."""
     context = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        return
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-    if context is not None and len(longest.tokens) + max_new_tokens > context:
+    if len(longest.tokens) + max_new_tokens > context:
         raise DataError(
             f"{longest.row.where}: the prompt has {len(longest.tokens)} tokens, and with "
             f"policy.generation.max_new_tokens={max_new_tokens} it does not fit into the model's context of {context} "
             f"(max_position_embeddings); shorten it, or lower max_new_tokens"
         )
+    for demonstration in demonstrations:
+        if len(demonstration.tokens) > context:
+            raise DataError(
+                f"{demonstration.row.where}: prompt and answer have {len(demonstration.tokens)} tokens, and the "
+                f"model's context {context} (max_position_embeddings); shorten the answer"
+            )

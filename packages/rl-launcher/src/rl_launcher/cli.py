@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rl_launcher.errors import RunStoppedError
 from rl_launcher.recipe import Resolved, load_recipe, reference
 
 if TYPE_CHECKING:
@@ -100,8 +101,6 @@ def main() -> None:
 
 
 def _train(carry_out: Callable[[], dict[str, Any]]) -> None:
-    from rl_launcher.running import RunStoppedError  # here, so that `--help` needs no torch
-
     try:
         summary = carry_out()
         print(f"report: {summary['run_dir']}/report.html   model: {summary['run_dir']}/model")

@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM: the first ends the run after the step at hand, the second at once. Knows nothing of runs."""
 
+import os
 import signal
+import sys
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,6 +20,8 @@ class Interruption:
     def __init__(self) -> None:
         self._heard = False
         self._saving = False
+        self.in_a_step = False
+        """Whether a second signal ended the run in the middle of a step."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def check(self) -> None:
@@ -47,5 +51,8 @@ class Interruption:
         if self._saving:
             return
         if self._heard:
+            self.in_a_step = True
             raise KeyboardInterrupt
         self._heard = True
+        # Not print: the signal may have come in the middle of one.
+        os.write(sys.stderr.fileno(), b"\nending after this step; once more to end now\n")

@@ -5,11 +5,13 @@
 Everything else that a run needs is in its recipe: data order and shuffles depend on the seed and the step alone.
 """
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,10 +19,10 @@ from rl_launcher.building import Parts
 from rl_launcher.errors import LauncherError
 from rl_launcher.observe import RunDirectory
 
-__all__ = ["Progress", "load_progress", "save_progress"]
+__all__ = ["Progress", "load_progress", "save_model", "save_progress"]
 
 NUMBERS, TENSORS, ENGINE_RNG = "progress.json", "progress.safetensors", "engine_rng"
-NUMBER_FIELDS = ("stage", "step", "version", "before", "wall_s", "reward_errors", "refits")
+NUMBER_FIELDS = ("stage", "step", "version", "before", "wall_s", "reward_errors", "refits", "data", "cwd")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +56,12 @@ class Progress:
     refits: int = 0
     """Refits so far."""
 
+    data: str = ""
+    """Fingerprint of the prompts, which a resumed run must find unchanged."""
+
+    cwd: str = ""
+    """Where the run was started: its recipe's paths are relative to it."""
+
     folder: Path | None = None
     """Where it was loaded from; None for a run from its beginning."""
 
@@ -72,22 +80,54 @@ class Progress:
         parts.policy.version = self.version
         parts.environment.errors, parts.weight_sync.count = self.reward_errors, self.refits
 
-    def is_exact(self, parts: Parts) -> bool:
-        """Whether the weights are those of the last step; not so in the middle of a batch of rollouts."""
-        return self.version == parts.policy.version
+    def check(self, parts: Parts) -> None:
+        """Hold a resumed run to the prompts that it began with.
+
+        Raises:
+            LauncherError: the data have changed since.
+        """
+        if self.data != data_digest(parts):
+            raise LauncherError(
+                f"the prompts are no longer those that the run in {self.folder} began with, so it cannot go on as if "
+                f"it had not stopped; bring the data back, or start from its weights: policy.model_name={self.folder}"
+            )
 
 
-def save_progress(progress: Progress, parts: Parts, directory: RunDirectory) -> None:
+def data_digest(parts: Parts) -> str:
+    """A fingerprint of all prompts and demonstrations, in their order."""
+    tokens = [[item.tokens for item in items] for items in (parts.prompts, parts.held_out, parts.demonstrations)]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def save_model(parts: Parts, folder: Path) -> None:
+    """Write model and tokenizer as one Hugging Face folder, whole or not at all."""
+    unfinished = folder.with_name(folder.name + ".saving")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        parts.policy.save_pretrained(unfinished)
+        parts.tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def save_progress(progress: Progress, parts: Parts, directory: RunDirectory, *, exact: bool) -> None:
     """Write weights, optimizer and progress; what an earlier interruption left is replaced only when they are whole.
 
-    Where the weights are not those of the last step, only they are written: nothing could go on from there exactly.
+    Where the weights are not those of the last step (`exact` is False), only they are written: nothing could go on from
+    there as if the run had not stopped.
     """
     unfinished = directory.interrupted.with_name("interrupted.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    parts.policy.save_pretrained(unfinished)
-    parts.tokenizer.save_pretrained(unfinished)
-    if progress.is_exact(parts):
-        _write_state(progress, parts, unfinished)
+    try:
+        save_model(parts, unfinished)
+        if exact:
+            progress.data, progress.cwd = data_digest(parts), str(Path.cwd())
+            _write_state(progress, parts, unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     shutil.rmtree(directory.interrupted, ignore_errors=True)
     unfinished.rename(directory.interrupted)
 
@@ -111,6 +151,15 @@ def load_progress(directory: RunDirectory) -> Progress:
     if not (folder / NUMBERS).is_file():
         why = "it has finished" if directory.model.exists() else f"{folder} holds no {NUMBERS}"
         raise LauncherError(f"{directory.path} has nothing to resume: {why}")
-    tensors = load_file(folder / TENSORS)
-    numbers = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
+    try:
+        tensors = load_file(folder / TENSORS)
+        numbers = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise LauncherError(f"{folder} cannot be resumed from: {error}") from error
+    if set(numbers) != set(NUMBER_FIELDS):
+        raise LauncherError(f"{folder / NUMBERS} must have {', '.join(NUMBER_FIELDS)}; it has {', '.join(numbers)}")
+    if numbers["cwd"] != str(Path.cwd()):
+        raise LauncherError(
+            f"the run was started in {numbers['cwd']}, and its recipe's paths are relative to it; resume it there"
+        )
     return Progress(**numbers, engine_rng=tensors.pop(ENGINE_RNG, None), tensors=tensors, folder=folder)

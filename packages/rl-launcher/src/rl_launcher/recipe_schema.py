@@ -207,6 +207,12 @@ class Recipe:
             raise ValueError("sft, grpo and dpo are all absent, so there is nothing to do; give at least one of them")
         if self.grpo is not None and self.dpo is not None:
             raise ValueError("grpo and dpo are both given, and a run takes one of them; set the other to null")
+        for name, stage in (("sft", self.sft), ("grpo", self.grpo), ("dpo", self.dpo)):
+            if stage is not None and stage.optimizer.warmup_steps >= stage.max_num_steps:
+                raise ValueError(
+                    f"{name}.optimizer.warmup_steps={stage.optimizer.warmup_steps} must be less than "
+                    f"{name}.max_num_steps={stage.max_num_steps}, or the learning rate never reaches its peak"
+                )
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be >= 0")
         if self.cpu_threads is not None and self.cpu_threads < 1:

@@ -64,6 +64,14 @@ class Recorder:
         self.log.write(stage, 0, metrics)
         self._view.update(stage, 0, metrics)
 
+    def check(self) -> None:
+        """Between stages, too, a signal ends the run.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C or SIGTERM came since the last step.
+        """
+        self._interruption.check()
+
     def message(self, text: str) -> None:
         """Tell the user."""
         self._view.message(text)

@@ -28,6 +28,7 @@ def train(recipe: Recipe, parts: Parts, recorder: Recorder, *, progress: Progres
         recorder.evaluation(headline, progress.before)
         recorder.message(f"held out before {headline}: {before.describe()}")
         recorder.log.write_samples(evaluator.samples(before, stage=headline, when="before"))
+        recorder.check()
     recorder.start()
     version_before = parts.policy.version - progress.steps_of(headline)
     if recipe.grpo is not None:

@@ -9,8 +9,9 @@ It knows names and places. It does not know what any file holds; `metrics` and `
 from __future__ import annotations
 
 import errno
+import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["RunDirectory", "RunDirectoryError"]
@@ -39,6 +40,9 @@ class RunDirectory:
     path: Path
     """The folder itself, absolute."""
 
+    made: Path | None = field(default=None, compare=False)
+    """The outermost folder that `create` made for it; None where the folder was there already, and empty."""
+
     @classmethod
     def create(cls, path: Path | str) -> RunDirectory:
         """Make an empty run directory, parents included, and prove that it can be written.
@@ -49,13 +53,25 @@ class RunDirectory:
         """
         folder = _absolute(path)
         try:
+            missing = [each for each in (folder, *folder.parents) if not each.exists()]
             _refuse_what_is_there(folder)
             _make_writable_folder(folder)
         except OSError as error:
             raise RunDirectoryError(
                 f"run_dir={str(folder)!r} cannot be written: {describe(error)}; choose another run_dir=…"
             ) from error
-        return cls(folder)
+        return cls(folder, made=missing[-1] if missing else None)
+
+    def discard(self) -> None:
+        """Remove the run, and of the folders around it only those that `create` made."""
+        if self.made is not None:
+            shutil.rmtree(self.made, ignore_errors=True)
+            return
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
