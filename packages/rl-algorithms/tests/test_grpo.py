@@ -136,6 +136,44 @@ def test_nothing_off_the_mask_matters_not_even_nan(make_table):
     assert metrics == metrics_of_soiled
 
 
+def test_what_is_logged_off_policy_is_what_its_name_says(make_table):
+    """One prompt, two answers of one token each, with a sampler that was off by known factors."""
+    table = make_table()
+    tokens = torch.tensor([[2, 2], [2, 3]])
+    response = torch.tensor([[False, True], [False, True]])
+    lengths = torch.tensor([2, 2])
+    logp = table.logits.detach().log_softmax(-1)[1, [2, 3]].float()
+    off = torch.tensor([0.5, -0.2])  # logp_old - logp: the ratios are e^-0.5, clipped for nobody, and e^0.2
+    rollouts = Rollouts(
+        tokens=tokens,
+        lengths=lengths,
+        response=response,
+        logp_old=torch.stack([torch.zeros(2), logp + off], dim=1),
+        rewards=torch.tensor([[1.0, 0.0]]),
+        truncated=torch.tensor([True, False]),
+        answers=("", ""),
+    )
+    metrics = step(table, rollouts)
+    assert metrics["kl_engine"] == pytest.approx(off.mean().item(), abs=1e-6)
+    assert metrics["token_mult_prob_error"] == pytest.approx(off.abs().exp().mean().item(), abs=1e-5)
+    assert metrics["entropy"] == pytest.approx(-(logp + off).mean().item(), abs=1e-5)
+    assert metrics["clip_fraction"] == 0.0
+    advantage = 0.5 / (0.5**0.5 + 1e-4)
+    ratio = torch.exp(-off)
+    assert metrics["loss"] == pytest.approx((-advantage * ratio[0] + advantage * ratio[1]).item() / 2, abs=1e-5)
+
+
+def test_tokens_beyond_the_clip_are_counted_and_only_those_of_answers(make_table):
+    table = make_table()
+    rollouts = make_rollouts(table)
+    far = torch.where(
+        rollouts.response, rollouts.logp_old - 1.0, -9.0
+    )  # ratio e: clipped wherever the advantage is > 0
+    examples = grpo.prepare(dataclasses.replace(rollouts, logp_old=far), normalize_by_std=True)
+    bound = (examples.trainable & (examples.advantage > 0)[:, None]).sum() / examples.trainable.sum()
+    assert grpo.step(table, examples, CONFIG)["clip_fraction"] == pytest.approx(bound.item())
+
+
 def test_groups_without_a_signal_leave_the_batch_and_its_count(make_table):
     with_dead, without = make_table(), make_table()
     rollouts = make_rollouts(without, num_prompts=3)
@@ -177,6 +215,8 @@ def test_a_table_learns_and_the_engine_follows_it(make_table, make_engine, chat,
     config = grpo.GRPOConfig(max_num_steps=60, steps_per_generation=steps_per_generation, num_prompts=4)
     log = train(table, engine, chat, rows, config)
     assert len(log) == 60 // steps_per_generation
+    assert all(0.0 <= line["truncated"] <= 1.0 for line in log)
+    assert log[-1]["truncated"] > 0.9  # three tokens is the limit, and threes are what is rewarded
     assert log[0]["reward"] < 0.3
     assert log[-1]["reward"] > 0.8
     assert engine.version == table.version == log[-1]["version"]

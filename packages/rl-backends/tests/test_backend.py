@@ -100,7 +100,29 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(world):
         backend.optim_step()
     after = {name: full(parameter.detach()) for name, parameter in backend.model.named_parameters()}
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in backend.model.parameters())
     assert backend.version == 0
+
+
+def test_the_learning_rate_follows_the_schedule(world):
+    examples = world.make_examples()
+    backend = DTensorBackend(world.make_model("Llama"), DTensorConfig())
+    backend.start_training(OptimizerConfig(lr=1.0, warmup_steps=2, final_lr_ratio=0.5), num_steps=5)
+    rates = []
+    for _ in range(5):
+        rates.append(backend.learning_rate)
+        backend.forward_backward(examples, loss_for(world, examples))
+        backend.optim_step()
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_dropout_is_off_so_that_trainer_and_engine_are_one_function(world):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Llama", attention_dropout=0.5))
+    torch.testing.assert_close(backend.logp(examples), backend.logp(examples), rtol=0, atol=0)
+    with torch.no_grad():
+        expected = world.plain_logp(world.make_model("Llama").eval(), examples)
+    torch.testing.assert_close(backend.logp(examples), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_tensor_as_large_as_the_logits_is_made(world):

@@ -45,3 +45,17 @@ def test_there_is_nothing_to_save_before_training_starts(world, tmp_path):
     backend = DTensorBackend(world.make_model("Llama"), DTensorConfig())
     with pytest.raises(RuntimeError, match="start_training"):
         backend.save_training_state(tmp_path)
+
+
+def test_a_state_saved_before_the_first_step_counts_none(world, tmp_path):
+    def start():
+        backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig())
+        backend.start_training(OPTIMIZER, num_steps=8)
+        return backend
+
+    expected = train(world, start(), 2)
+    saved, again = start(), start()
+    saved.save_training_state(tmp_path)
+    again.load_training_state(tmp_path)
+    assert train(world, saved, 2) == expected
+    assert train(world, again, 2) == expected

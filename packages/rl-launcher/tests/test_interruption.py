@@ -10,9 +10,12 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from rl_backends import DTensorBackend
+from rl_launcher.cli import app
 from rl_launcher.errors import LauncherError, RunStoppedError
+from rl_launcher.interruption import Interruption
 from rl_launcher.recipe import load_recipe
 from rl_launcher.recipe_schema import Recipe
 from rl_launcher.recording import Recorder
@@ -131,3 +134,60 @@ def test_a_run_that_stopped_in_the_middle_of_a_batch_says_that_it_cannot_be_resu
         run(load_recipe(recipe, schema=Recipe))
     with pytest.raises(LauncherError, match=r"holds no progress\.json"):
         resume(tmp_path / "run")
+
+
+def interrupt(recipe, monkeypatch, *overrides):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        with pytest.raises(RunStoppedError):
+            run(load_recipe(recipe, schema=Recipe, overrides=overrides))
+
+
+def test_a_run_is_not_resumed_on_other_data(recipe, tmp_path, monkeypatch):
+    interrupt(recipe, monkeypatch)
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace("5+0", "5+4"))
+    with pytest.raises(LauncherError, match="the prompts are no longer those"):
+        resume(tmp_path / "run")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert resume(tmp_path / "run")["steps"] == 14
+
+
+def test_a_run_is_resumed_from_where_it_was_started(recipe, tmp_path, monkeypatch):
+    interrupt(recipe, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LauncherError, match="resume it there"):
+        resume(tmp_path / "run")
+
+
+def test_a_damaged_state_is_named(recipe, tmp_path, monkeypatch):
+    interrupt(recipe, monkeypatch)
+    (tmp_path / "run" / "interrupted" / "progress.json").write_text('{"stage": "grpo"')
+    with pytest.raises(LauncherError, match="cannot be resumed from"):
+        resume(tmp_path / "run")
+
+
+def test_the_first_signal_waits_and_the_second_does_not(capfd):
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGINT)
+        assert "ending after this step" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            interruption.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert interruption.in_a_step
+        interruption.hold()
+        signal.raise_signal(signal.SIGINT)  # nothing gets in between while something is saved
+
+
+def test_weights_that_cannot_be_saved_are_not_claimed_to_be(recipe, tmp_path, monkeypatch):
+    def full(_backend, _folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DTensorBackend, "save_pretrained", full)
+    result = CliRunner().invoke(app, ["run", str(recipe)])
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert said.count("No space left on device") == 2
+    assert "The weights could NOT be saved" in said
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["tensorboard"]

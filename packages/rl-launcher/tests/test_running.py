@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import transformers
 from typer.testing import CliRunner
 
+from rl_launcher.building import stop_token_ids
 from rl_launcher.cli import app
 from rl_launcher.recipe import load_recipe
 from rl_launcher.recipe_schema import Recipe
@@ -140,6 +142,29 @@ def test_a_run_in_which_nothing_could_be_learnt_says_so(recipe, tmp_path, capsys
     summary = run_recipe(recipe, "sft=null")
     assert summary["steps"] == 0
     assert "grpo took no step" in " ".join(capsys.readouterr().out.split())
+
+
+def test_trainer_and_engine_agree_at_another_temperature_too(recipe, tmp_path):
+    run_recipe(recipe, "policy.generation.temperature=0.6")
+    errors = [
+        line["token_mult_prob_error"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "entropy" in line
+    ]
+    assert errors
+    assert max(errors) <= 1.0001
+
+
+def test_every_stop_token_of_the_model_ends_an_answer():
+    model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=[7, 2, 9]))
+    assert stop_token_ids(model, types.SimpleNamespace(eos_token_id=2)) == (2, 7, 9)
+
+
+def test_a_refused_run_removes_no_folder_of_the_users(recipe, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for run_dir, left in ((tmp_path / "mine", True), (tmp_path / "new" / "deep", False)):
+        with pytest.raises(ValueError, match="cannot be read"):
+            run_recipe(recipe, f"run_dir={run_dir}", "data.source=none.jsonl")
+        assert run_dir.exists() == left
+    assert not (tmp_path / "new").exists()
 
 
 def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
