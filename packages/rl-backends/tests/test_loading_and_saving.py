@@ -97,8 +97,14 @@ def test_a_truncated_checkpoint_is_refused(world, tmp_path):
         load_causal_lm(str(tmp_path / "model"))
 
 
-def test_a_generation_config_that_could_not_be_saved_is_refused_before_training(world, tmp_path):
+def test_what_loads_can_be_saved_again(world, tmp_path):
+    """Some releases of transformers refuse to save this contradiction, which they loaded without a word."""
     world.make_model("Llama").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": false}')
-    with pytest.raises(ModelError, match=r"generation_config\.json contradicts itself"):
-        load_causal_lm(str(tmp_path / "model"))
+    try:
+        model = load_causal_lm(str(tmp_path / "model"))
+    except ModelError as error:
+        assert "generation_config.json contradicts itself" in str(error)  # noqa: PT017 - the other way out is below
+    else:
+        DTensorBackend(model, DTensorConfig()).save_pretrained(tmp_path / "again")
+        assert (tmp_path / "again" / "model.safetensors").is_file()
