@@ -12,10 +12,10 @@ from rl_algorithms.chat import Chat, Demonstration, Prompt
 from rl_algorithms.data import DataError, Dataset, read_jsonl, split_held_out
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, check_generation_config, check_vocabulary, load_causal_lm, load_tokenizer
-from rl_generation import TransformersEngine
+from rl_generation import Sampling, TransformersEngine
 from rl_launcher.errors import LauncherError
 from rl_launcher.recipe import load_object
-from rl_launcher.recipe_schema import DataConfig, PolicyConfig, Recipe
+from rl_launcher.recipe_schema import DataConfig, GenerationConfig, PolicyConfig, Recipe
 from rl_launcher.weight_sync import WeightSync
 from rl_refit import ModuleSink, ModuleSource, Refit
 
@@ -80,6 +80,12 @@ def build(recipe: Recipe) -> Parts:
         held_out=held_out,
         demonstrations=demonstrations,
     )
+
+
+def sampling(config: GenerationConfig, *, greedy: bool = False, seed: int | None = None) -> Sampling:
+    """How the engine chooses tokens: as in training, or the likeliest ones."""
+    temperature = 0.0 if greedy else config.temperature
+    return Sampling(max_new_tokens=config.max_new_tokens, temperature=temperature, seed=seed)
 
 
 def load_dataset(config: DataConfig, *, seed: int) -> Dataset:

@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from rl_algorithms.evaluation import Accuracy, evaluate
-from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
-from rl_launcher.building import Parts
+from rl_launcher.building import Parts, sampling
 from rl_launcher.observe import Sample
 from rl_launcher.recipe_schema import Recipe
 
@@ -34,11 +34,8 @@ class Evaluator:
 
     def __init__(self, parts: Parts, recipe: Recipe) -> None:
         self._parts, self._config = parts, recipe.evaluation
-        generation = recipe.policy.generation
-        self._sampled = Sampling(
-            max_new_tokens=generation.max_new_tokens, temperature=generation.temperature, seed=recipe.seed
-        )
-        self._greedy = Sampling(max_new_tokens=generation.max_new_tokens, temperature=0.0)
+        self._sampled = sampling(recipe.policy.generation, seed=recipe.seed)
+        self._greedy = sampling(recipe.policy.generation, greedy=True)
 
     @property
     def size(self) -> int:
@@ -57,34 +54,31 @@ class Evaluator:
         """Whether an evaluation falls between two optimizer steps."""
         return self._config.every > 0 and previous_step // self._config.every < step // self._config.every
 
-    def samples(self, held_out: HeldOut, *, stage: str, when: str) -> list[Sample]:
+    def samples(self, held_out: HeldOut, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
         """The first few sampled answers, as the report shows them."""
-        return _samples(self._parts, held_out.sampled.rollouts, self._config.samples, stage=stage, when=when)
+        rollouts, prompts = held_out.sampled.rollouts, self._parts.held_out[: min(self._config.samples, self.size)]
+        return [
+            Sample(
+                when=when,
+                stage=stage,
+                prompt=prompt.row.prompt,
+                expected=prompt.row.answer,
+                response=rollouts.answers[index],
+                reward=rollouts.rewards[index, 0].item(),
+                truncated=bool(rollouts.truncated[index]),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
-    def _ask(self, sampling: Sampling, num_prompts: int) -> Accuracy:
+    def _ask(self, how: Sampling, num_prompts: int) -> Accuracy:
         parts = self._parts
         return evaluate(
             parts.held_out[:num_prompts],
             engine=parts.engine,
-            sampling=sampling,
+            sampling=how,
             environment=parts.environment,
             chat=parts.chat,
         )
-
-
-def _samples(parts: Parts, rollouts: Rollouts, number: int, *, stage: str, when: str) -> list[Sample]:
-    return [
-        Sample(
-            when="before" if when == "before" else "after",
-            stage=stage,
-            prompt=prompt.row.prompt,
-            expected=prompt.row.answer,
-            response=rollouts.answers[index],
-            reward=rollouts.rewards[index, 0].item(),
-            truncated=bool(rollouts.truncated[index]),
-        )
-        for index, prompt in enumerate(parts.held_out[: min(number, len(rollouts.answers))])
-    ]
 
 
 def _describe(accuracy: Accuracy) -> str:

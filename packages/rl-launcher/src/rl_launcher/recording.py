@@ -2,9 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
+from rl_algorithms.phases import PhaseTimer
 from rl_launcher.building import Parts
 from rl_launcher.interruption import Interruption
 from rl_launcher.observe import LiveView, MetricsLog
@@ -24,20 +25,17 @@ class Recorder:
     ) -> None:
         self.log, self.progress = log, progress
         self._view, self._parts, self._interruption = view, parts, interruption
-        self._claimed: dict[str, float] = defaultdict(float)
+        self._timer = PhaseTimer()
         self._last = time.perf_counter()
 
     def start(self) -> None:
         """Begin to count a stage's time here: what went before belongs to no step."""
         self._last = time.perf_counter()
-        self._claimed.clear()
+        self._timer.lap()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the block towards `name` in the step that is recorded next."""
-        started = time.perf_counter()
-        yield
-        self._claimed[PHASE + name] += time.perf_counter() - started
+        return self._timer.phase(name)
 
     def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step of `stage`; `step` counts the stage's own optimizer steps. Here a signal ends the run.
@@ -48,9 +46,8 @@ class Recorder:
         now = time.perf_counter()
         wall, self._last = now - self._last, now
         phases = defaultdict(float, {name: value for name, value in metrics.items() if name.startswith(PHASE)})
-        for name, seconds in self._claimed.items():
+        for name, seconds in self._timer.lap().items():
             phases[name] += seconds
-        self._claimed.clear()
         phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
         tokens = sum(metrics.get(name, 0) for name in TOKENS)
         values = {**metrics, "tokens_per_s": tokens / (wall - phases[PHASE + "evaluate"]), **phases}

@@ -56,6 +56,9 @@ class RefitConfig:
             raise ValueError(f"deadline_s must be positive; got deadline_s={self.deadline_s}")
 
 
+_DEFAULTS = RefitConfig()
+
+
 @final
 class Refit:
     """Brings the weights of `source` into `sink`, all or nothing, whenever it is called.
@@ -77,10 +80,10 @@ class Refit:
         source: WeightSource,
         sink: WeightSink,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        buckets: int = 2,
-        deadline_s: float = 600.0,
-        verify: bool = True,
+        bucket_bytes: int = _DEFAULTS.bucket_bytes,
+        buckets: int = _DEFAULTS.buckets,
+        deadline_s: float = _DEFAULTS.deadline_s,
+        verify: bool = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
         self._source = source

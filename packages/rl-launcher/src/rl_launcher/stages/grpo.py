@@ -4,8 +4,7 @@ from itertools import islice
 
 from rl_algorithms import grpo
 from rl_algorithms.data import batches
-from rl_generation import Sampling
-from rl_launcher.building import Parts
+from rl_launcher.building import Parts, sampling
 from rl_launcher.evaluating import Evaluator
 from rl_launcher.recipe_schema import GRPOStage, Recipe
 from rl_launcher.recording import Recorder
@@ -33,7 +32,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         environment=parts.environment,
         prompts=islice(batches(parts.prompts, size=stage.num_prompts, seed=recipe.seed), batches_taken, None),
         chat=parts.chat,
-        sampling=Sampling(max_new_tokens=generation.max_new_tokens, temperature=generation.temperature),
+        sampling=sampling(generation),
         config=stage,
         version=policy.version,
         steps_taken=taken,

@@ -9,8 +9,7 @@ from rl_algorithms.chat import Prompt
 from rl_algorithms.data import DataError, batches
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.rollouts import collect
-from rl_generation import Sampling
-from rl_launcher.building import Parts
+from rl_launcher.building import Parts, sampling
 from rl_launcher.recipe_schema import DPOStage, Recipe
 
 __all__ = ["held_out_pairs", "make_pairs", "pairs_to_train_on"]
@@ -51,12 +50,11 @@ def held_out_pairs(tensors: dict[str, Tensor]) -> dpo.Examples | None:
 
 
 def _sample(prompts: list[Prompt], stage: DPOStage, *, recipe: Recipe, parts: Parts) -> list[dpo.Pair]:
-    generation = recipe.policy.generation
     rollouts = collect(
         prompts,
         group_size=stage.num_generations_per_prompt,
         engine=parts.engine,
-        sampling=Sampling(max_new_tokens=generation.max_new_tokens, temperature=generation.temperature),
+        sampling=sampling(recipe.policy.generation),
         environment=parts.environment,
         chat=parts.chat,
         timer=PhaseTimer(),
