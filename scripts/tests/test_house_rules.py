@@ -52,7 +52,7 @@ def test_paths_of_one_machine_and_registries_are_reported():
         assert len(list(check_text(PATH, f"open('/{directory}/file')"))) == 1
     assert list(check_text(Path("tests/test_x.py"), "setenv('HOME', '/home/ada')")) == []
     assert len(list(check_text(PATH, "--index-url https://" + "pypi" + ".org/simple"))) == 1
-    assert list(check_text(PATH, "packages/work/here, https://example.org/work/page, ~/home/x, a/tmp/b")) == []
+    assert list(check_text(PATH, "packages/home/here, https://example.org/home/page, ~/home/x, a/tmp/b")) == []
 
 
 def test_a_changed_package_needs_a_fragment(root, git):

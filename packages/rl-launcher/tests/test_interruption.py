@@ -106,13 +106,17 @@ def test_an_interrupted_and_resumed_run_is_the_uninterrupted_run_bit_for_bit(
 
 
 def test_a_run_may_be_interrupted_twice(recipe, tmp_path, monkeypatch):
+    took = []
     whole = run(load_recipe(recipe, schema=Recipe, overrides=[f"run_dir={tmp_path}/whole"]))
     for attempt, steps in ((lambda: run(load_recipe(recipe, schema=Recipe)), 2), (lambda: resume(tmp_path / "run"), 5)):
         with monkeypatch.context() as patch:
             stop_after(patch, steps)
             with pytest.raises(RunStoppedError):
                 attempt()
-    assert resume(tmp_path / "run")["held_out_sampled_after"] == whole["held_out_sampled_after"]
+        took.append(json.loads((tmp_path / "run" / "interrupted" / "progress.json").read_text())["wall_s"])
+    summary = resume(tmp_path / "run")
+    assert summary["held_out_sampled_after"] == whole["held_out_sampled_after"]
+    assert 0 < took[0] < took[1] < summary["wall_s"]
 
 
 def test_a_finished_run_has_nothing_to_resume(recipe, tmp_path):
@@ -191,3 +195,14 @@ def test_weights_that_cannot_be_saved_are_not_claimed_to_be(recipe, tmp_path, mo
     assert said.count("No space left on device") == 2
     assert "The weights could NOT be saved" in said
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["tensorboard"]
+
+
+def test_a_report_that_cannot_be_written_takes_nothing_from_a_finished_run(recipe, tmp_path, monkeypatch):
+    def full(_directory):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rl_launcher.running.write_report", full)
+    result = CliRunner().invoke(app, ["run", str(recipe)])
+    assert result.exit_code == 0, result.output
+    assert "not written: [Errno 28] No space left on device" in " ".join(result.stderr.split())
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -103,6 +103,10 @@ def main() -> None:
 def _train(carry_out: Callable[[], dict[str, Any]]) -> None:
     try:
         summary = carry_out()
+        for complaint in summary.get("unwritten", []):
+            Console(stderr=True, highlight=False).print(
+                f"[bold red]not written:[/] {escape(complaint)}", soft_wrap=True
+            )
         print(f"report: {summary['run_dir']}/report.html   model: {summary['run_dir']}/model")
         print(json.dumps(summary))
     except RunStoppedError as error:

@@ -94,15 +94,17 @@ def _carry_out(
             interruption.hold()
             save_model(parts, directory.model)
             shutil.rmtree(directory.interrupted, ignore_errors=True)
+            progress.wall_s += time.perf_counter() - started
         except BaseException as error:  # noqa: BLE001 - becomes a RunStoppedError, once what there is has been saved
             interruption.hold()
+            progress.wall_s += time.perf_counter() - started
             after = None
             exact = not interruption.in_a_step and progress.version == parts.policy.version
             stopped = _stopped(error, directory, parts, progress=progress, exact=exact)
-        progress.wall_s += time.perf_counter() - started
         summary = summarize(recipe, parts, directory, progress=progress, after=after)
         unwritten = _conclude(directory, summary)
     if stopped is not None:
+        stopped.args = ("\n".join([str(stopped), *unwritten]),)
         raise stopped from stopped.__cause__
     return {**summary, "unwritten": unwritten} if unwritten else summary
 
