@@ -167,6 +167,16 @@ def test_a_refused_run_removes_no_folder_of_the_users(recipe, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_column_that_only_some_rows_have_may_be_asked_for(recipe, tmp_path):
+    rows = (tmp_path / "rows.jsonl").read_text().replace(', "answer": "0"', "")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "reward.py").write_text(
+        "def score(completions, answer):\n"
+        "    return [float(a is None) + len(set(c)) / 5 for c, a in zip(completions, answer)]\n"
+    )
+    assert run_recipe(recipe, "sft=null")["reward_errors"] == 0
+
+
 def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
     result = CliRunner().invoke(app, ["explain", str(recipe), "seed=7"])
     assert result.exit_code == 0, result.output

@@ -50,7 +50,7 @@ def build(recipe: Recipe) -> Parts:
     reward = _load_function(recipe.env.reward, wanted="a reward function (env.reward)")
     environment = RewardFunctionEnvironment(reward=reward, on_error=recipe.env.on_error)
     dataset = load_dataset(recipe.data, seed=recipe.seed)
-    environment.check(dataset.train[0].columns)
+    environment.check({name for row in dataset.train for name in row.columns})
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed)
     chat = Chat(tokenizer, prompt_format=recipe.data.prompt_format, stop_token_ids=stop_token_ids(model, tokenizer))
     prompts = [chat.prompt(row) for row in dataset.train]
@@ -64,7 +64,8 @@ def build(recipe: Recipe) -> Parts:
         pad_token_id=chat.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         max_batch_size=recipe.policy.generation.max_batch_size,
         seed=recipe.seed,
-        ready=lambda: sink.check(),  # noqa: PLW0108 - the sink is made from the engine below; no answer from weights that a refit has left torn
+        # No answer from weights that a refit has left torn; the sink is made of the engine, below.
+        ready=lambda: sink.check(),  # noqa: PLW0108
     )
     policy = DTensorBackend(model, recipe.policy.dtensor_cfg)
     sink = ModuleSink(engine.model, on_commit=engine.commit_version)

@@ -105,7 +105,7 @@ def _carry_out(
         unwritten = _conclude(directory, summary)
     if stopped is not None:
         stopped.args = ("\n".join([str(stopped), *unwritten]),)
-        raise stopped from stopped.__cause__
+        raise stopped
     return {**summary, "unwritten": unwritten} if unwritten else summary
 
 
