@@ -11,8 +11,8 @@ from torch import nn
 from rl_parallel_plans.dtensor import submesh
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.plan import ParallelPlan
-from rl_parallel_plans.structure import decoder_layers, matching_modules
-from rl_parallel_plans.ties import retie, tied_names
+from rl_parallel_plans.sharding import shard
+from rl_parallel_plans.structure import decoder_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,22 +39,8 @@ def apply_tensor_parallel(
         )
     plan.check(model)
     if plan.tp > 1:
-        _shard(model, tp_mesh, plan, src_data_rank=src_data_rank)
+        shard(model, tp_mesh, plan.styles, src_data_rank=src_data_rank)
     return model
-
-
-def _shard(model: nn.Module, tp_mesh: "DeviceMesh", plan: ParallelPlan, *, src_data_rank: int | None) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from rl_parallel_plans.styles import keep_gradient_sharded
-
-    ties = tied_names(model)
-    for pattern, style in plan.styles.items():
-        for _, module in matching_modules(model, pattern):
-            parallelize_module(module, tp_mesh, style, src_data_rank=src_data_rank)
-            if isinstance(module, nn.Embedding):
-                keep_gradient_sharded(module)
-    retie(model, ties)
 
 
 def apply_fsdp(

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from rl_parallel_plans.errors import PlanError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from rl_parallel_plans.plan import Asked
 
 CustomPlan = str | Mapping[str, Any] | Callable[..., Any]
 
@@ -23,9 +26,9 @@ def resolve(custom: CustomPlan) -> Mapping[str, Any] | Callable[..., Any]:
     return found
 
 
-def built(plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, tp: int) -> "dict[str, ParallelStyle]":
+def built(plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, asked: "Asked") -> "dict[str, ParallelStyle]":
     """The styles of a mapping, or of what a function returns for `model`; Hugging Face strings are translated."""
-    mapping = plan if isinstance(plan, Mapping) else _called(plan, model, tp=tp)
+    mapping = plan if isinstance(plan, Mapping) else _called(plan, model, asked)
     if not isinstance(mapping, Mapping):
         raise PlanError(f"plan function {plan!r} returned a {type(mapping).__name__}: it must return a mapping")
     return _styles(mapping, model)
@@ -47,9 +50,22 @@ def _styles(mapping: Mapping[str, Any], model: nn.Module) -> "dict[str, Parallel
     return dict(mapping)
 
 
-def _called(function: Callable[..., object], model: nn.Module, *, tp: int) -> object:
-    accepts_tp = "tp" in inspect.signature(function).parameters
-    return function(model, tp=tp) if accepts_tp else function(model)
+def _called(function: Callable[..., object], model: nn.Module, asked: "Asked") -> object:
+    """Pass what the function has a parameter for; refuse to ask for what it cannot hear."""
+    parameters = inspect.signature(function).parameters
+    hears_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    options = {field.name: getattr(asked, field.name) for field in fields(asked)}
+    unheard = [
+        field.name
+        for field in fields(asked)
+        if field.default is not MISSING and options[field.name] != field.default and field.name not in parameters
+    ]
+    if unheard and not hears_all:
+        raise PlanError(
+            f"plan function {function!r} has no parameter {unheard[0]!r}, and {asked} was asked for: give it one, or do "
+            "not ask"
+        )
+    return function(model, **{name: value for name, value in options.items() if hears_all or name in parameters})
 
 
 def _imported(path: str) -> object:

@@ -1,19 +1,31 @@
-"""Find the plan of a model: the caller's, a registered one, the Llama family's, the model's own; or refuse.
+"""Find the plan of a model: the caller's, a registered one, one by its structure, the model's own; or refuse.
 
 The order is fixed, each rule that has no plan says why, and none stands in for another silently: what was passed over
 is part of the plan.
 """
 
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Literal
+
 from torch import nn
 
 from rl_parallel_plans.custom import CustomPlan, built, resolve
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.plan import ParallelPlan, make_plan
+from rl_parallel_plans.plan import Asked, ParallelPlan, make_plan
 from rl_parallel_plans.registry import qualified_name, registered_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def plan_for(
-    model: nn.Module, *, tp: int, sequence_parallel: bool = False, custom: CustomPlan | None = None
+    model: nn.Module,
+    *,
+    tp: int,
+    sequence_parallel: bool = False,
+    output_projections: Literal["rowwise", "colwise"] = "rowwise",
+    custom: CustomPlan | None = None,
+    allow: Collection[str] = (),
 ) -> ParallelPlan:
     """Which rule shards which parameter of `model` over `tp` ranks.
 
@@ -22,46 +34,60 @@ def plan_for(
 
     model: any nn.Module; a Hugging Face model is recognised by its parts or by its own `tp_plan`.
     tp: ranks that one layer is split over. At 1 the plan has no styles, and says so.
+    sequence_parallel: cut the residual stream between the blocks along the sequence (arXiv:2205.05198): less memory
+        for activations, the same bytes sent.
+    output_projections: "colwise" makes o_proj and down_proj column-wise too: no sum is cut over ranks, so that half
+        precision rounds as on one rank, for more communication. Worth it for tp of 4 and above where the log-probabilities
+        of trainer and engine drift apart.
     custom: a mapping of patterns to styles, a function of the model that returns one, or the import path of either
         (`package.module:name`). It goes before every other rule.
+    allow: kinds of problem to list without refusing them, of `rl_parallel_plans.problems.KINDS`.
 
-    Raises PlanError where no rule has a plan, with each rule's reason, and for `sequence_parallel=True`.
+    Raises PlanError where no rule has a plan, with each rule's reason.
     """
     if not isinstance(tp, int) or tp < 1:
         raise PlanError(f"tp is {tp!r}: it must be a whole number of ranks, at least 1")
-    if sequence_parallel:
-        raise PlanError(
-            "sequence_parallel=True is not offered by this version: its plans keep the residual stream whole on every "
-            "tp rank, and sharding it along the sequence needs other plans; pass sequence_parallel=False, and shorten "
-            "the microbatch or recompute activations where they do not fit"
-        )
+    asked = Asked(tp=tp, sequence_parallel=sequence_parallel, output_projections=output_projections)
     brought = resolve(custom) if custom is not None else None
     if tp == 1:
-        return make_plan(model, {}, tp=tp, source="nothing to shard at tp=1", passed_over=())
+        return make_plan(model, {}, asked=asked, source="nothing to shard at tp=1", allow=allow)
     if brought is not None:
         name = custom if isinstance(custom, str) else getattr(custom, "__qualname__", type(custom).__name__)
-        return make_plan(model, built(brought, model, tp=tp), tp=tp, source=f"custom: {name}", passed_over=())
-    return _found(model, tp)
+        return make_plan(model, built(brought, model, asked=asked), asked=asked, source=f"custom: {name}", allow=allow)
+    return _found(model, asked, allow)
 
 
-def _found(model: nn.Module, tp: int) -> ParallelPlan:
-    from rl_parallel_plans.hugging_face import get_hf_tp_plan
-    from rl_parallel_plans.llama_family import llama_family_plan
-
+def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPlan:
     name = qualified_name(type(model))
-    passed_over: tuple[str, ...] = (f"registered: no plan for {name} or a class that it derives from",)
     if (registered := registered_plan(type(model))) is not None:
-        styles = built(registered[1], model, tp=tp)
-        return make_plan(model, styles, tp=tp, source=f"registered: {registered[0]}", passed_over=())
-    for source, builder in (("structure: Llama family", llama_family_plan), ("Hugging Face tp_plan", get_hf_tp_plan)):
+        styles = built(registered[1], model, asked=asked)
+        return make_plan(model, styles, asked=asked, source=f"registered: {registered[0]}", allow=allow)
+    passed_over: tuple[str, ...] = (f"registered: no plan for {name} or a class that it derives from",)
+    for source, builder in (("structure", _by_structure), ("Hugging Face tp_plan", _own_plan)):
         try:
-            styles = builder(model)
+            styles = builder(model, asked)
         except PlanError as refusal:
             passed_over += (f"{source}: {refusal}",)
         else:
-            return make_plan(model, styles, tp=tp, source=source, passed_over=passed_over)
+            return make_plan(model, styles, asked=asked, source=source, passed_over=passed_over, allow=allow)
     reasons = "\n".join(f"  - {reason}" for reason in passed_over)
     raise PlanError(
-        f"no plan for {name} at tp={tp}:\n{reasons}\npass custom= (a mapping of module patterns to parallel styles), "
+        f"no plan for {name} at {asked}:\n{reasons}\npass custom= (a mapping of module patterns to parallel styles), "
         f'register one with @register_plan("{name}"), or use tp=1'
     )
+
+
+def _by_structure(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
+    from rl_parallel_plans.families.decoder import decoder_plan
+
+    return decoder_plan(model, sequence_parallel=asked.sequence_parallel, projections=asked.output_projections)
+
+
+def _own_plan(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
+    from rl_parallel_plans.hugging_face import get_hf_tp_plan
+
+    if asked.sequence_parallel:
+        raise PlanError("a tp_plan keeps the residual stream whole on every rank: it has no sequence parallelism")
+    if asked.output_projections != "rowwise":
+        raise PlanError("a tp_plan says itself how its output projections are sharded: rowwise is all it can be asked")
+    return get_hf_tp_plan(model)

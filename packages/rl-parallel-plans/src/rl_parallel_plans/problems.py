@@ -4,13 +4,22 @@ Needs no mesh and no process group. Each finding is one sentence: what broke, wi
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.placements import in_words, parameter_placements, shards_features
-from rl_parallel_plans.structure import collapsed, head_size, joined, matching_modules
+from rl_parallel_plans.structure import (
+    collapsed,
+    direct_parameters,
+    head_size,
+    joined,
+    matching_modules,
+    output_head,
+    text_layers,
+)
 from rl_parallel_plans.ties import broken_tie, tied_names
 
 if TYPE_CHECKING:
@@ -18,55 +27,96 @@ if TYPE_CHECKING:
 
     Styles = Mapping[str, ParallelStyle]
     Styled = dict[str, ParallelStyle]
+    Found = tuple[str, str]
 
 
-def find_problems(model: nn.Module, styles: "Styles", tp: int) -> list[str]:
+KINDS = {
+    "unmatched_pattern": "a pattern matches no module",
+    "two_patterns": "two patterns match one module",
+    "sharded_already": "parameters are DTensors before the plan is applied",
+    "indivisible": "tp does not divide heads or features",
+    "unsupported_module": "a style meets a module that it cannot shard",
+    "head_norm": "a norm that sees only its rank's heads has a gradient that nothing sums",
+    "broken_tie": "tied parameters are parted",
+    "gathered_lm_head": "every rank would hold full logits",
+    "large_replicated": "a large weight of a decoder layer stays whole on every rank",
+}
+"""What can be wrong with a plan, by the name under which `plan_for(allow=...)` accepts it."""
+
+LARGE = 2**20
+"""Elements of a weight in a decoder layer above which to leave it whole needs the caller's word: 2 MiB in bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with a plan."""
+
+    kind: str
+    """Key of `KINDS`."""
+    message: str
+    """What broke, with its numbers, then what to do."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def find_problems(model: nn.Module, styles: "Styles", tp: int) -> list[Problem]:
     """All problems, in the order in which one would mend them; the same place in every layer counts once."""
     if tp == 1:
-        return [tie] if (tie := broken_tie(model)) else []
-    styled, found = _assign(model, styles)
-    found += _sharded_already(model)
-    found += _features(model, styled, tp)
-    found += _attention(model, styled, tp)
-    found += _ties(model, styled)
-    return list(dict.fromkeys(found))
+        return [Problem(kind="broken_tie", message=tie)] if (tie := broken_tie(model)) else []
+    styled, assigned = _assign(model, styles)
+    found = [
+        *assigned,
+        *_sharded_already(model),
+        *_features(model, styled, tp),
+        *_attention(model, styled, tp),
+        *_ties(model, styled),
+        *_head(model, styled, tp),
+        *_large(model, styled),
+    ]
+    return list(dict.fromkeys(Problem(kind=kind, message=message) for kind, message in found))
 
 
-def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[str]]":
+def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[Found]]":
     styled: Styled = {}
     by: dict[str, str] = {}
-    found = []
+    found: list[Found] = []
     for pattern, style in styles.items():
         matches = matching_modules(model, pattern)
         if not matches:
-            found.append(
+            message = (
                 f"pattern {pattern!r} ({type(style).__name__}) matches no module: correct it or remove it; the model's "
                 f"top modules are {[name for name, _ in model.named_children()]}"
             )
+            found.append(("unmatched_pattern", message))
         for name, _ in matches:
             if name in by:
-                found.append(f"{name} is matched by {by[name]!r} and by {pattern!r}: make the patterns disjoint")
+                both = f"{by[name]!r} and by {pattern!r}"
+                found.append(("two_patterns", f"{collapsed(name)} is matched by {both}: make the patterns disjoint"))
             styled[name], by[name] = style, pattern
     return styled, found
 
 
-def _sharded_already(model: nn.Module) -> list[str]:
+def _sharded_already(model: nn.Module) -> "Iterator[Found]":
     names = [name for name, p in model.named_parameters() if is_dtensor(p)]
-    if not names:
-        return []
-    return [f"{len(names)} parameters are DTensors already, {names[0]} first: shard over tp once, and before FSDP"]
+    if names:
+        already = f"{len(names)} parameters are DTensors already, {names[0]} first"
+        yield "sharded_already", f"{already}: shard over tp once, and before FSDP"
 
 
-def _features(model: nn.Module, styled: "Styled", tp: int) -> Iterator[str]:
+def _features(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     for name, style in styled.items():
         module, where = model.get_submodule(name), collapsed(name)
+        if hasattr(style, "problems"):
+            yield from (("indivisible", f"{where} {problem}") for problem in style.problems(module, tp))
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
             continue
         kind = type(style).__name__
         if not isinstance(module, nn.Linear | nn.Embedding):
-            yield f"{where} is a {type(module).__name__}, and {kind} shards only nn.Linear and nn.Embedding"
+            message = f"{where} is a {type(module).__name__}, and {kind} shards only nn.Linear and nn.Embedding"
+            yield "unsupported_module", message
             continue
         if isinstance(style, ColwiseParallel):
             size = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
@@ -75,10 +125,12 @@ def _features(model: nn.Module, styled: "Styled", tp: int) -> Iterator[str]:
             size = module.in_features if isinstance(module, nn.Linear) else 0
             cut = isinstance(module, nn.Linear) and style.input_layouts[0].is_shard()
         if cut and size % tp:
-            yield f"{where} ({kind}) has {size} features, which tp={tp} does not divide: choose one that does"
+            message = f"{where} ({kind}) has {size} features, which tp={tp} does not divide: choose one that does"
+            yield "indivisible", message
 
 
-def _attention(model: nn.Module, styled: "Styled", tp: int) -> Iterator[str]:
+def _attention(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
+    """What torch's own styles do not know of attention; ours say it themselves."""
     config = getattr(model, "config", None)
     for path, module in model.named_modules():
         children = dict(module.named_children())
@@ -90,34 +142,51 @@ def _attention(model: nn.Module, styled: "Styled", tp: int) -> Iterator[str]:
             if size is None or rows is None:
                 continue
             if (heads := rows // size) % tp:
-                yield (
-                    f"{where}.{child} has {heads} {kind} heads ({rows} rows, {size} a head), which tp={tp} does not "
-                    "divide: choose one that does"
-                )
+                message = f"{where}.{child} has {heads} {kind} heads ({rows} rows, {size} a head), which tp={tp} does not"
+                yield "indivisible", f"{message} divide: choose one that does"
         for child, submodule in children.items():
             if "norm" in child and joined(path, child) not in styled and list(submodule.parameters()):
-                yield (
-                    f"{where}.{child} would see only its rank's heads and nothing would sum its gradient: give it the "
-                    "style 'replicated_with_grad_allreduce'"
-                )
+                message = f"{where}.{child} would see only its rank's heads and nothing would sum its gradient"
+                yield "head_norm", f"{message}: give it the style 'replicated_with_grad_allreduce'"
 
 
-def _ties(model: nn.Module, styled: "Styled") -> Iterator[str]:
+def _ties(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
     for names in tied_names(model):
         ends = {name: _placement(model, styled, name) for name in names}
         if len(set(ends.values())) > 1:
-            yield (
-                f"tied parameters would be placed differently ({', '.join(f'{n}: {p}' for n, p in ends.items())}), "
-                "which parts them: shard both on the same dim or neither"
-            )
+            where = ", ".join(f"{n}: {p}" for n, p in ends.items())
+            message = f"tied parameters would be placed differently ({where}), which parts them"
+            yield "broken_tie", f"{message}: shard both on the same dim or neither"
     if tie := broken_tie(model):
-        yield tie
+        yield "broken_tie", tie
+
+
+def _head(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    head = output_head(model)
+    style = styled.get(head) if head is not None else None
+    if isinstance(style, ColwiseParallel) and not shards_features(style):
+        words = getattr(model.get_submodule(head), "out_features", 0) if head is not None else 0
+        message = f"{head} would gather its output: {words:,} logits a token on every rank, and not {words // tp:,}"
+        yield "gathered_lm_head", f"{message}; use ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
+
+
+def _large(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
+    stack = text_layers(model)
+    if stack is None:
+        return
+    for path, name, parameter in direct_parameters(model):
+        if path.startswith(f"{stack[0]}.") and path not in styled and parameter.ndim > 1 and parameter.numel() >= LARGE:
+            where = collapsed(joined(path, name))
+            message = f"{where} {list(parameter.shape)} is named by no rule and would stay whole on every rank"
+            yield "large_replicated", f"{message}: name it, or accept that by allow=['large_replicated']"
 
 
 def _placement(model: nn.Module, styled: "Styled", name: str) -> str:
     path, _, parameter = name.rpartition(".")
     if path not in styled:
-        return "untouched"
+        return "Replicate"
     placements = parameter_placements(styled[path], model.get_submodule(path)) or {}
     placement = placements.get(parameter)
     return f"unknown under {type(styled[path]).__name__}" if placement is None else in_words(placement)

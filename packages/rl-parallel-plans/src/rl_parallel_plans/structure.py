@@ -46,6 +46,24 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()), default=None)
 
 
+def text_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The stack of decoder layers that stands beside the input embedding, else `decoder_layers`.
+
+    In a model that also sees or hears, the largest list need not be the text's.
+    """
+    embedding = input_embedding(model)
+    if embedding is not None:
+        backbone = embedding.rpartition(".")[0]
+        lists = [
+            (joined(backbone, name), child)
+            for name, child in model.get_submodule(backbone).named_children()
+            if isinstance(child, nn.ModuleList)
+        ]
+        if lists:
+            return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return decoder_layers(model)
+
+
 def output_head(model: nn.Module) -> str | None:
     """Path of the linear layer that makes logits: `get_output_embeddings()`, else a child `lm_head`."""
     head = _embedding(model, "get_output_embeddings")
@@ -53,8 +71,9 @@ def output_head(model: nn.Module) -> str | None:
 
 
 def input_embedding(model: nn.Module) -> str | None:
-    """Path of what `get_input_embeddings()` returns; None where the model has no such method or no embedding."""
-    return _path_of(model, _embedding(model, "get_input_embeddings"))
+    """Path of what `get_input_embeddings()` returns, else of a child `embed_tokens`; None where there is neither."""
+    embedding = _embedding(model, "get_input_embeddings")
+    return _path_of(model, getattr(model, "embed_tokens", None) if embedding is None else embedding)
 
 
 def _embedding(model: nn.Module, method: str) -> nn.Module | None:

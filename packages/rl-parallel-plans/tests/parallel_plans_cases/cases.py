@@ -34,7 +34,24 @@ def gradient_errors(model, reference):
     truth = dict(reference.named_parameters())
     found = dict(model.named_parameters())
     assert found.keys() == truth.keys()
-    return {name: error(parameter.grad, truth[name].grad) for name, parameter in found.items()}
+    return {name: error(ordered(model, name, p.grad), truth[name].grad) for name, p in found.items() if both(p, truth[name])}
+
+
+def both(found, truth):
+    """Whether there is a gradient; that one side alone has it is an error."""
+    assert (found.grad is None) == (truth.grad is None)
+    return truth.grad is not None
+
+
+def ordered(model, name, gradient):
+    """Rows of a fused weight in the order of the unsharded model."""
+    path, _, parameter = name.rpartition(".")
+    order = getattr(model.get_submodule(path), "row_orders", {}).get(parameter)
+    if order is None:
+        return gradient
+    rows = torch.empty_like(whole(gradient))
+    rows[order] = whole(gradient)
+    return rows
 
 
 def is_tied(model):
@@ -48,13 +65,25 @@ def kinds(model):
     )
 
 
-def tp_parity(architecture, *, tied=False, length=9, accumulate=1, checkpointing=False, **changes):
+def tp_parity(
+    architecture,
+    *,
+    tied=False,
+    length=9,
+    accumulate=1,
+    checkpointing=False,
+    sequence_parallel=False,
+    output_projections="rowwise",
+    **changes,
+):
     ids = token_ids(2 * accumulate, length, changes.get("vocab_size", 128))
     reference = tiny(architecture, tied=tied, **changes)
     total_loss(reference, ids).backward()
     model = tiny(architecture, tied=tied, **changes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    plan = plans.plan_for(model, tp=mesh.size())
+    plan = plans.plan_for(
+        model, tp=mesh.size(), sequence_parallel=sequence_parallel, output_projections=output_projections
+    )
     plans.apply_tensor_parallel(model, mesh, plan)
     if checkpointing:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -67,7 +96,9 @@ def tp_parity(architecture, *, tied=False, length=9, accumulate=1, checkpointing
         "logits_error": error(logits, reference(input_ids=ids).logits),
         "gradient_errors": gradient_errors(model, reference),
         "gradients_placed_otherwise": [
-            name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.grad.placements != p.placements
+            name
+            for name, p in model.named_parameters()
+            if p.grad is not None and isinstance(p, DTensor) and p.grad.placements != p.placements
         ],
         "tied": is_tied(model),
         "kinds": kinds(model),
@@ -100,13 +131,13 @@ def frozen_parameters_stay_frozen():
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad == ("norm" in name)]
 
 
-def collectives():
+def collectives(architecture="llama", **asked):
     """How often each collective runs in one layer, forward and backward: three layers less two."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     counts = []
     for num_layers in (2, 3):
-        model = tiny("llama", num_hidden_layers=num_layers)
-        plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2))
+        model = tiny(architecture, num_hidden_layers=num_layers)
+        plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2, **asked))
         with CommDebugMode() as mode:
             total_loss(model, token_ids(2, 5)).backward()
         counts.append(mode.get_total_counts())
@@ -155,14 +186,16 @@ def applied_twice():
     return None
 
 
-def parallel_parity(architecture, shape, *, tied=False, accumulate=1, sync_last_only=False, optimizer_steps=0):
+def parallel_parity(
+    architecture, shape, *, tied=False, accumulate=1, sync_last_only=False, optimizer_steps=0, sequence_parallel=False
+):
     """FSDP and TP together: each dp rank has its rows of the batch, and the gradient is that of the sum over all."""
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "tp"))
     dp = mesh.size(0)
     ids = token_ids(2 * dp * accumulate, 7)
     reference = tiny(architecture, tied=tied)
     model = tiny(architecture, tied=tied)
-    plans.parallelize(model, mesh, plans.plan_for(model, tp=mesh.size(1)))
+    plans.parallelize(model, mesh, plans.plan_for(model, tp=mesh.size(1), sequence_parallel=sequence_parallel))
     optimizers = [
         torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True, weight_decay=0.1) for m in (reference, model)
     ]

@@ -28,7 +28,7 @@ class Ranks:
             self.helper.stdout.close()
 
     def __call__(self, case: str, world: int, **arguments) -> list:
-        """What `cases.<case>(**arguments)` returned on each of `world` ranks."""
+        """What `cases.<case>(**arguments)`, or `<module>.<function>` for "module:function", returned on each rank."""
         if self.helper is None:
             self.helper = self._start()
         self.helper.stdin.write(json.dumps({"case": case, "world": world, "arguments": arguments}) + "\n")

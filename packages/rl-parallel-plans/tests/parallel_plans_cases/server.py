@@ -6,13 +6,15 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from parallel_plans_cases import cases
+import parallel_plans_cases.cases  # noqa: F401 - imported once, before any rank is forked
 
 DEADLINE_S = 60
 
@@ -38,7 +40,7 @@ def _fork(rank: int, home: Path, *, case: str, world: int, arguments: dict) -> i
         dist.init_process_group(
             "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=DEADLINE_S / 2)
         )
-        result = getattr(cases, case)(**arguments)
+        result = _function(case)(**arguments)
         dist.barrier()
         dist.destroy_process_group()
         (home / f"{rank}.json").write_text(json.dumps(result))
@@ -48,6 +50,13 @@ def _fork(rank: int, home: Path, *, case: str, world: int, arguments: dict) -> i
         status = 1
     sys.stderr.flush()
     os._exit(status)
+
+
+def _function(case: str) -> Callable[..., object]:
+    """`function` of `cases`, or `module:function` of another module of this folder."""
+    module, _, name = case.rpartition(":")
+    function: Callable[..., object] = getattr(import_module(f"parallel_plans_cases.{module or 'cases'}"), name)
+    return function
 
 
 def _gathered(children: list[int], home: Path) -> dict:

@@ -1,0 +1,1 @@
+"""Plans for transformers recognised by their parts: one rule for each kind of block, none for each class."""

@@ -1,0 +1,159 @@
+"""Softmax attention, its heads shared out: separate or fused q, k and v, and multi-head latent attention (MLA).
+
+    q_proj k_proj v_proj | qkv_proj     rows by heads             o_proj    columns
+    q_norm k_norm over one head         whole, gradients summed
+                  over all heads        a norm across ranks (OLMo 2)
+                  a weight per head     rows by heads (Cohere)
+    MLA (DeepSeek-V2, arXiv:2405.04434): q_b_proj and kv_b_proj by heads; all that leads to them whole
+    sinks [heads]                       by heads (GPT-OSS)
+"""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from rl_parallel_plans.families.parts import (
+    NotRecognizedError,
+    first_linear,
+    linear,
+    own_parameters,
+    parts,
+    refuse_unknown,
+    replicated_inside,
+)
+from rl_parallel_plans.structure import head_size
+
+if TYPE_CHECKING:
+    from rl_parallel_plans.families.parts import Styles
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
+GATES = ("gate_proj", "g_proj")
+Projections = Literal["rowwise", "colwise"]
+
+
+def attention_block(
+    module: nn.Module, config: object, *, sequence_parallel: bool, projections: Projections
+) -> "Styles | None":
+    """Styles of the block by path inside it; None where it is no attention. NotRecognizedError for unknown parts."""
+    from torch.distributed.tensor import Shard
+
+    from rl_parallel_plans.styles import BlockParallel, LocalHeads, ParameterRule
+
+    config = getattr(module, "config", config)
+    if "kv_b_proj" in parts(module):
+        styles = _latent(module, config)
+    elif linear(module, "q_proj") is not None:
+        styles = _separate(module, config)
+    elif linear(module, "qkv_proj") is not None:
+        styles = _fused(module, config)
+    else:
+        return None
+    styles |= _output(module, projections)
+    own = {name: ParameterRule(placement=Shard(0)) for name in own_parameters(module) if name == "sinks"}
+    styles[""] = BlockParallel(
+        sequence_parallel=sequence_parallel,
+        output="features" if projections == "colwise" else "sum",
+        own=own,
+        local_heads=LocalHeads(),
+    )
+    refuse_unknown(module, styles, kind="attention")
+    return styles
+
+
+def _separate(module: nn.Module, config: Any) -> "Styles":
+    from rl_parallel_plans.styles import BlockColwise
+
+    size = head_size(module, config)
+    if size is None:
+        raise NotRecognizedError("neither self_attn.head_dim nor the model's config says how large a head is")
+    query = linear(module, "q_proj")
+    assert query is not None
+    heads = _query_heads(query, size, config)
+    styles: Styles = {"q_proj": BlockColwise(units=heads, what="query heads")}
+    key_heads = heads
+    for name in ("k_proj", "v_proj"):
+        if (key := linear(module, name)) is not None:
+            key_heads = key.out_features // size
+            styles[name] = BlockColwise(units=key_heads, what="key/value heads")
+    for name in GATES:
+        if (gate := linear(module, name)) is not None:
+            if gate.out_features not in (heads, query.out_features, heads * size):
+                raise NotRecognizedError(f"{name} of its attention has {gate.out_features} rows for {heads} heads")
+            styles[name] = BlockColwise(units=heads, what="query heads")
+    for names, rows, units in ((QUERY_NORMS, heads * size, heads), (KEY_NORMS, key_heads * size, key_heads)):
+        for name in names:
+            if name in parts(module):
+                styles |= _head_norm(module, name, size=size, rows=rows, heads=units)
+    if "attn_sub_norm" in parts(module):  # BitNet normalizes all heads before the output projection
+        styles |= _head_norm(module, "attn_sub_norm", size=-1, rows=heads * size, heads=-1)
+    return styles
+
+
+def _query_heads(query: nn.Linear, size: int, config: Any) -> int:
+    """Heads by the rows of q_proj; by the config where rows hold more than the query (a gate beside it)."""
+    by_rows = query.out_features // size
+    configured = getattr(config, "num_attention_heads", by_rows)
+    return int(configured) if isinstance(configured, int) and by_rows % configured == 0 else by_rows
+
+
+def _head_norm(module: nn.Module, name: str, *, size: int, rows: int, heads: int) -> "Styles":
+    from rl_parallel_plans.styles import BlockColwise, BlockNorm, BlockReplicated
+
+    shapes = {tuple(p.shape) for p in module.get_submodule(name).parameters()}
+    if shapes == {(size,)}:
+        return {name: BlockReplicated()}
+    if shapes == {(rows,)}:
+        return {name: BlockNorm()}
+    if shapes == {(heads, size)}:
+        return {name: BlockColwise(units=heads, what="heads")}
+    raise NotRecognizedError(
+        f"self_attn.{name} has parameters {sorted(shapes)}; known are [{size}] over one head, [{rows}] over all and "
+        f"[{heads}, {size}] for each"
+    )
+
+
+def _fused(module: nn.Module, config: Any) -> "Styles":
+    from rl_parallel_plans.styles import BlockPackedColwise
+
+    size, fused = head_size(module, config), linear(module, "qkv_proj")
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", heads)
+    assert fused is not None
+    if size is None or heads is None or key_heads is None or fused.out_features != (heads + 2 * key_heads) * size:
+        raise NotRecognizedError(
+            f"qkv_proj has {fused.out_features} rows, which are not [q | k | v] of {heads} query and {key_heads} "
+            f"key/value heads of {size}"
+        )
+    units = (heads, key_heads, key_heads)
+    return {"qkv_proj": BlockPackedColwise([n * size for n in units], units=units, what="heads")}
+
+
+def _latent(module: nn.Module, config: Any) -> "Styles":
+    from rl_parallel_plans.styles import BlockColwise
+
+    heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    query = first_linear(module, ("q_b_proj", "q_proj"))
+    if not isinstance(heads, int) or query is None:
+        raise NotRecognizedError("its latent attention has neither q_b_proj nor q_proj, or no num_heads")
+    styles: Styles = {
+        query[0]: BlockColwise(units=heads, what="query heads"),
+        "kv_b_proj": BlockColwise(units=heads, what="key/value heads"),
+    }
+    for name in ("q_a_proj", "q_a_layernorm", "q_a_norm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_a_norm"):
+        if name in parts(module):
+            styles |= replicated_inside(module, name)
+    return styles
+
+
+def _output(module: nn.Module, projections: Projections) -> "Styles":
+    from rl_parallel_plans.styles import BlockGatheredColwise, BlockRowwise
+
+    found = first_linear(module, OUTPUTS)
+    if found is None:
+        raise NotRecognizedError(f"its attention ({type(module).__name__}) has no output projection among {OUTPUTS}")
+    name, projection = found
+    if projections == "colwise":
+        return {name: BlockGatheredColwise(units=projection.out_features)}
+    return {name: BlockRowwise()}

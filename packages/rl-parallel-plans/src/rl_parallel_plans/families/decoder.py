@@ -1,0 +1,145 @@
+"""The plan of a decoder, from its parts: embedding, layers, final norm, lm_head, and whatever stands beside them.
+
+    embedding     words shared out
+    layers.*      blocks (attention, feed-forward, mixture of experts) sharded inside;
+                  norms and small layers between them whole, or each rank on its part of the sequence
+    norm          whole; with sequence parallelism the end of the cut residual stream
+    lm_head       words shared out; its output is a DTensor Shard(-1), full logits never exist on a rank
+
+Every parameter of a layer must be of a known block: a plan that is nearly right is wrong. What stands outside of the
+text decoder (a vision tower, a projector) stays whole. A layer costs two collectives forward and two backward, four and
+four with sequence parallelism.
+"""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rl_parallel_plans.families.attention import Projections, attention_block
+from rl_parallel_plans.families.mlp import mixture_block, mlp_block
+from rl_parallel_plans.families.parts import NotRecognizedError, own_parameters, parts
+from rl_parallel_plans.structure import input_embedding, joined, output_head, text_layers
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from rl_parallel_plans.families.parts import Styles
+
+FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm")
+
+
+def decoder_plan(
+    model: nn.Module, *, sequence_parallel: bool = False, projections: Projections = "rowwise"
+) -> "dict[str, ParallelStyle]":
+    """Pattern of module names to style; NotRecognizedError with the part that no rule knows."""
+    stack = text_layers(model)
+    if stack is None:
+        raise NotRecognizedError("it holds no nn.ModuleList of decoder layers")
+    path, layers = stack
+    config = text_config(model)
+    by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
+    for index, layer in layers.named_children():
+        styles = layer_styles(layer, config, sequence_parallel=sequence_parallel, projections=projections)
+        for inside, style in styles.items():
+            by_pattern[joined(f"{path}.*", inside)].append((f"{path}.{index}.{inside}", style))
+    return {
+        **_embedding(model),
+        **({f"{path}.0": _split_sequence()} if sequence_parallel else {}),
+        **_merged(by_pattern),
+        **_final_norm(model, path.rpartition(".")[0], sequence_parallel=sequence_parallel),
+        **_head(model),
+    }
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the text decoder, which in a model of several modalities is a part of the model's."""
+    config = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    return config if get_text_config is None else get_text_config()
+
+
+def layer_styles(layer: nn.Module, config: object, *, sequence_parallel: bool, projections: Projections) -> "Styles":
+    """Styles of one decoder layer by path inside it."""
+    if own := own_parameters(layer):
+        raise NotRecognizedError(f"its {type(layer).__name__} itself holds parameters {sorted(own)}")
+    styles: Styles = {}
+    for name, child in parts(layer).items():
+        found = (
+            mixture_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
+            or attention_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
+            or mlp_block(child, sequence_parallel=sequence_parallel, projections=projections)
+            or _between_blocks(child, sequence_parallel=sequence_parallel)
+        )
+        if found is None:
+            raise NotRecognizedError(
+                f"{type(layer).__name__}.{name} is a {type(child).__name__} with the parts {sorted(parts(child))}, "
+                "which no rule knows"
+            )
+        styles |= {joined(name, path) if path else name: style for path, style in found.items()}
+    return styles
+
+
+def _between_blocks(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None":
+    """A norm or a linear layer between blocks, which treats each position by itself."""
+    from rl_parallel_plans.styles import ReplicatedParallel, SequenceShardedParallel
+
+    vectors = all(p.ndim <= 1 for p in own_parameters(module).values())
+    if parts(module) or not (vectors or isinstance(module, nn.Linear)):
+        return None
+    return {"": SequenceShardedParallel() if sequence_parallel else ReplicatedParallel()}
+
+
+def _merged(by_pattern: "dict[str, list[tuple[str, ParallelStyle]]]") -> "Styles":
+    """One pattern for the same place in every layer, unless its style differs from layer to layer."""
+    styles: Styles = {}
+    for pattern, found in by_pattern.items():
+        if len({repr(style) for _, style in found}) == 1:
+            styles[pattern] = found[0][1]
+        else:
+            styles |= dict(found)
+    return styles
+
+
+def _split_sequence() -> "ParallelStyle":
+    from rl_parallel_plans.styles import SplitSequence
+
+    return SplitSequence()
+
+
+def _embedding(model: nn.Module) -> "Styles":
+    from rl_parallel_plans.styles import VocabularyParallelEmbedding
+
+    path = input_embedding(model)
+    if path is None or not isinstance(embedding := model.get_submodule(path), nn.Embedding):
+        raise NotRecognizedError("it has no input embedding that is an nn.Embedding")
+    if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
+        raise NotRecognizedError(f"{path} has max_norm, sparse or scale_grad_by_freq, which need all words on one rank")
+    return {path: VocabularyParallelEmbedding()}
+
+
+def _final_norm(model: nn.Module, backbone: str, *, sequence_parallel: bool) -> "Styles":
+    from rl_parallel_plans.styles import ReplicatedParallel, SequenceShardedParallel
+
+    children = parts(model.get_submodule(backbone))
+    names = [name for name in FINAL_NORMS if name in children]
+    if len(names) != 1:
+        if sequence_parallel:
+            raise NotRecognizedError(f"{backbone} has no one norm after its layers, but {names}")
+        return {}
+    style = SequenceShardedParallel(gather=True) if sequence_parallel else ReplicatedParallel()
+    return {joined(backbone, names[0]): style}
+
+
+def _head(model: nn.Module) -> "Styles":
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    path = output_head(model)
+    if path is None:
+        return {}
+    if not isinstance(head := model.get_submodule(path), nn.Linear):
+        raise NotRecognizedError(f"its output head {path} is a {type(head).__name__} and not an nn.Linear")
+    return {path: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+
+

@@ -1,0 +1,64 @@
+"""Carry out a plan's styles on a model, module by module, and keep its ties.
+
+Parameters that no pattern names become whole DTensors too, so that everything lies on one mesh: optimizers that fuse
+parameters, and torch's own gradient norm, take no mixture.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.structure import matching_modules
+from rl_parallel_plans.ties import retie, tied_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def shard(
+    model: nn.Module, tp_mesh: "DeviceMesh", styles: "Mapping[str, ParallelStyle]", *, src_data_rank: int | None
+) -> None:
+    """Apply `styles`, then keep whole what they leave out. The plan has been checked."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    ties = tied_names(model)
+    for pattern, style in styles.items():
+        for _, module in matching_modules(model, pattern):
+            parallelize_module(module, tp_mesh, style, src_data_rank=src_data_rank)
+    retie(model, ties)
+    _replicate_the_rest(model, tp_mesh, src_data_rank=src_data_rank)
+    retie(model, ties)
+
+
+def _replicate_the_rest(model: nn.Module, tp_mesh: "DeviceMesh", *, src_data_rank: int | None) -> None:
+    from rl_parallel_plans.styles.local_parameters import REPLICATED, place_parameters
+
+    rest = []
+    for module in list(model.modules()):
+        names = [name for name, p in module.named_parameters(recurse=False) if not is_dtensor(p)]
+        if names:
+            place_parameters(module, tp_mesh, dict.fromkeys(names, REPLICATED), src_data_rank=src_data_rank)
+            rest.append((module, names))
+    if rest:
+        # A parent may read a child's weight without calling the child (interpolated position embeddings).
+        model.register_forward_pre_hook(partial(_shadow_all, rest=rest))
+        model.register_forward_hook(partial(_unshadow_all, rest=rest), always_call=True)
+
+
+def _shadow_all(_model: nn.Module, _args: object, *, rest: list[tuple[nn.Module, list[str]]]) -> None:
+    from rl_parallel_plans.styles.local_parameters import REPLICATED, shadow
+
+    for module, names in rest:
+        shadow(module, (), rules=dict.fromkeys(names, REPLICATED))
+
+
+def _unshadow_all(_model: nn.Module, _args: object, _output: object, *, rest: list[tuple[nn.Module, list[str]]]) -> None:
+    from rl_parallel_plans.styles.local_parameters import unshadow
+
+    for module, _ in rest:
+        unshadow(module, (), None)

@@ -1,0 +1,37 @@
+"""Parallel styles that torch lacks: blocks of a decoder layer, what is inside them, and what is outside.
+
+Importing it imports `torch.distributed.tensor`; nothing does before a plan with tp > 1 is asked for.
+"""
+
+from rl_parallel_plans.styles.blocks import BlockParallel, SplitSequence
+from rl_parallel_plans.styles.in_block import (
+    BlockColwise,
+    BlockExperts,
+    BlockGatheredColwise,
+    BlockNorm,
+    BlockPackedColwise,
+    BlockReplicated,
+    BlockRowwise,
+)
+from rl_parallel_plans.styles.local_heads import LocalHeads
+from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.styles.replicated import ReplicatedParallel, SequenceShardedParallel
+from rl_parallel_plans.styles.vocabulary_parallel import VocabularyParallelEmbedding
+
+__all__ = [
+    "BlockColwise",
+    "BlockExperts",
+    "BlockGatheredColwise",
+    "BlockNorm",
+    "BlockPackedColwise",
+    "BlockParallel",
+    "BlockReplicated",
+    "BlockRowwise",
+    "LocalHeads",
+    "LocalParameters",
+    "ParameterRule",
+    "ReplicatedParallel",
+    "SequenceShardedParallel",
+    "SplitSequence",
+    "VocabularyParallelEmbedding",
+]

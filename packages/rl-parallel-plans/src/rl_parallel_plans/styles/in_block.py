@@ -1,0 +1,201 @@
+"""Parallel styles of the modules inside a block, where every rank computes on plain tensors with its own part.
+
+None of them communicates, but for `BlockNorm` and `BlockGatheredColwise`, which need what other ranks hold: the borders
+of the block do it for all (`blocks`). Weights are those of nn.Linear, [out, in], unless a style says otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL, LocalParameters, ParameterRule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """Names of the module's own parameters."""
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+class BlockColwise(LocalParameters):
+    """A linear layer whose output features are shared out, `units` indivisible ones (heads, say) over the ranks.
+
+    Also fits whatever else has one row of each parameter per output feature: a norm with a weight for each head.
+    """
+
+    def __init__(self, *, units: int, what: str = "output features") -> None:
+        super().__init__()
+        self.units, self.what = units, what
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Rows: weight and bias on dim 0."""
+        return {name: ParameterRule(placement=Shard(0)) for name in own_names(module)}
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Units that tp does not divide."""
+        if self.units % tp == 0:
+            return []
+        rows = next(iter(module.parameters())).shape[0]
+        size = f"{rows} rows, {rows // max(self.units, 1)} each"
+        return [f"has {self.units} {self.what} ({size}), which tp={tp} does not divide: choose one that does"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.units} {self.what})"
+
+
+class BlockRowwise(LocalParameters):
+    """A linear layer whose input features are shared out: its output is one term of a sum; rank 0 adds the bias."""
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Columns of the weight; the bias whole."""
+        bias = ParameterRule(placement=Replicate(), first_rank_only=True)
+        return {name: bias if name == "bias" else ParameterRule(placement=Shard(1)) for name in own_names(module)}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class BlockReplicated(LocalParameters):
+    """A module that every rank runs whole on the way to its own heads or features: a router, the norm over a head."""
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Everything whole, its gradient a sum."""
+        return dict.fromkeys(own_names(module), REPLICATED_PARTIAL)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class BlockPackedColwise(BlockColwise):
+    """A fused linear layer, [q | k | v] or [gate | up], each segment shared out.
+
+    sizes: rows of each segment. units: indivisible units of each.
+    Rows are put in the order q_0 k_0 v_0 q_1 k_1 v_1 ..., and the weight is Shard(0) in that order; export puts them back.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, units: Sequence[int], what: str = "output features") -> None:
+        super().__init__(units=min(units), what=what)
+        self.sizes, self.all_units = tuple(sizes), tuple(units)
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Rows, in the order of the ranks."""
+        return {name: ParameterRule(placement=Shard(0), row_order=self.row_order) for name in own_names(module)}
+
+    def row_order(self, tp: int) -> Tensor:
+        """Index [rows] of the row of the fused weight that stands at each place of the sharded one."""
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        segments = [torch.arange(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
+        return torch.cat([s.chunk(tp)[rank] for rank in range(tp) for s in segments])
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Segments that tp does not divide."""
+        if sum(self.sizes) != (rows := next(iter(module.parameters())).shape[0]):
+            return [f"has {rows} rows and its segments {list(self.sizes)} are {sum(self.sizes)}: its layout is unknown"]
+        bad = [units for units in self.all_units if units % tp]
+        return [
+            f"has {units} {self.what} in a segment, which tp={tp} does not divide: choose one that does"
+            for units in bad[:1]
+        ]
+
+
+class BlockExperts(LocalParameters):
+    """Stacked experts, [experts, ...] in each parameter, their intermediate features shared out.
+
+    transposed: weights are [experts, in, out] (GPT-OSS, Llama 4) and not [experts, out, in].
+    interleaved: gate and up alternate along the fused dim (GPT-OSS) instead of following one another.
+    intermediate_size: features of one expert between its two layers.
+    """
+
+    def __init__(self, *, intermediate_size: int, transposed: bool = False, interleaved: bool = False) -> None:
+        super().__init__()
+        self.intermediate_size, self.transposed, self.interleaved = intermediate_size, transposed, interleaved
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """By name: gate_up and up over their output features, down over its input features."""
+        return {name: self._rule(name, parameter.ndim) for name, parameter in module.named_parameters(recurse=False)}
+
+    def _rule(self, name: str, ndim: int) -> ParameterRule:
+        bias = name.endswith("bias")
+        if name.startswith("down"):
+            if bias:
+                return ParameterRule(placement=Replicate(), first_rank_only=True)
+            return ParameterRule(placement=Shard(ndim - 2 if self.transposed else ndim - 1))
+        dim = ndim - 1 if self.transposed or bias else ndim - 2
+        if name.startswith("gate_up") and not self.interleaved:
+            return ParameterRule(placement=_StridedShard(dim, split_factor=2))
+        return ParameterRule(placement=Shard(dim))
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Intermediate features that tp does not divide."""
+        del module
+        if self.intermediate_size % tp == 0:
+            return []
+        size = self.intermediate_size
+        return [f"has {size} intermediate features an expert, which tp={tp} does not divide: choose one that does"]
+
+    def __repr__(self) -> str:
+        layout = [name for name in ("transposed", "interleaved") if getattr(self, name)]
+        return f"{type(self).__name__}({', '.join(f'{name}=True' for name in layout)})"
+
+
+class BlockNorm(LocalParameters):
+    """A norm over features that are themselves shared out (OLMo 2's q_norm over all heads at once).
+
+    Each rank has its features of the weight and of the input; the mean costs one all-reduce of [B, S, 1] each way.
+    """
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """The features of this rank."""
+        return {name: ParameterRule(placement=Shard(0)) for name in own_names(module)}
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Features that tp does not divide."""
+        size = next(iter(module.parameters())).shape[0]
+        return [] if size % tp == 0 else [f"spans {size} features, which tp={tp} does not divide: choose one that does"]
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        for name, rule in self.rules(module).items():
+            old = module.get_parameter(name)
+            new = distribute_tensor(old.detach(), device_mesh, [rule.placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
+        module.register_forward_pre_hook(partial(_features_in, mesh=device_mesh))
+        module.register_forward_hook(_features_out)
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class BlockGatheredColwise(BlockColwise):
+    """An output projection by columns: gathers its input features and makes a slice of the output's.
+
+    No sum is cut over ranks, so that its rounding is that of one rank, at the price of more communication.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.register_forward_pre_hook(partial(_gather_features, mesh=device_mesh))
+        return module
+
+
+def _features_in(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:
+    hidden, *others = args
+    return (DTensor.from_local(hidden, mesh, [Shard(hidden.ndim - 1)], run_check=False), *others)
+
+
+def _features_out(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    return output.to_local() if is_dtensor(output) else output
+
+
+def _gather_features(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:
+    hidden, *others = args
+    features = DTensor.from_local(hidden, mesh, [Shard(hidden.ndim - 1)], run_check=False)
+    return (features.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *others)

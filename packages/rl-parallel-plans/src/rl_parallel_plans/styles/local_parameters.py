@@ -1,0 +1,118 @@
+"""Parameters that are DTensors on the mesh and plain tensors inside the forward of their module.
+
+A style says by a `ParameterRule` for each parameter how it is cut and what this rank's gradient is a piece of. Around
+each forward, hooks put the local tensor in place of the DTensor; autograd wraps its gradient back. Nothing inside the
+module dispatches through DTensor, so any code runs there, custom kernels included.
+
+A parameter that every rank holds whole while each computes with its own share of the heads has a Partial gradient: this
+rank's is one term of the sum. `partial_gradients` completes it at the end of each backward; under FSDP2, FSDP does.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.styles.partial_gradients import complete_after_backward
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+RowOrder = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRule:
+    """How one parameter lies on the tp mesh."""
+
+    placement: Placement
+    """`Shard(d)`, `_StridedShard` or `Replicate()`."""
+    partial_gradient: bool = False
+    """Whether a whole parameter's gradient on this rank is one term of a sum over ranks."""
+    first_rank_only: bool = False
+    """Whether only the first rank computes with it: a bias that is added before outputs are summed over ranks."""
+    row_order: RowOrder | None = None
+    """tp to the order [rows] that puts rank 0's rows first, then rank 1's: for fused weights. None keeps the order."""
+
+    @property
+    def gradient(self) -> Placement:
+        """What this rank's gradient is a piece of."""
+        return Partial() if self.partial_gradient or self.first_rank_only else self.placement
+
+
+class LocalParameters(ParallelStyle):
+    """Base of the styles whose module computes on plain tensors with its own part of each parameter."""
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """The rule of each of the module's own parameters."""
+        raise AssertionError(f"{type(self).__name__} says how it places parameters")
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """The placement of each of the module's own parameters."""
+        return {name: rule.placement for name, rule in self.rules(module).items()}
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:  # noqa: ARG002 - for those that have some
+        """Why this style does not fit this module at this tp: each a sentence that goes on after the module's name."""
+        return []
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        place_parameters(module, device_mesh, self.rules(module), src_data_rank=self.src_data_rank)
+        return module
+
+
+def place_parameters(
+    module: nn.Module, mesh: "DeviceMesh", rules: Mapping[str, ParameterRule], *, src_data_rank: int | None
+) -> None:
+    """Make the module's own parameters DTensors by `rules`, and local tensors inside its forward."""
+    if not rules:
+        return
+    for name, rule in rules.items():
+        old = module.get_parameter(name)
+        data = old.detach()
+        if rule.row_order is not None:
+            order = rule.row_order(mesh.size())
+            data = data[order.to(data.device)]
+            module.__dict__.setdefault("row_orders", {})[name] = order
+        # A piece of its own memory: a whole copy of `data` must not stay alive behind it.
+        new = nn.Parameter(distribute_tensor(data, mesh, [rule.placement], src_data_rank=src_data_rank))
+        module.register_parameter(name, new.requires_grad_(old.requires_grad))
+        if rule.gradient.is_partial():
+            complete_after_backward(new)
+    module.register_forward_pre_hook(partial(shadow, rules=dict(rules)))
+    module.register_forward_hook(unshadow, always_call=True)
+
+
+def shadow(module: nn.Module, _args: object, *, rules: Mapping[str, ParameterRule]) -> None:
+    """Put local tensors in the place of the parameters that FSDP, where it is, has gathered."""
+    # An entry of the instance's __dict__ hides the parameter of the same name, which stays registered.
+    names = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in rules and name not in module.__dict__ and is_dtensor(parameter) and parameter.device_mesh.ndim == 1:
+            module.__dict__[name] = local_of(parameter, rules[name])
+            names.append(name)
+    module.__dict__.setdefault("shadowed", []).append(names)
+
+
+def unshadow(module: nn.Module, _args: object, _output: object) -> None:
+    """Undo the last `shadow`, which may be inside of another."""
+    shadowed: list[list[str]] = module.__dict__.get("shadowed", [])
+    for name in shadowed.pop() if shadowed else ():
+        module.__dict__.pop(name, None)
+
+
+def local_of(parameter: DTensor, rule: ParameterRule) -> Tensor:
+    """This rank's part, whose gradient autograd places as the rule says."""
+    local = parameter.to_local(grad_placements=[rule.gradient])
+    if rule.first_rank_only and parameter.device_mesh.get_local_rank():
+        return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
+    return local
+
+
+REPLICATED = ParameterRule(placement=Replicate())
+REPLICATED_PARTIAL = ParameterRule(placement=Replicate(), partial_gradient=True)

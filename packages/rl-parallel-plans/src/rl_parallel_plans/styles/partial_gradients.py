@@ -1,0 +1,69 @@
+"""Gradients that each rank holds one term of, completed by one all-reduce at the end of each backward.
+
+Autograd leaves such a gradient as DTensor(Partial). All of one backward are flattened together, summed over the mesh
+and put back as DTensor(Replicate), so that `.grad` is right whenever nobody is in the middle of a backward; what is
+accumulated later adds to it. Under FSDP2 the parameters here are not the registered ones, and FSDP completes them itself.
+"""
+
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor, Replicate
+
+from rl_parallel_plans.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_numbers = itertools.count()
+_lock = threading.Lock()
+_pending: dict[int, dict[int, Tensor]] = {}
+"""Parameters by their number, by the backward that has reached them."""
+
+
+def complete_after_backward(parameter: nn.Parameter) -> None:
+    """Complete the Partial gradient of `parameter` at the end of every backward that reaches it."""
+    number = next(_numbers)  # the same on every rank, since all apply one plan: the order of the sum
+
+    def note(reached: Tensor) -> None:
+        gradient = reached.grad
+        if gradient is None or not is_dtensor(gradient) or not gradient.placements[0].is_partial():
+            return
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - no public one
+        with _lock:
+            if backward not in _pending:
+                _pending.clear()  # left by a backward that raised
+                _pending[backward] = {}
+                Variable._execution_engine.queue_callback(lambda: _complete(backward))  # noqa: SLF001 - no public one
+            _pending[backward][number] = reached
+
+    parameter.register_post_accumulate_grad_hook(note)
+
+
+def _complete(backward: int) -> None:
+    with _lock:
+        reached = _pending.pop(backward, {})
+    groups: dict[tuple[DeviceMesh, torch.dtype, torch.device], list[Tensor]] = {}
+    for _, parameter in sorted(reached.items()):
+        gradient = parameter.grad
+        assert gradient is not None
+        assert is_dtensor(gradient)
+        groups.setdefault((gradient.device_mesh, gradient.dtype, gradient.device), []).append(parameter)
+    for (mesh, _, _), parameters in groups.items():
+        _sum_over(mesh, parameters)
+
+
+@torch.no_grad()
+def _sum_over(mesh: "DeviceMesh", parameters: Iterable[Tensor]) -> None:
+    gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=mesh.get_group())
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
+        parameter.grad = DTensor.from_local(piece.view_as(gradient), mesh, [Replicate()], run_check=False)

@@ -1,0 +1,61 @@
+"""An embedding whose words are shared out: each rank looks up its own, and the sum over ranks has them all.
+
+torch's row-wise embedding (2.13) makes the gradient of all words on every rank; here it is cut as the weight is. A
+padding word is one on the rank that holds it and on no other.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.vocabulary import VocabularySlice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class VocabularyParallelEmbedding(LocalParameters):
+    """An nn.Embedding with its rows shared out; any number of words."""
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """The rows of this rank."""
+        del module
+        return {"weight": ParameterRule(placement=Shard(0))}
+
+    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+        """One all-reduce forward."""
+        return {"all_reduce": 1}, {}
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        weight = module.get_parameter("weight")
+        assert is_dtensor(weight)
+        total, local = weight.shape[0], weight.to_local().shape[0]
+        start = min(total, device_mesh.get_local_rank() * -(-total // device_mesh.size()))
+        where = VocabularySlice(start=start, size=local, total=total, group=None)
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            module.padding_idx = padding - start if start <= padding < start + local else None  # type: ignore[assignment]
+        module.register_forward_pre_hook(partial(_local_words, where=where))
+        module.register_forward_hook(partial(_all_words, mesh=device_mesh))
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def _local_words(module: nn.Module, args: tuple[Any, ...], *, where: VocabularySlice) -> tuple[Any, ...]:
+    words, *others = args
+    index, mine = where.owned(words)
+    module.__dict__["own_words"] = mine
+    return (index, *others)
+
+
+def _all_words(module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh") -> Tensor:
+    own = output * module.__dict__.pop("own_words")[..., None].to(output.dtype)
+    return DTensor.from_local(own, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
