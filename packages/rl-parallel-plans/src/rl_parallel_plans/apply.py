@@ -1,88 +1,28 @@
-"""Do to a model what a plan says: tensor parallelism first, then FSDP2 around it.
+"""Everything that training on a mesh does to a model, in the order that works.
 
-Both change the model in place and return it. Neither moves it to a device, loads weights or makes a process group.
+    expert parallelism, tensor parallelism, activation checkpointing, FSDP
+
+Each is usable by itself; a trainer that owns its FSDP takes all but the last. The model changes in place.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from rl_parallel_plans.dtensor import submesh
-from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from rl_parallel_plans.expert_parallel import apply_expert_parallel
+from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
+from rl_parallel_plans.fsdp import apply_fsdp, fsdp_layout
 from rl_parallel_plans.plan import ParallelPlan
-from rl_parallel_plans.sharding import shard
-from rl_parallel_plans.structure import decoder_layers
+from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import OffloadPolicy
 
-
-def apply_tensor_parallel(
-    model: nn.Module, mesh: "DeviceMesh", plan: ParallelPlan, *, tp_axis: str = "tp", src_data_rank: int | None = 0
-) -> nn.Module:
-    """Shard `model` over the axis `tp_axis` of `mesh` as `plan` says, and keep its tied parameters tied.
-
-    src_data_rank: the rank of the tp group whose weights all take; None where every rank holds the same weights
-        already, which saves sending them.
-
-    At tp=1 the model stays as it is. Raises PlanError where the axis is missing or has another size than the plan's
-    tp, and, before any weight is touched, for every problem of the plan with the model.
-    """
-    if plan.tp == 1 and tp_axis not in (mesh.mesh_dim_names or ()):
-        return model
-    tp_mesh = submesh(mesh, tp_axis)
-    if tp_mesh.size() != plan.tp:
-        raise PlanError(
-            f"the plan is for tp={plan.tp} and axis {tp_axis!r} of the mesh has {tp_mesh.size()} ranks: call plan_for "
-            f"with tp={tp_mesh.size()} or make a mesh whose {tp_axis!r} axis is {plan.tp}"
-        )
-    plan.check(model)
-    if plan.tp > 1:
-        shard(model, tp_mesh, plan.styles, src_data_rank=src_data_rank)
-    return model
-
-
-def apply_fsdp(
-    model: nn.Module,
-    mesh: "DeviceMesh",
-    *,
-    dp_axis: str = "dp",
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
-) -> nn.Module:
-    """Shard every parameter over the axis `dp_axis` of `mesh` with FSDP2: each decoder layer a unit, then the rest.
-
-    Gradients are SUMMED over the axis and not averaged, at every size of it: the loss divides by the step's global
-    count, and then no result depends on the number of ranks.
-
-    param_dtype: dtype of the gathered parameters, hence of the forward; the sharded ones keep their own.
-    reduce_dtype: dtype of the gradient reduction; None reduces in `param_dtype`.
-    reshard_after_forward: free a layer's gathered parameters after its forward and gather them again in backward. The
-        last unit (embedding, final norm, lm_head) keeps them, since its backward comes first.
-
-    `type(model)` becomes a subclass made by FSDP. Raises PlanError where the axis or the layers cannot be found, or
-    the model is under FSDP already.
-    """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    dp_mesh = submesh(mesh, dp_axis)
-    stack = decoder_layers(model)
-    if stack is None:
-        raise PlanError(f"{type(model).__name__} holds no nn.ModuleList of layers to shard one by one: use fully_shard")
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise PlanError(f"{type(model).__name__} is under FSDP already: apply it once")
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for layer in stack[1]:
-        fully_shard(layer, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # A divisor of 1 alone asks the communication library for a scaled sum, which gloo does not have.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return model
+__all__ = ["apply_activation_checkpointing", "apply_expert_parallel", "apply_fsdp", "apply_tensor_parallel", "parallelize"]
 
 
 def parallelize(
@@ -91,23 +31,46 @@ def parallelize(
     plan: ParallelPlan,
     *,
     tp_axis: str = "tp",
-    dp_axis: str = "dp",
+    ep_axis: str = "ep",
+    dp_axis: str | tuple[str, ...] = "dp",
+    dp_replicate_axis: str | None = None,
     src_data_rank: int | None = 0,
+    activation_checkpointing: ActivationCheckpointing | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
+    output_dtype: torch.dtype | None = None,
+    fp32_parameters: Sequence[str] = FP32_PARAMETERS,
+    offload_policy: "OffloadPolicy | None" = None,
+    reshard_after_forward: bool | int = True,
 ) -> nn.Module:
-    """`apply_tensor_parallel`, then `apply_fsdp`, with their arguments and errors.
+    """`apply_expert_parallel`, `apply_tensor_parallel`, `apply_activation_checkpointing`, `apply_fsdp`, in this order.
 
-    `mesh` has the axis `dp_axis`, and `tp_axis` too where `plan.tp` is above 1; an axis of one rank is well.
+    Arguments and errors are theirs.
+    `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is above 1; an axis of one rank is well. What FSDP
+    would refuse is refused before tensor parallelism has changed anything.
     """
-    submesh(mesh, dp_axis)  # refuse before anything has changed
+    fsdp_layout(
+        model,
+        mesh,
+        dp_axis=dp_axis,
+        dp_replicate_axis=dp_replicate_axis,
+        fp32=kept_in_fp32(model, param_dtype, fp32_parameters),
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+    )
+    apply_expert_parallel(model, mesh, plan, ep_axis=ep_axis, tp_axis=tp_axis, src_data_rank=src_data_rank)
     apply_tensor_parallel(model, mesh, plan, tp_axis=tp_axis, src_data_rank=src_data_rank)
+    if activation_checkpointing is not None:
+        apply_activation_checkpointing(model, activation_checkpointing)
     return apply_fsdp(
         model,
         mesh,
         dp_axis=dp_axis,
+        dp_replicate_axis=dp_replicate_axis,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
+        output_dtype=output_dtype,
+        fp32_parameters=fp32_parameters,
+        offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
     )

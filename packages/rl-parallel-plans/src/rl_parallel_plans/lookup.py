@@ -11,6 +11,7 @@ from torch import nn
 
 from rl_parallel_plans.custom import CustomPlan, built, resolve
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.expert_parallel import with_expert_parallel
 from rl_parallel_plans.plan import Asked, ParallelPlan, make_plan
 from rl_parallel_plans.registry import qualified_name, registered_plan
 
@@ -24,6 +25,7 @@ def plan_for(
     tp: int,
     sequence_parallel: bool = False,
     output_projections: Literal["rowwise", "colwise"] = "rowwise",
+    ep: int = 1,
     custom: CustomPlan | None = None,
     allow: Collection[str] = (),
 ) -> ParallelPlan:
@@ -39,17 +41,20 @@ def plan_for(
     output_projections: "colwise" makes o_proj and down_proj column-wise too: no sum is cut over ranks, so that half
         precision rounds as on one rank, for more communication. Worth it for tp of 4 and above where the log-probabilities
         of trainer and engine drift apart.
+    ep: ranks that the experts of a mixture are shared out over; above 1, tokens travel to their experts and back
+        (`apply_expert_parallel`).
     custom: a mapping of patterns to styles, a function of the model that returns one, or the import path of either
         (`package.module:name`). It goes before every other rule.
     allow: kinds of problem to list without refusing them, of `rl_parallel_plans.problems.KINDS`.
 
     Raises PlanError where no rule has a plan, with each rule's reason.
     """
-    if not isinstance(tp, int) or tp < 1:
-        raise PlanError(f"tp is {tp!r}: it must be a whole number of ranks, at least 1")
-    asked = Asked(tp=tp, sequence_parallel=sequence_parallel, output_projections=output_projections)
+    for name, ranks in (("tp", tp), ("ep", ep)):
+        if not isinstance(ranks, int) or ranks < 1:
+            raise PlanError(f"{name} is {ranks!r}: it must be a whole number of ranks, at least 1")
+    asked = Asked(tp=tp, sequence_parallel=sequence_parallel, output_projections=output_projections, ep=ep)
     brought = resolve(custom) if custom is not None else None
-    if tp == 1:
+    if tp == 1 and ep == 1:
         return make_plan(model, {}, asked=asked, source="nothing to shard at tp=1", allow=allow)
     if brought is not None:
         name = custom if isinstance(custom, str) else getattr(custom, "__qualname__", type(custom).__name__)
@@ -80,12 +85,16 @@ def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPl
 def _by_structure(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
     from rl_parallel_plans.families.decoder import decoder_plan
 
-    return decoder_plan(model, sequence_parallel=asked.sequence_parallel, projections=asked.output_projections)
+    sequence_parallel = asked.sequence_parallel and asked.tp > 1
+    styles = decoder_plan(model, sequence_parallel=sequence_parallel, projections=asked.output_projections)
+    return styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)
 
 
 def _own_plan(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
     from rl_parallel_plans.hugging_face import get_hf_tp_plan
 
+    if asked.ep > 1:
+        raise PlanError("a tp_plan says nothing of expert parallelism")
     if asked.sequence_parallel:
         raise PlanError("a tp_plan keeps the residual stream whole on every rank: it has no sequence parallelism")
     if asked.output_projections != "rowwise":

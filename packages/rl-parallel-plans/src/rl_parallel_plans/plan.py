@@ -33,6 +33,8 @@ class Asked:
     """Whether the residual stream is cut along the sequence."""
     output_projections: Literal["rowwise", "colwise"] = "rowwise"
     """How o_proj and down_proj are cut."""
+    ep: int = 1
+    """Ranks that experts are shared out over."""
 
     def __str__(self) -> str:
         options = [f"tp={self.tp}"]
@@ -40,6 +42,8 @@ class Asked:
             options.append("sequence_parallel=True")
         if self.output_projections != "rowwise":
             options.append(f"output_projections={self.output_projections!r}")
+        if self.ep > 1:
+            options.append(f"ep={self.ep}")
         return ", ".join(options)
 
 
@@ -97,7 +101,7 @@ class ParallelPlan:
 
         Problems of the kinds in `allow` do not count.
         """
-        found = find_problems(model, self.styles, self.asked.tp)
+        found = find_problems(model, self.styles, self.asked.tp, ep=self.asked.ep)
         problems = [problem for problem in found if problem.kind not in self.allow]
         if problems:
             listed = "\n".join(f"  {i}. {problem.message}" for i, problem in enumerate(problems, 1))
@@ -131,7 +135,7 @@ def make_plan(
         ties=tuple(map(tuple, tied_names(model))),
         fsdp_units=_fsdp_units(model),
         allow=frozenset(allow),
-        problems=tuple(find_problems(model, styles, asked.tp)),
+        problems=tuple(find_problems(model, styles, asked.tp, ep=asked.ep)),
     )
 
 

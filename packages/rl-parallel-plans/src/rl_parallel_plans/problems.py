@@ -60,19 +60,19 @@ class Problem:
         return self.message
 
 
-def find_problems(model: nn.Module, styles: "Styles", tp: int) -> list[Problem]:
+def find_problems(model: nn.Module, styles: "Styles", tp: int, *, ep: int = 1) -> list[Problem]:
     """All problems, in the order in which one would mend them; the same place in every layer counts once."""
-    if tp == 1:
+    if tp == 1 and ep == 1:
         return [Problem(kind="broken_tie", message=tie)] if (tie := broken_tie(model)) else []
     styled, assigned = _assign(model, styles)
     found = [
         *assigned,
-        *_sharded_already(model),
+        *_sharded_already(model, styled, ep),
         *_features(model, styled, tp),
         *_attention(model, styled, tp),
-        *_ties(model, styled),
+        *(_ties(model, styled) if tp > 1 else ()),
         *_head(model, styled, tp),
-        *_large(model, styled),
+        *(_large(model, styled) if tp > 1 else ()),
     ]
     return list(dict.fromkeys(Problem(kind=kind, message=message) for kind, message in found))
 
@@ -97,8 +97,10 @@ def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[Found]]":
     return styled, found
 
 
-def _sharded_already(model: nn.Module) -> "Iterator[Found]":
-    names = [name for name, p in model.named_parameters() if is_dtensor(p)]
+def _sharded_already(model: nn.Module, styled: "Styled", ep: int) -> "Iterator[Found]":
+    # Experts are shared out before the rest is sharded.
+    experts = {path for path, style in styled.items() if ep > 1 and getattr(style, "ep", 1) == ep}
+    names = [name for name, p in model.named_parameters() if is_dtensor(p) and name.rpartition(".")[0] not in experts]
     if names:
         already = f"{len(names)} parameters are DTensors already, {names[0]} first"
         yield "sharded_already", f"{already}: shard over tp once, and before FSDP"
@@ -109,7 +111,7 @@ def _features(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
 
     for name, style in styled.items():
         module, where = model.get_submodule(name), collapsed(name)
-        if hasattr(style, "problems"):
+        if hasattr(style, "problems") and not any(is_dtensor(p) for p in module.parameters(recurse=False)):
             yield from (("indivisible", f"{where} {problem}") for problem in style.problems(module, tp))
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
             continue

@@ -29,7 +29,8 @@ def shard(
     ties = tied_names(model)
     for pattern, style in styles.items():
         for _, module in matching_modules(model, pattern):
-            parallelize_module(module, tp_mesh, style, src_data_rank=src_data_rank)
+            if getattr(style, "ep", 1) == 1:  # experts that are shared out over another axis are sharded already
+                parallelize_module(module, tp_mesh, style, src_data_rank=src_data_rank)
     retie(model, ties)
     _replicate_the_rest(model, tp_mesh, src_data_rank=src_data_rank)
     retie(model, ties)

@@ -67,34 +67,45 @@ class LocalParameters(ParallelStyle):
 
 
 def place_parameters(
-    module: nn.Module, mesh: "DeviceMesh", rules: Mapping[str, ParameterRule], *, src_data_rank: int | None
+    module: nn.Module,
+    mesh: "DeviceMesh",
+    rules: Mapping[str, ParameterRule],
+    *,
+    src_data_rank: int | None,
+    leading: tuple[Placement, ...] = (),
 ) -> None:
-    """Make the module's own parameters DTensors by `rules`, and local tensors inside its forward."""
+    """Make the module's own parameters DTensors by `rules`, and local tensors inside its forward.
+
+    The rules speak of the last axis of `mesh`; `leading` are the placements on those before it.
+    """
     if not rules:
         return
     for name, rule in rules.items():
         old = module.get_parameter(name)
         data = old.detach()
         if rule.row_order is not None:
-            order = rule.row_order(mesh.size())
+            order = rule.row_order(mesh.size(-1))
             data = data[order.to(data.device)]
             module.__dict__.setdefault("row_orders", {})[name] = order
         # A piece of its own memory: a whole copy of `data` must not stay alive behind it.
-        new = nn.Parameter(distribute_tensor(data, mesh, [rule.placement], src_data_rank=src_data_rank))
+        new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.placement], src_data_rank=src_data_rank))
         module.register_parameter(name, new.requires_grad_(old.requires_grad))
         if rule.gradient.is_partial():
             complete_after_backward(new)
-    module.register_forward_pre_hook(partial(shadow, rules=dict(rules)))
+    module.register_forward_pre_hook(partial(shadow, rules=dict(rules), leading=leading))
     module.register_forward_hook(unshadow, always_call=True)
 
 
-def shadow(module: nn.Module, _args: object, *, rules: Mapping[str, ParameterRule]) -> None:
+def shadow(
+    module: nn.Module, _args: object, *, rules: Mapping[str, ParameterRule], leading: tuple[Placement, ...] = ()
+) -> None:
     """Put local tensors in the place of the parameters that FSDP, where it is, has gathered."""
+    axes = len(leading) + 1  # FSDP's own axes come on top: what has more is not gathered
     # An entry of the instance's __dict__ hides the parameter of the same name, which stays registered.
     names = []
     for name, parameter in module.named_parameters(recurse=False):
-        if name in rules and name not in module.__dict__ and is_dtensor(parameter) and parameter.device_mesh.ndim == 1:
-            module.__dict__[name] = local_of(parameter, rules[name])
+        if name in rules and name not in module.__dict__ and is_dtensor(parameter) and parameter.device_mesh.ndim == axes:
+            module.__dict__[name] = local_of(parameter, rules[name], leading)
             names.append(name)
     module.__dict__.setdefault("shadowed", []).append(names)
 
@@ -106,10 +117,10 @@ def unshadow(module: nn.Module, _args: object, _output: object) -> None:
         module.__dict__.pop(name, None)
 
 
-def local_of(parameter: DTensor, rule: ParameterRule) -> Tensor:
+def local_of(parameter: DTensor, rule: ParameterRule, leading: tuple[Placement, ...] = ()) -> Tensor:
     """This rank's part, whose gradient autograd places as the rule says."""
-    local = parameter.to_local(grad_placements=[rule.gradient])
-    if rule.first_rank_only and parameter.device_mesh.get_local_rank():
+    local = parameter.to_local(grad_placements=[*leading, rule.gradient])
+    if rule.first_rank_only and parameter.device_mesh.get_local_rank(-1):
         return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
     return local
 

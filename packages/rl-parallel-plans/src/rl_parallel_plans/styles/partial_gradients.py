@@ -1,7 +1,7 @@
 """Gradients that each rank holds one term of, completed by one all-reduce at the end of each backward.
 
 Autograd leaves such a gradient as DTensor(Partial). All of one backward are flattened together, summed over the mesh
-and put back as DTensor(Replicate), so that `.grad` is right whenever nobody is in the middle of a backward; what is
+and put back as whole DTensors, so that `.grad` is right whenever nobody is in the middle of a backward; what is
 accumulated later adds to it. Under FSDP2 the parameters here are not the registered ones, and FSDP completes them itself.
 """
 
@@ -33,7 +33,7 @@ def complete_after_backward(parameter: nn.Parameter) -> None:
 
     def note(reached: Tensor) -> None:
         gradient = reached.grad
-        if gradient is None or not is_dtensor(gradient) or not gradient.placements[0].is_partial():
+        if gradient is None or not is_dtensor(gradient) or not gradient.placements[-1].is_partial():
             return
         backward = torch._C._current_graph_task_id()  # noqa: SLF001 - no public one
         with _lock:
@@ -63,7 +63,18 @@ def _complete(backward: int) -> None:
 def _sum_over(mesh: "DeviceMesh", parameters: Iterable[Tensor]) -> None:
     gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=mesh.get_group())
+    dist.all_reduce(flat, group=mesh.get_group(mesh.ndim - 1))
     pieces = flat.split([gradient.numel() for gradient in gradients])
     for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
-        parameter.grad = DTensor.from_local(piece.view_as(gradient), mesh, [Replicate()], run_check=False)
+        placed = parameter.grad
+        assert placed is not None
+        assert is_dtensor(placed)
+        whole = DTensor.from_local(
+            piece.view_as(gradient),
+            mesh,
+            [*placed.placements[:-1], Replicate()],
+            run_check=False,
+            shape=placed.shape,
+            stride=placed.stride(),
+        )
+        parameter.grad = whole

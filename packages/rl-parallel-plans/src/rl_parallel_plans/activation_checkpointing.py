@@ -1,0 +1,111 @@
+"""Recompute a layer's activations in backward instead of keeping them: less memory for more work (arXiv:1604.06174).
+
+Works on the layers of every stack, whatever they are made of, in training and in eval mode, before FSDP or after it.
+Names do not change: no wrapper stands around a layer, only its `forward` is another; a copy of the model checkpoints
+as well. Knows nothing of plans, meshes or ranks.
+
+What is kept of one layer, B·S tokens, from its input `hidden`:
+
+    full         `hidden` alone; backward runs the whole layer forward again.
+    selective    `hidden`, and what matrix products, fused attention and collectives returned; backward repeats norms,
+                 activations, rotary embeddings and other cheap elementwise work, and communicates nothing again.
+"""
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.layer_stacks import stacked_layers
+
+ActivationCheckpointing = Literal["full", "selective"]
+
+SAVED = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "flex_attention",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_to_all_single",
+    }
+)
+"""Operators whose results "selective" keeps. Not batched products: eager attention makes [heads, S, S] of them."""
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""Arguments of a layer that hold what earlier tokens left, and that a second forward would write to once more."""
+
+MARK = "_rl_activation_checkpointing"
+
+
+def apply_activation_checkpointing(model: nn.Module, mode: ActivationCheckpointing) -> nn.Module:
+    """Make every layer of every stack of `model` recompute its activations in backward; return the model.
+
+    mode: "full" keeps a layer's input only; "selective" also what is expensive to compute again.
+
+    Where a gradient is recorded, an empty key/value cache is not passed on to the layers: a recomputation would fill it
+    twice. Raises PlanError for another mode, for a model without layers, where it was applied before or the model's own
+    gradient checkpointing is on; and in forward, for a cache that holds tokens.
+    """
+    if mode not in ("full", "selective"):
+        raise PlanError(f'activation checkpointing is {mode!r}: it is "full" or "selective"')
+    layers = stacked_layers(model)
+    if not layers:
+        raise PlanError(f"{type(model).__name__} holds no nn.ModuleList of layers to recompute one by one")
+    if any(MARK in layer.__dict__ for layer in layers.values()):
+        raise PlanError(f"{type(model).__name__} checkpoints its activations already: apply it once")
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise PlanError(
+            f"gradient checkpointing of {type(model).__name__} itself is on, and each layer would be recomputed twice: "
+            "call model.gradient_checkpointing_disable() or leave activation checkpointing to the model"
+        )
+    for layer in layers.values():
+        forward = layer.forward
+        layer.forward = update_wrapper(partial(_checkpointed, forward, mode == "selective"), forward)
+        layer.__dict__[MARK] = mode
+    return model
+
+
+def _checkpointed(forward: Callable[..., Any], selective: bool, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+    return checkpoint(forward, *args, use_reentrant=False, **options, **_without_caches(kwargs))
+
+
+def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in CACHES:
+        cache = kwargs.get(name)
+        if cache is None:
+            continue
+        length = getattr(cache, "get_seq_length", None)
+        if callable(length) and (held := int(length())):
+            raise PlanError(
+                f"{name} holds {held} tokens while a gradient is recorded, and recomputing a layer would add its own "
+                "twice: pass the whole sequence without a cache, or run under torch.no_grad()"
+            )
+        kwargs[name] = None
+    return kwargs
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+def _policy(_context: object, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = operator.name().partition(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in SAVED else CheckpointPolicy.PREFER_RECOMPUTE

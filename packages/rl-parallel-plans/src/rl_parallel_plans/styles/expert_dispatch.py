@@ -1,0 +1,168 @@
+"""Expert parallelism: each rank of the ep axis holds some experts, and tokens travel to theirs and back.
+
+The ranks of the ep axis are data-parallel: each has tokens of its own. For each of its N tokens and K choices, a rank
+sends the hidden state to the rank of the expert (all-to-all), the experts there run on what has arrived, and their
+outputs travel back, where they are weighted and summed: GShard (arXiv:2006.16668), as Hugging Face's
+`ep_dispatch_experts`. An expert's gradient is then the sum over all tokens of the ep axis already.
+
+The experts' own forward stays as it is: it meets local experts, one choice a token, and weights of 1. One row of zeros
+travels along, so that a rank to which no token comes has gradients too, of zero, and takes part in every collective.
+Axes: N tokens, K choices, H hidden, M rows that arrive.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Shard
+
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.styles.in_block import BlockExperts, own_names
+from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule, place_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+COUNTS = ("num_experts", "num_local_experts")
+
+
+class ExpertParallel(LocalParameters):
+    """Share out stacked experts over the ep axis, and each of them over the tp axis as `features` says.
+
+    ep: ranks of the ep axis; it must divide the number of experts.
+    features: how one expert is cut over tp; None at tp=1.
+    """
+
+    def __init__(self, *, ep: int, features: BlockExperts | None) -> None:
+        super().__init__()
+        self.ep, self.features = ep, features
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """What happens on the tp axis; on the ep axis each parameter is Shard(0)."""
+        return {} if self.features is None else self.features.rules(module)
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """On the tp axis where there is one; else on the ep axis."""
+        return super().parameter_placements(module) or dict.fromkeys(own_names(module), Shard(0))
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Experts that ep does not divide, and features that tp does not."""
+        experts = next(module.parameters(recurse=False)).shape[0]
+        found = [] if self.features is None else self.features.problems(module, tp)
+        if experts % self.ep:
+            found.append(f"has {experts} experts, which ep={self.ep} does not divide: choose one that does")
+        return found
+
+    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Over the ep axis: rows there and back."""
+        return {"all_to_all": 2}, {"all_to_all": 2}
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        """`device_mesh` has the ep axis first, and the tp axis after it where tp > 1."""
+        rules = self.rules(module) or dict.fromkeys(own_names(module))
+        experts = next(module.parameters(recurse=False)).shape[0]
+        place_parameters(
+            module,
+            device_mesh,
+            {name: ParameterRule(placement=Shard(0)) if rule is None else rule for name, rule in rules.items()},
+            src_data_rank=self.src_data_rank,
+            leading=() if self.features is None else (Shard(0),),
+        )
+        for name in COUNTS:
+            if isinstance(module.__dict__.get(name), int):
+                setattr(module, name, experts // self.ep)
+        dispatch = Dispatch(group=device_mesh.get_group(0), ep=self.ep, experts=experts)
+        module.register_forward_pre_hook(partial(_dispatch, dispatch=dispatch))
+        module.register_forward_hook(partial(_combine, dispatch=dispatch))
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ep={self.ep}, features={self.features!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """Who holds which experts."""
+
+    group: dist.ProcessGroup
+    """The ranks of the ep axis."""
+    ep: int
+    """How many they are."""
+    experts: int
+    """How many experts there are on all of them together."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Way:
+    """How rows have travelled, to travel back."""
+
+    order: Tensor
+    """[N*K] position, among the choices of this rank's tokens, of each row sent."""
+    sent: list[int]
+    """Rows sent to each rank."""
+    received: list[int]
+    """Rows received from each rank."""
+    weights: Tensor
+    """[N, K] of the choices."""
+
+
+def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -> tuple[Any, ...]:
+    if len(args) != 3 or any(not isinstance(a, Tensor) for a in args) or args[1].is_floating_point():  # noqa: PLR2004
+        raise PlanError(
+            f"{type(module).__name__} is not called as experts(hidden, top_k_index, top_k_weights): expert parallelism "
+            "cannot tell which token goes where; plan with ep=1"
+        )
+    hidden, index, weights = args
+    if hidden.ndim != 2 or index.shape != weights.shape or index.shape[0] != hidden.shape[0]:  # noqa: PLR2004
+        raise PlanError(
+            f"{type(module).__name__} is called with {[list(a.shape) for a in args]}, and [N, H], [N, K] and [N, K] were "
+            "expected: plan with ep=1"
+        )
+    local = dispatch.experts // dispatch.ep
+    chosen = index.reshape(-1)
+    order = chosen.argsort(stable=True)
+    sent = torch.bincount(chosen // local, minlength=dispatch.ep)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=dispatch.group)
+    way = _Way(order=order, sent=sent.tolist(), received=received.tolist(), weights=weights)
+    module.__dict__.setdefault("ways", []).append(way)
+    rows = _AllToAll.apply(hidden[order // index.shape[1]], way.received, way.sent, dispatch.group)
+    experts = chosen.new_empty(sum(way.received))
+    dist.all_to_all_single(experts, chosen[order] % local, way.received, way.sent, group=dispatch.group)
+    return (
+        torch.cat([rows, rows.new_zeros(1, rows.shape[1])]),
+        torch.cat([experts, experts.new_zeros(1)])[:, None],
+        weights.new_ones(len(experts) + 1, 1),
+    )
+
+
+def _combine(module: nn.Module, _args: object, output: Tensor, *, dispatch: Dispatch) -> Tensor:
+    way: _Way = module.__dict__["ways"].pop()
+    rows = _AllToAll.apply(output[:-1], way.sent, way.received, dispatch.group)
+    choices = torch.empty_like(rows).index_copy(0, way.order, rows).view(*way.weights.shape, -1)
+    return (choices * way.weights[..., None].to(choices.dtype)).sum(1) + 0.0 * output[-1]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows by the numbers of each rank; their gradients by the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _exchanged(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
