@@ -21,7 +21,7 @@ def test_family_on_two_ranks_equals_one(ranks, architecture, tied):
     results = ranks("tp_parity", 2, architecture=architecture, tied=tied)
     assert_equal_to_unsharded(results)
     for result in results:
-        assert result["source"] == "structure: Llama family"
+        assert result["source"] == "structure"
         assert result["logits"] == "(Shard(dim=2),)"
         assert result["tied"] == tied
         assert result["kinds"] == ["('tp',)"]  # one mesh: optimizers that fuse parameters take no mixture
@@ -44,24 +44,16 @@ def test_recomputed_activations_give_the_same_gradient(ranks):
     assert_equal_to_unsharded(ranks("tp_parity", 2, architecture="qwen3", checkpointing=True))
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "phi3",
-        pytest.param(
-            "gemma3", marks=pytest.mark.skipif(RELEASE < (5, 5), reason="its plan sums no norm's gradient before 5.5")
-        ),
-    ],
-)
-def test_own_plan_of_a_model_on_two_ranks_equals_one(ranks, architecture):
-    results = ranks("tp_parity", 2, architecture=architecture, tied=True)
+@pytest.mark.parametrize(("asked", "number"), [({}, 4), ({"sequence_parallel": True}, 8)])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe"])
+def test_layer_costs_two_collectives_each_way_and_four_with_sequence_parallelism(ranks, architecture, asked, number):
+    assert ranks("collectives", 2, architecture=architecture, **asked) == [number, number]
+
+
+def test_column_wise_output_projections_give_the_very_logits_of_one_rank(ranks):
+    results = ranks("tp_parity", 2, architecture="qwen3", output_projections="colwise")
     assert_equal_to_unsharded(results)
-    assert results[0]["source"] == "Hugging Face tp_plan"
-    assert all(result["tied"] for result in results)
-
-
-def test_layer_costs_two_collectives_each_way(ranks):
-    assert ranks("collectives", 2) == [4, 4]
+    assert all(result["logits_error"] == 0 for result in results)
 
 
 def test_all_ranks_take_the_weights_of_the_source_rank(ranks):

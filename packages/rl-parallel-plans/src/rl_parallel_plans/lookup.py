@@ -18,6 +18,7 @@ from rl_parallel_plans.registry import qualified_name, registered_plan
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    Made = tuple[dict[str, ParallelStyle], tuple[str, ...]]
 
 def plan_for(
     model: nn.Module,
@@ -70,11 +71,13 @@ def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPl
     passed_over: tuple[str, ...] = (f"registered: no plan for {name} or a class that it derives from",)
     for source, builder in (("structure", _by_structure), ("Hugging Face tp_plan", _own_plan)):
         try:
-            styles = builder(model, asked)
+            styles, notes = builder(model, asked)
         except PlanError as refusal:
             passed_over += (f"{source}: {refusal}",)
         else:
-            return make_plan(model, styles, asked=asked, source=source, passed_over=passed_over, allow=allow)
+            return make_plan(
+                model, styles, asked=asked, source=source, passed_over=passed_over, notes=notes, allow=allow
+            )
     reasons = "\n".join(f"  - {reason}" for reason in passed_over)
     raise PlanError(
         f"no plan for {name} at {asked}:\n{reasons}\npass custom= (a mapping of module patterns to parallel styles), "
@@ -82,16 +85,16 @@ def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPl
     )
 
 
-def _by_structure(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
+def _by_structure(model: nn.Module, asked: Asked) -> "Made":
     from rl_parallel_plans.families.decoder import decoder_plan
 
     sequence_parallel = asked.sequence_parallel and asked.tp > 1
     styles = decoder_plan(model, sequence_parallel=sequence_parallel, projections=asked.output_projections)
-    return styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)
+    return (styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)), ()
 
 
-def _own_plan(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
-    from rl_parallel_plans.hugging_face import get_hf_tp_plan
+def _own_plan(model: nn.Module, asked: Asked) -> "Made":
+    from rl_parallel_plans.hugging_face import own_plan
 
     if asked.ep > 1:
         raise PlanError("a tp_plan says nothing of expert parallelism")
@@ -99,4 +102,5 @@ def _own_plan(model: nn.Module, asked: Asked) -> "dict[str, ParallelStyle]":
         raise PlanError("a tp_plan keeps the residual stream whole on every rank: it has no sequence parallelism")
     if asked.output_projections != "rowwise":
         raise PlanError("a tp_plan says itself how its output projections are sharded: rowwise is all it can be asked")
-    return get_hf_tp_plan(model)
+    plan = own_plan(model)
+    return plan.styles, plan.notes

@@ -25,16 +25,24 @@ def total_loss(model, ids):
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
-def error(found, truth):
-    """Largest deviation, relative to the largest entry of the truth."""
-    return ((whole(found).detach() - truth.detach()).abs().max() / truth.detach().abs().max()).item()
+def error(found, truth, least=0.0):
+    """Largest deviation, relative to the largest entry of the truth, which counts as `least` at least."""
+    scale = truth.detach().abs().max().clamp(min=least)
+    return ((whole(found).detach() - truth.detach()).abs().max() / scale).item()
 
 
-def gradient_errors(model, reference):
+def gradient_errors(model, reference, share=1e-4):
+    """Of each parameter; the size of a gradient counts as `share` of the largest of all at least."""
     truth = dict(reference.named_parameters())
     found = dict(model.named_parameters())
     assert found.keys() == truth.keys()
-    return {name: error(ordered(model, name, p.grad), truth[name].grad) for name, p in found.items() if both(p, truth[name])}
+    # A gradient that is zero but for rounding (the bias of a key) has no size of its own.
+    least = share * max(p.grad.abs().max().item() for p in truth.values() if p.grad is not None)
+    return {
+        name: error(ordered(model, name, p.grad), truth[name].grad, least)
+        for name, p in found.items()
+        if both(p, truth[name])
+    }
 
 
 def both(found, truth):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rl_parallel_plans.families.attention import Projections, attention_block
+from rl_parallel_plans.families.linear_attention import linear_attention_block
+from rl_parallel_plans.families.mamba import mamba_block
 from rl_parallel_plans.families.mlp import mixture_block, mlp_block
 from rl_parallel_plans.families.parts import NotRecognizedError, own_parameters, parts
 from rl_parallel_plans.structure import input_embedding, joined, output_head, text_layers
@@ -37,17 +39,21 @@ def decoder_plan(
     if stack is None:
         raise NotRecognizedError("it holds no nn.ModuleList of decoder layers")
     path, layers = stack
+    quantized = next((name for name, p in model.named_parameters() if not p.is_floating_point()), None)
+    if quantized is not None:
+        raise NotRecognizedError(f"it is quantized: {quantized} is {model.get_parameter(quantized).dtype}")
     config = text_config(model)
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
     for index, layer in layers.named_children():
         styles = layer_styles(layer, config, sequence_parallel=sequence_parallel, projections=projections)
         for inside, style in styles.items():
             by_pattern[joined(f"{path}.*", inside)].append((f"{path}.{index}.{inside}", style))
+    backbone = path.rpartition(".")[0]
     return {
         **_embedding(model),
-        **({f"{path}.0": _split_sequence()} if sequence_parallel else {}),
+        **(_cut_stream(model, backbone, layers=path) if sequence_parallel else {}),
         **_merged(by_pattern),
-        **_final_norm(model, path.rpartition(".")[0], sequence_parallel=sequence_parallel),
+        **_final_norm(model, backbone, sequence_parallel=sequence_parallel),
         **_head(model),
     }
 
@@ -67,6 +73,7 @@ def layer_styles(layer: nn.Module, config: object, *, sequence_parallel: bool, p
     for name, child in parts(layer).items():
         found = (
             mixture_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
+            or mixer_block(child, sequence_parallel=sequence_parallel, projections=projections)
             or attention_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
             or mlp_block(child, sequence_parallel=sequence_parallel, projections=projections)
             or _between_blocks(child, sequence_parallel=sequence_parallel)
@@ -77,6 +84,18 @@ def layer_styles(layer: nn.Module, config: object, *, sequence_parallel: bool, p
                 "which no rule knows"
             )
         styles |= {joined(name, path) if path else name: style for path, style in found.items()}
+    return styles
+
+
+def mixer_block(module: nn.Module, *, sequence_parallel: bool, projections: Projections) -> "Styles | None":
+    """Styles of linear attention or a state-space mixer; None where it is neither."""
+    styles = mamba_block(module, sequence_parallel=sequence_parallel) or linear_attention_block(
+        module, sequence_parallel=sequence_parallel
+    )
+    if styles is not None and projections == "colwise":
+        raise NotRecognizedError(
+            f"column-wise output projections are for attention and feed-forward blocks, and it has a {type(module).__name__}"
+        )
     return styles
 
 
@@ -101,10 +120,14 @@ def _merged(by_pattern: "dict[str, list[tuple[str, ParallelStyle]]]") -> "Styles
     return styles
 
 
-def _split_sequence() -> "ParallelStyle":
-    from rl_parallel_plans.styles import SplitSequence
+def _cut_stream(model: nn.Module, backbone: str, *, layers: str) -> "Styles":
+    """Where the residual stream is cut along the sequence, and what must see it whole on the way."""
+    from rl_parallel_plans.styles import SplitSequence, WholeMethod
 
-    return SplitSequence()
+    styles: Styles = {f"{layers}.0": SplitSequence()}
+    if hasattr(model.get_submodule(backbone), "_deepstack_process"):  # Qwen3-VL adds image features between layers
+        styles[backbone] = WholeMethod("_deepstack_process")
+    return styles
 
 
 def _embedding(model: nn.Module) -> "Styles":

@@ -15,23 +15,40 @@ from rl_parallel_plans.styles.in_block import (
 )
 from rl_parallel_plans.styles.local_heads import LocalHeads
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.styles.mixers import (
+    BlockConvolution,
+    BlockGatedNorm,
+    BlockGroupNorm,
+    BlockParameters,
+    BlockSelectedRows,
+    MixerParallel,
+    WholeParallel,
+)
 from rl_parallel_plans.styles.replicated import ReplicatedParallel, SequenceShardedParallel
 from rl_parallel_plans.styles.vocabulary_parallel import VocabularyParallelEmbedding
+from rl_parallel_plans.styles.whole_method import WholeMethod
 
 __all__ = [
     "BlockColwise",
+    "BlockConvolution",
     "BlockExperts",
+    "BlockGatedNorm",
     "BlockGatheredColwise",
+    "BlockGroupNorm",
     "BlockNorm",
     "BlockPackedColwise",
     "BlockParallel",
+    "BlockParameters",
     "BlockReplicated",
     "BlockRowwise",
+    "BlockSelectedRows",
     "LocalHeads",
     "LocalParameters",
+    "MixerParallel",
     "ParameterRule",
     "ReplicatedParallel",
     "SequenceShardedParallel",
     "SplitSequence",
     "VocabularyParallelEmbedding",
+    "WholeParallel",
 ]

@@ -8,7 +8,7 @@ A parameter that every rank holds whole while each computes with its own share o
 rank's is one term of the sum. `partial_gradients` completes it at the end of each backward; under FSDP2, FSDP does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 RowOrder = Callable[[int], Tensor]
+RowsOfRank = Callable[[int, int], Sequence[slice]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class ParameterRule:
     """Whether only the first rank computes with it: a bias that is added before outputs are summed over ranks."""
     row_order: RowOrder | None = None
     """tp to the order [rows] that puts rank 0's rows first, then rank 1's: for fused weights. None keeps the order."""
+    rows: RowsOfRank | None = None
+    """(tp, rank) to the runs of rows that a rank computes with, of a parameter that all hold whole. None is all rows."""
 
     @property
     def gradient(self) -> Placement:
@@ -89,9 +92,9 @@ def place_parameters(
             module.__dict__.setdefault("row_orders", {})[name] = order
         # A piece of its own memory: a whole copy of `data` must not stay alive behind it.
         new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.placement], src_data_rank=src_data_rank))
-        module.register_parameter(name, new.requires_grad_(old.requires_grad))
         if rule.gradient.is_partial():
-            complete_after_backward(new)
+            complete_after_backward(new)  # a frozen one too: who thaws it later need not know
+        module.register_parameter(name, new.requires_grad_(old.requires_grad))
     module.register_forward_pre_hook(partial(shadow, rules=dict(rules), leading=leading))
     module.register_forward_hook(unshadow, always_call=True)
 
@@ -120,8 +123,11 @@ def unshadow(module: nn.Module, _args: object, _output: object) -> None:
 def local_of(parameter: DTensor, rule: ParameterRule, leading: tuple[Placement, ...] = ()) -> Tensor:
     """This rank's part, whose gradient autograd places as the rule says."""
     local = parameter.to_local(grad_placements=[*leading, rule.gradient])
-    if rule.first_rank_only and parameter.device_mesh.get_local_rank(-1):
+    rank = parameter.device_mesh.get_local_rank(-1)
+    if rule.first_rank_only and rank:
         return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
+    if rule.rows is not None:
+        return torch.cat([local[run] for run in rule.rows(parameter.device_mesh.size(-1), rank)])
     return local
 
 

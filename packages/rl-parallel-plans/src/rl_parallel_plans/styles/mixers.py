@@ -1,0 +1,283 @@
+"""Borders and insides of a sequence mixer (linear attention, state spaces), and of a mixer that no rank can share.
+
+Their code reads its sizes from attributes, weights of children from outside of the children, and constants from buffers:
+within the block each is this rank's. Depthwise convolutions have one filter a channel and are shared out by channels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.styles.blocks import BlockParallel, Counts
+from rl_parallel_plans.styles.in_block import BlockColwise, BlockNorm, BlockPackedColwise, own_names
+from rl_parallel_plans.styles.local_parameters import (
+    REPLICATED,
+    LocalParameters,
+    ParameterRule,
+    RowsOfRank,
+    shadow,
+    unshadow,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Attributes = Callable[[int], Mapping[str, int]]
+"""tp to the sizes that one rank's module must read, by attribute."""
+Pieces = tuple[int, RowsOfRank]
+"""A dim, and (tp, rank) to the runs of its entries that are this rank's."""
+
+
+class MixerParallel(BlockParallel):
+    """A block whose code reads sizes, buffers and the weights of its children by itself.
+
+    units: what is shared out and how many there are, such as heads.
+    attributes: the sizes that this rank's module must read.
+    inside: by path, the style of each child whose parameters the block's own code reads.
+    buffers: by name, what of a buffer is this rank's.
+    unfused: whether to take, in training, the code path of evaluation: the kernel that fuses a whole Mamba 2 block
+        normalizes what one rank holds, and here the norm spans ranks. For modules that ask `training` for nothing else.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence_parallel: bool = False,
+        units: Mapping[str, int],
+        own: Mapping[str, ParameterRule] | None = None,
+        attributes: Attributes | None = None,
+        inside: Mapping[str, LocalParameters] | None = None,
+        buffers: Mapping[str, Pieces] | None = None,
+        unfused: bool = False,
+    ) -> None:
+        super().__init__(sequence_parallel=sequence_parallel, own=own)
+        self.units, self.attributes = dict(units), attributes
+        self.inside = dict(inside or {})
+        self.buffers = dict(buffers or {})
+        self.unfused = unfused
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Units that tp does not divide."""
+        found = [f"has {n} {what}, which tp={tp} does not divide: choose one that does" for what, n in self.units.items() if n % tp]
+        return [*found, *super().problems(module, tp)]
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        for name, value in (self.attributes(device_mesh.size()) if self.attributes else {}).items():
+            setattr(module, name, value)
+        children = [(child := module.get_submodule(path), style.rules(child)) for path, style in self.inside.items()]
+        _shadow_during_forward(module, children)
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        pieces = {name: (dim, runs(size, rank)) for name, (dim, runs) in self.buffers.items()}
+        module.register_forward_pre_hook(partial(_buffers_in, pieces=pieces))
+        module.register_forward_hook(unshadow, always_call=True)
+        if self.unfused:
+            module.register_forward_pre_hook(_evaluate)
+            module.register_forward_hook(_train_again, always_call=True)
+        return module
+
+
+class WholeParallel(LocalParameters):
+    """A block that every rank computes whole, on the whole sequence: where no exact way to share it out is known.
+
+    sequence_parallel: whether the residual stream outside is cut along the sequence. It is gathered on the way in and
+        cut on the way out; every rank's gradients are whole.
+    """
+
+    def __init__(self, *, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Everything whole."""
+        return dict.fromkeys(own_names(module), REPLICATED)
+
+    def collectives(self) -> tuple[Counts, Counts]:
+        """How often each collective runs, forward and backward."""
+        return ({"all_gather": 1}, {"all_gather": 1}) if self.sequence_parallel else ({}, {})
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        children = [(child, self.rules(child)) for child in module.modules() if child is not module]
+        _shadow_during_forward(module, children)
+        if self.sequence_parallel:
+            module.register_forward_pre_hook(_gather_sequence, with_kwargs=True)
+            module.register_forward_hook(partial(_cut_sequence, mesh=device_mesh))
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'sequence_parallel=True' if self.sequence_parallel else ''})"
+
+
+class BlockConvolution(BlockPackedColwise):
+    """A depthwise convolution over channels that are shared out, in segments as the layer before it is."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        for name in ("groups", "in_channels", "out_channels"):
+            setattr(module, name, getattr(module, name) // device_mesh.size())
+        return module
+
+
+class BlockSelectedRows(LocalParameters):
+    """A fused layer of which ranks share some rows, so that it cannot be cut: whole, and each computes with its rows.
+
+    rows: (tp, rank) to the runs of rows that a rank computes with.
+    """
+
+    def __init__(self, rows: RowsOfRank) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Everything whole, its gradient a sum."""
+        rule = ParameterRule(placement=Replicate(), partial_gradient=True, rows=self.rows)
+        return dict.fromkeys(own_names(module), rule)
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        if isinstance(module, nn.Conv1d):
+            channels = sum(run.stop - run.start for run in self.rows(size, rank))
+            module.groups = module.in_channels = module.out_channels = channels
+        return super()._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class BlockParameters(LocalParameters):
+    """A module inside a block whose own parameters each have a rule.
+
+    attributes: the sizes that this rank's module must read.
+    """
+
+    def __init__(self, given: Mapping[str, ParameterRule], *, attributes: Attributes | None = None) -> None:
+        super().__init__()
+        self.given, self.attributes = dict(given), attributes
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Those that were given."""
+        del module
+        return self.given
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        for name, value in (self.attributes(device_mesh.size()) if self.attributes else {}).items():
+            setattr(module, name, value)
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}: {rule.placement}' for name, rule in self.given.items())})"
+
+
+class BlockGroupNorm(BlockColwise):
+    """A norm over each group of features, with whole groups on every rank.
+
+    Its module may count the groups in `n_groups`, which becomes this rank's.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        if isinstance(groups := getattr(module, "n_groups", None), int):
+            module.n_groups = groups // device_mesh.size()
+        return module
+
+
+class BlockGatedNorm(BlockNorm):
+    """A norm over features that are shared out, multiplied by a gate that is shared out alike."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.register_forward_pre_hook(partial(_gate_in, mesh=device_mesh), with_kwargs=True)
+        return module
+
+
+def _shadow_during_forward(
+    module: nn.Module, children: list[tuple[nn.Module, Mapping[str, ParameterRule]]]
+) -> None:
+    """Local tensors in place of the children's parameters while `module` runs, whether it calls the children or not."""
+    children = [(child, rules) for child, rules in children if rules]
+    if children:
+        module.register_forward_pre_hook(partial(_children_in, children=children))
+        module.register_forward_hook(partial(_children_out, children=children), always_call=True)
+
+
+def _children_in(
+    _module: nn.Module, _args: object, *, children: list[tuple[nn.Module, Mapping[str, ParameterRule]]]
+) -> None:
+    for child, rules in children:
+        shadow(child, (), rules=rules)
+
+
+def _children_out(
+    _module: nn.Module,
+    _args: object,
+    _output: object,
+    *,
+    children: list[tuple[nn.Module, Mapping[str, ParameterRule]]],
+) -> None:
+    for child, _ in children:
+        unshadow(child, (), None)
+
+
+def _buffers_in(module: nn.Module, _args: object, *, pieces: Mapping[str, tuple[int, Sequence[slice]]]) -> None:
+    # An entry of the instance's __dict__ hides the buffer of the same name, which stays whole.
+    names = [name for name in pieces if name not in module.__dict__]
+    for name in names:
+        dim, runs = pieces[name]
+        buffer = module.get_buffer(name)
+        module.__dict__[name] = torch.cat([buffer[(slice(None),) * (dim % buffer.ndim) + (run,)] for run in runs], dim)
+    module.__dict__.setdefault("shadowed", []).append(names)
+
+
+def _evaluate(module: nn.Module, _args: object) -> None:
+    module.__dict__.setdefault("was_training", []).append(module.training)
+    module.training = False
+
+
+def _train_again(module: nn.Module, _args: object, _output: object) -> None:
+    before: list[bool] = module.__dict__.get("was_training", [])
+    if before:
+        module.training = before.pop()
+
+
+def _gather_sequence(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Whole plain tensors; each rank's gradient of them is whole."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(whole, value))
+        if not is_dtensor(value):
+            return value
+        return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+
+    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+
+def _cut_sequence(_module: nn.Module, _args: object, output: Any, *, mesh: "DeviceMesh") -> Any:
+    """This rank's part of the sequence; what else is returned is left alone."""
+
+    def cut(tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
+
+    if isinstance(output, tuple | list):
+        return type(output)([cut(output[0]), *output[1:]])
+    return cut(output)
+
+
+def _gate_in(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def features(value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_dtensor(value):
+            return value
+        return DTensor.from_local(value, mesh, [Shard(value.ndim - 1)], run_check=False)
+
+    return tuple(map(features, args)), {name: features(value) for name, value in kwargs.items()}
