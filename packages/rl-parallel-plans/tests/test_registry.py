@@ -95,3 +95,29 @@ def test_entry_point_that_fails_is_named_each_time(tmp_path, monkeypatch):
         with pytest.raises(PlanError, match=r"'llama = no_such_module' of someones-plans .* ModuleNotFoundError") as e:
             plan_for(tiny_on_meta("llama"), tp=2)
         assert isinstance(e.value.__cause__, ModuleNotFoundError)
+
+
+def _remote(model, module):
+    """The model as an instance of a class that was downloaded with it."""
+    bases = (nn.Module,)
+    model.__class__ = type("LlamaForCausalLM", bases, {"__module__": module, "config": model.config})
+    return model
+
+
+def test_downloaded_code_is_known_by_its_bare_name():
+    register_plan("transformers_modules.somebody.modeling_llama.LlamaForCausalLM")(only_lm_head)
+    plan = plan_for(_remote(tiny_on_meta("llama"), "transformers_modules.somebody.0a1b2c.modeling_llama"), tp=2)
+    assert plan.source == "registered: transformers_modules.somebody.modeling_llama.LlamaForCausalLM"
+
+
+def test_bare_name_of_another_package_is_not_taken_for_it():
+    register_plan(LLAMA)(only_lm_head)
+    with pytest.raises(PlanError, match=r"registered: no plan for another_package.llama.LlamaForCausalLM"):
+        plan_for(_remote(tiny_on_meta("llama"), "another_package.llama"), tp=2)
+
+
+def test_two_plans_under_one_bare_name_are_both_named():
+    register_plan(LLAMA)(only_lm_head)
+    register_plan("another_package.llama.LlamaForCausalLM")(only_lm_head)
+    with pytest.raises(PlanError, match=r"2 plans are registered: \['another_package.*', 'transformers.models"):
+        plan_for(_remote(tiny_on_meta("llama"), "transformers_modules.x"), tp=2)

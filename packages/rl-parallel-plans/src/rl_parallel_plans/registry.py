@@ -20,6 +20,7 @@ _builders: dict[str, PlanBuilder] = {}
 _loaded_entry_points: set[str] = set()
 
 ENTRY_POINT_GROUP = "rl_parallel_plans"
+REMOTE_CODE = "transformers_modules."
 
 
 def qualified_name(cls: type) -> str:
@@ -50,12 +51,29 @@ def register_plan(model_name: str) -> Callable[[Builder], Builder]:
 
 
 def registered_plan(cls: type) -> tuple[str, PlanBuilder] | None:
-    """The first class of the method resolution order that has a plan: its name and the plan's function."""
+    """The first class of the method resolution order that has a plan: its name and the plan's function.
+
+    Code that Hugging Face downloaded with a model lies in `transformers_modules`, under a folder named after a commit:
+    there alone the class's own name is enough. Raises PlanError where several plans are registered under it.
+    """
     _load_entry_points()
-    for name in map(qualified_name, cls.__mro__):
+    for ancestor in cls.__mro__:
+        name = qualified_name(ancestor)
         if name in _builders:
             return name, _builders[name]
+        if name.startswith(REMOTE_CODE) and (found := _by_bare_name(name, ancestor.__qualname__)) is not None:
+            return found, _builders[found]
     return None
+
+
+def _by_bare_name(name: str, bare: str) -> str | None:
+    found = sorted(key for key in _builders if key.rpartition(".")[2] == bare)
+    if len(found) > 1:
+        raise PlanError(
+            f"{name} was downloaded with its model and is known by its bare name only, under which {len(found)} plans "
+            f"are registered: {found}; pass the right one as custom="
+        )
+    return found[0] if found else None
 
 
 def _load_entry_points() -> None:
