@@ -50,9 +50,10 @@ def test_explain_names_rule_placement_bytes_and_what_stays_whole():
     assert "source: structure" in text
     assert "passed over: registered: no plan for transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM" in text
     (down,) = [line for line in text.splitlines() if "down_proj" in line]
-    assert down.split() == f"{LAYER}.mlp.down_proj.weight 2 Shard(1) [64, 96] [64, 48] float32 24,576".split()
+    expected = "mlp.down_proj.weight 2 Shard(1) [64, 96] [64, 48] 24,576 BlockRowwise"
+    assert down.split() == expected.split()
     whole = 4 * (2 * (64 + 64 + 16 + 16) + 64)  # two norms over the hidden size and two over a head, a final norm
-    assert f"whole on every rank: {whole / 1024:.1f} KiB" in text
+    assert f"whole on every tp rank: {whole / 1024:.1f} KiB" in text
     assert "FSDP units: model.layers.* (2 x Qwen3DecoderLayer), then the rest of the model as one" in text
 
 
@@ -104,9 +105,10 @@ def test_column_wise_output_projections_are_for_dense_models():
         plan_for(tiny_on_meta("qwen3_moe"), tp=2, output_projections="colwise")
 
 
-def test_auxiliary_loss_of_a_router_is_refused():
-    with pytest.raises(PlanError, match=r"output_router_logits is True"):
-        plan_for(tiny_on_meta("qwen3_moe", output_router_logits=True), tp=2)
+def test_auxiliary_loss_of_a_router_needs_the_models_own_plan():
+    plan = plan_for(tiny_on_meta("qwen3_moe", output_router_logits=True), tp=2)
+    assert plan.source == "Hugging Face tp_plan"
+    assert "output_router_logits is True" in plan.passed_over[1]
 
 
 def test_gathered_lm_head_is_a_problem_until_it_is_allowed():

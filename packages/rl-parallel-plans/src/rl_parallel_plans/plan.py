@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from rl_parallel_plans.collectives import CollectiveRow, collective_rows
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.explain import explanation
+from rl_parallel_plans.explain.text import as_text
 from rl_parallel_plans.parameter_rows import ParameterRow, parameter_rows
 from rl_parallel_plans.problems import KINDS, Problem, find_problems
 from rl_parallel_plans.registry import qualified_name
@@ -65,6 +66,8 @@ class ParallelPlan:
     """Where the plan departs from what its source says, and why."""
     parameters: tuple[ParameterRow, ...]
     """One row for the same parameter in every layer: placement, shapes and bytes."""
+    collectives: tuple[CollectiveRow, ...]
+    """What each kind of decoder layer, and each module outside the layers, communicates over tp."""
     ties: tuple[tuple[str, ...], ...]
     """Names that are one parameter, before sharding and after."""
     fsdp_units: str
@@ -84,17 +87,11 @@ class ParallelPlan:
         """Whether the residual stream between blocks is cut along the sequence."""
         return self.asked.sequence_parallel
 
-    def explain(self) -> str:
-        """The plan as text: rule, placement, shape and bytes per parameter, totals, what stays whole on every rank."""
-        return explanation(
-            self.parameters,
-            title=f"plan for {self.model_name}, {self.asked}",
-            source=self.source,
-            passed_over=self.passed_over,
-            ties=self.ties,
-            fsdp_units=self.fsdp_units,
-            problems=[str(problem) for problem in self.problems],
-        )
+    def explain(self, *, dp: int = 1) -> str:
+        """The plan over `dp` ranks of FSDP as text: rule, placement, shape and bytes per parameter, what stays whole on
+        every tp rank, what is communicated. `as_json(plan)` and `as_html(plan)` tell the same.
+        """
+        return as_text(self, dp=dp)
 
     def check(self, model: nn.Module) -> None:
         """Raise one PlanError that lists every problem of the plan with `model`; touch nothing.
@@ -132,6 +129,7 @@ def make_plan(
         passed_over=passed_over,
         notes=notes,
         parameters=parameter_rows(model, styles, asked.tp),
+        collectives=collective_rows(model, styles, tp=asked.tp),
         ties=tuple(map(tuple, tied_names(model))),
         fsdp_units=_fsdp_units(model),
         allow=frozenset(allow),

@@ -94,6 +94,8 @@ class BlockParallel(LocalParameters):
         options = [f"output={self.output!r}"] if self.output != "sum" else []
         if self.sequence_parallel:
             options.append("sequence_parallel=True")
+        if self.own:  # styles that differ must read differently: equal ones of different layers are merged
+            options.append(f"own={ {name: rule.placement for name, rule in self.own.items()} }")
         return f"{type(self).__name__}({', '.join(options)})"
 
 
@@ -104,6 +106,14 @@ class SplitSequence(LocalParameters):
         """None: a layer's parameters are its children's."""
         del module
         return {}
+
+    def collectives(self) -> tuple[Counts, Counts]:
+        """The gradient of what is before the layers is whole."""
+        return {}, {"all_gather": 1}
+
+    def collectives(self) -> tuple[Counts, Counts]:
+        """The gradient is gathered."""
+        return {}, {"all_gather": 1}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         module.register_forward_pre_hook(partial(_split, mesh=device_mesh), with_kwargs=True)

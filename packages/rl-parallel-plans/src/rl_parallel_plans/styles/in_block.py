@@ -105,6 +105,9 @@ class BlockPackedColwise(BlockColwise):
             for units in bad[:1]
         ]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.sizes)} of {list(self.all_units)} {self.what})"
+
 
 class BlockExperts(LocalParameters):
     """Stacked experts, [experts, ...] in each parameter, their intermediate features shared out.
@@ -142,15 +145,20 @@ class BlockExperts(LocalParameters):
         return [f"has {size} intermediate features an expert, which tp={tp} does not divide: choose one that does"]
 
     def __repr__(self) -> str:
-        layout = [name for name in ("transposed", "interleaved") if getattr(self, name)]
-        return f"{type(self).__name__}({', '.join(f'{name}=True' for name in layout)})"
+        layout = [f"{name}=True" for name in ("transposed", "interleaved") if getattr(self, name)]
+        return f"{type(self).__name__}({', '.join([f'intermediate_size={self.intermediate_size}', *layout])})"
 
 
 class BlockNorm(LocalParameters):
     """A norm over features that are themselves shared out (OLMo 2's q_norm over all heads at once).
 
-    Each rank has its features of the weight and of the input; the mean costs one all-reduce of [B, S, 1] each way.
+    Each rank has its features of the weight and of the input. The mean costs an all-reduce of [B, S, 1] forward, and
+    backward, where DTensor sums before it cuts, a reduce-scatter of the features.
     """
+
+    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+        """How often each collective runs, forward and backward."""
+        return {"all_reduce": 1}, {"reduce_scatter": 1}
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
         """The features of this rank."""
@@ -160,6 +168,10 @@ class BlockNorm(LocalParameters):
         """Features that tp does not divide."""
         size = next(iter(module.parameters())).shape[0]
         return [] if size % tp == 0 else [f"spans {size} features, which tp={tp} does not divide: choose one that does"]
+
+    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The mean forward; backward DTensor scatters a gradient of all features."""
+        return {"all_reduce": 1}, {"reduce_scatter": 1}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         for name, rule in self.rules(module).items():

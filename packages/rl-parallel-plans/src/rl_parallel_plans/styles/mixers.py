@@ -81,6 +81,11 @@ class MixerParallel(BlockParallel):
             module.register_forward_hook(_train_again, always_call=True)
         return module
 
+    def __repr__(self) -> str:
+        sizes = dict(self.attributes(1)) if self.attributes else {}
+        shared = f"units={self.units}, attributes={sizes}, buffers={sorted(self.buffers)}, unfused={self.unfused}"
+        return f"{super().__repr__()[:-1]}, {shared})".replace("(, ", "(")
+
 
 class WholeParallel(LocalParameters):
     """A block that every rank computes whole, on the whole sequence: where no exact way to share it out is known.
@@ -147,7 +152,7 @@ class BlockSelectedRows(LocalParameters):
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        return f"{type(self).__name__}({[run.stop - run.start for run in self.rows(1, 0)]})"
 
 
 class BlockParameters(LocalParameters):

@@ -58,6 +58,10 @@ class SequenceShardedParallel(LocalParameters):
         """Everything whole, its gradient a sum."""
         return dict.fromkeys(own_names(module), REPLICATED_PARTIAL)
 
+    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Where it gathers, one all-gather forward."""
+        return ({"all_gather": 1} if self.gather else {}), {}
+
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
         module.register_forward_pre_hook(_positions_in)

@@ -1,0 +1,60 @@
+"""`python -m rl_parallel_plans`: plans from the command line.
+
+Each command lives beside what it commands, in a module with `add_arguments(parser)` and `run(arguments) -> int`, which
+is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not or is refused (the reasons
+are printed), 2 misuse.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from rl_parallel_plans.errors import PlanError
+
+PROGRAM = "python -m rl_parallel_plans"
+COMMANDS = {
+    "explain": ("rl_parallel_plans.explain.command", "which rule shards which parameter, what a rank holds and sends"),
+    "verify": ("rl_parallel_plans.verify.command", "compare a sharded model with an unsharded one, on real processes"),
+    "memory": ("rl_parallel_plans.memory.command", "predict the peak memory of a training step on each rank"),
+    "parity": ("rl_parallel_plans.verify.parity_command", "verify every architecture and write the table"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    chosen = _parser().parse_args(given[:1]).command
+    module, summary = COMMANDS[chosen]
+    command = import_module(module)
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_arguments(parser)
+    arguments = parser.parse_args(given[1:])
+    try:
+        code: int = command.run(arguments)
+        sys.stdout.flush()
+    except PlanError as refusal:
+        print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
+        return 0
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description="Shard a model over ranks by a plan that can be read, checked and refused.",
+        epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""A plan as one HTML page that carries its style and its script inside and reaches for nothing.
+
+No network, no font, no script but its own, which its Content-Security-Policy names by hash: no name in a model can run.
+Without the script it reads the same; with it, the table of parameters is searched and sorted.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from rl_parallel_plans.explain.markup import Html, element
+from rl_parallel_plans.explain.report import Part, Report, report
+from rl_parallel_plans.explain.words import counts, elements, shape, share, size
+from rl_parallel_plans.parameter_rows import ParameterRow
+
+if TYPE_CHECKING:
+    from rl_parallel_plans.plan import ParallelPlan
+
+# Share of a rank's bytes below which a part of the overview is not told by itself.
+SMALL = 0.002
+NUMBERS = frozenset({"times", "count", "shape", "on a tp rank", "bytes a rank", "bytes a token, forward", "backward "})
+
+
+def as_html(plan: "ParallelPlan", *, dp: int = 1) -> str:
+    """The plan over `dp` ranks of FSDP as one self-contained page.
+
+    Raises PlanError where dp is no number of ranks.
+    """
+    told = report(plan, dp=dp)
+    script = _resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", f"{_short_name(told)}, tp={plan.tp}: parallel plan"),
+        element("style", Html(_resource("page.css"))),
+    )
+    body = element("body", element("main", *_sections(told)), element("script", Html(script)))
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _sections(told: Report) -> Iterator[Html]:
+    yield _masthead(told)
+    if told.problems:
+        items = [element("li", problem) for problem in told.problems]
+        yield element("section", element("h2", "Problems"), element("ul", *items), class_="problems")
+    yield _cards(told)
+    yield _overview(told)
+    if told.collectives:
+        yield _collectives(told)
+    if told.whole:
+        yield _whole(told)
+    yield _parameters(told)
+    yield _rest(told)
+
+
+def _short_name(told: Report) -> str:
+    return told.plan.model_name.rpartition(".")[2]
+
+
+def _masthead(told: Report) -> Html:
+    plan = told.plan
+    axes = [f"tp {plan.tp}", f"dp {told.dp}", *(["sequence parallel"] if plan.sequence_parallel else [])]
+    if plan.asked.output_projections != "rowwise":
+        axes.append(f"{plan.asked.output_projections} output projections")
+    return element(
+        "header",
+        element("p", "parallel plan", class_="kicker"),
+        element("h1", _short_name(told)),
+        element("p", _path(plan.model_name), class_="quiet"),
+        element("p", *(element("span", axis, class_="chip") for axis in axes)),
+        element("p", element("span", "source ", class_="quiet"), plan.source),
+    )
+
+
+def _cards(told: Report) -> Html:
+    plan = told.plan
+    cards = [
+        _card(size(told.rank_bytes), "a rank holds", f"{share(told.rank_bytes, told.global_bytes)} of the parameters"),
+        _card(size(told.global_bytes), "the model", elements(told.elements)),
+    ]
+    if plan.tp > 1:
+        note = f"{share(told.whole_bytes, told.tp_rank_bytes)} of what a tp rank holds"
+        cards.append(_card(size(told.whole_bytes), "whole on every tp rank", note))
+    if told.layers:
+        forward, backward = (
+            max(sum(each.values()) for each in direction)
+            for direction in ([row.forward for row in told.layers], [row.backward for row in told.layers])
+        )
+        note = f"{size(told.sent_bytes)} sent a token"
+        cards.append(_card(f"{forward} + {backward}", "collectives a layer, forward + backward", note))
+    return element("section", *cards, class_="cards")
+
+
+def _card(figure: str, label: str, note: str) -> Html:
+    return element(
+        "div",
+        element("p", label, class_="label"),
+        element("p", figure, class_="figure"),
+        element("p", note, class_="quiet"),
+        class_="card",
+    )
+
+
+def _overview(told: Report) -> Html:
+    """Where a rank's bytes are, one bar for each part of the model."""
+    largest = max((part.rank_bytes_over(told.dp) for part in told.parts), default=0)
+    small = [part for part in told.parts if part.rank_bytes_over(told.dp) < SMALL * told.rank_bytes]
+    lines = [_bar(part, told, largest) for part in told.parts if part not in small]
+    if small:
+        rows = tuple(row for part in small for row in part.rows)
+        lines.append(_bar(Part(where=f"{len(small)} smaller ones", rows=rows), told, largest))
+    legend = [element("span", text, class_=f"key {kind}") for kind, text in (("cut", "cut"), ("whole", "whole"))]
+    note = element("p", *legend, "over the tp axis", class_="quiet legend") if told.plan.tp > 1 else None
+    return element("section", element("h2", "Where a rank’s bytes are"), element("div", *lines, class_="bars"), note)
+
+
+def _bar(part: Part, told: Report, largest: int) -> Html:
+    held = part.rank_bytes_over(told.dp)
+    whole = sum(row.rank_bytes_over(told.dp) for row in part.rows if not row.sharded) if told.plan.tp > 1 else 0
+    pieces = [
+        element("span", class_=kind, style=f"width:{100 * amount / max(largest, 1):.3f}%")
+        for kind, amount in (("cut", held - whole), ("whole", whole))
+        if amount
+    ]
+    of_them = f", {whole:,} of them whole on every tp rank" if whole else ""
+    return element(
+        "div",
+        _path(part.where),
+        element("span", *pieces, class_="track", title=f"{held:,} bytes{of_them}"),
+        element("span", f"{size(held)} · {share(held, told.rank_bytes)}", class_="number"),
+        class_="line",
+    )
+
+
+def _collectives(told: Report) -> Html:
+    rows = [
+        _table_row(
+            element("td", _path(row.where), f" {', '.join(row.blocks)}", title=", ".join(row.parts)),
+            element("td", f"{row.count}", class_="number"),
+            element("td", _run(row.forward, row.untold)),
+            element("td", _run(row.backward, row.untold)),
+            element("td", f"{row.forward_bytes:,}", class_="number"),
+            element("td", f"{row.backward_bytes:,}", class_="number"),
+        )
+        for row in told.collectives
+    ]
+    header = ("where", "times", "forward", "backward", "bytes a token, forward", "backward ")
+    notes = ["Bytes are those of the tensors, per token; the tp axis only."]
+    if told.partial_gradient_bytes:
+        notes.append(
+            f"Then one all-reduce at the end of a backward sums {size(told.partial_gradient_bytes)} of gradients of "
+            "which a rank has one term."
+        )
+    return element(
+        "section",
+        element("h2", "Collectives"),
+        element("div", _table(header, rows), class_="wide"),
+        element("p", " ".join(notes), class_="quiet"),
+    )
+
+
+def _run(kinds: Mapping[str, int], untold: tuple[str, ...]) -> str:
+    return counts(kinds) + (f", and what {', '.join(untold)} does not tell" if untold else "")
+
+
+def _whole(told: Report) -> Html:
+    """What every tp rank holds, each part to be opened."""
+    details = [
+        element(
+            "details",
+            element(
+                "summary",
+                _path(part.where),
+                element("span", f"{size(part.rank_bytes)} in {part.count}", class_="number"),
+            ),
+            element("ul", *(element("li", _path(row.name), f" {shape(row.shape)}") for row in part.rows)),
+        )
+        for part in told.whole
+    ]
+    return element(
+        "section",
+        element("h2", "Whole on every tp rank"),
+        element("div", *details, class_="folds"),
+    )
+
+
+def _parameters(told: Report) -> Html:
+    header = ("parameter", "count", "placement", "shape", "on a tp rank", "dtype", "bytes a rank", "rule")
+    largest = max((row.rank_bytes_over(told.dp) for row in told.plan.parameters), default=0)
+    rows = [_parameter(row, told.dp, largest) for row in told.plan.parameters]
+    controls = element(
+        "p",
+        element("input", type="search", id="search", placeholder="Search name, placement, rule", aria_label="Search"),
+        element("label", element("input", type="checkbox", id="whole"), " only what is whole"),
+        element("span", id="shown", class_="quiet", role="status"),
+        class_="controls",
+        hidden="",
+    )
+    return element(
+        "section",
+        element("h2", "Parameters"),
+        controls,
+        element("div", _table(header, rows, id_="parameters"), class_="wide"),
+    )
+
+
+def _parameter(row: ParameterRow, dp: int, largest: int) -> Html:
+    held = row.rank_bytes_over(dp)
+    marks = [
+        element("span", mark, class_="mark", title=why)
+        for mark, why, is_so in (
+            ("summed", "each rank has one term of the gradient", row.partial_gradient),
+            ("reordered", "rows of a fused weight are in the order of the ranks", row.reordered),
+        )
+        if is_so
+    ]
+    bar = element("span", class_="cut" if row.sharded else "whole", style=f"width:{100 * held / max(largest, 1):.3f}%")
+    return _table_row(
+        element("td", _path(row.name)),
+        element("td", f"{row.count}", class_="number", data_value=row.count),
+        element("td", row.placement, *marks),
+        element("td", shape(row.shape), class_="number"),
+        element("td", shape(row.local_shape), class_="number"),
+        element("td", row.dtype),
+        element("td", f"{held:,}", element("span", bar, class_="track"), class_="number", data_value=held),
+        element("td", row.style or "no rule", _pattern(row)),
+        whole=not row.sharded,
+    )
+
+
+def _pattern(row: ParameterRow) -> Html | None:
+    """The pattern, where it is more than the name of the parameter's module."""
+    own = row.name.rpartition(".")[0]
+    return None if row.pattern in {None, own} else element("small", _path(f"{row.pattern}"))
+
+
+def _table(header: tuple[str, ...], rows: list[Html], *, id_: str | None = None) -> Html:
+    cells = (element("th", name, scope="col", class_="number" if name in NUMBERS else None) for name in header)
+    return element("table", element("thead", element("tr", *cells)), element("tbody", *rows), id_=id_)
+
+
+def _table_row(*cells: Html, whole: bool = False) -> Html:
+    return element("tr", *cells, data_whole="" if whole else None)
+
+
+def _rest(told: Report) -> Html:
+    plan = told.plan
+    entries = [("FSDP units", plan.fsdp_units)]
+    entries += [("Tied", " = ".join(names)) for names in plan.ties]
+    entries += [("Note", " ".join(note.split())) for note in plan.notes]
+    entries += [("Allowed", problem) for problem in told.allowed]
+    entries += [("Passed over", " ".join(reason.split())) for reason in plan.passed_over]
+    items = [child for name, text in entries for child in (element("dt", name), element("dd", text))]
+    return element("section", element("h2", "Also"), element("dl", *items))
+
+
+def _path(name: str) -> Html:
+    """A dotted path that a narrow column breaks after a dot."""
+    first, *others = name.split(".")
+    breaks = (piece for token in others for piece in (".", element("wbr"), token))
+    return element("code", first, *breaks)
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
