@@ -1,48 +1,32 @@
-"""linear_logp and its sibling for logits against log_softmax: values, gradients, memory, refusals."""
+"""linear_logp against log_softmax: values, gradients, memory, refusals."""
 
 import copy
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel_plans_cases.logp_problem import FEATURES, ROWS, WORDS, distribution, gradients, problem
 from torch import nn
-from torch.nn.functional import log_softmax
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, log_softmax
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_parallel_plans import PlanError, get_logprobs_from_vocab_parallel_logits, linear_logp, logp
-
-ROWS, FEATURES, WORDS = 7, 6, 11
-
-
-def problem(*, num_rows=ROWS, features=FEATURES, words=WORDS, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(num_rows + 100 * words)
-    hidden = torch.randn(num_rows, features, generator=generator, dtype=torch.float64).to(dtype)
-    head = nn.Linear(features, words, bias=False, dtype=dtype)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(words, features, generator=generator, dtype=torch.float64))
-    return hidden, head, torch.randint(words, (num_rows,), generator=generator)
+from rl_parallel_plans import PlanError, linear_logp
+from rl_parallel_plans.logp import fused, top_k_logp
+from rl_parallel_plans.logp.options import Options
 
 
-def truth(hidden, weight, targets, *, temperature=1.0, softcap=None, logit_scale=1.0):
-    logits = hidden @ weight.T * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_p = log_softmax(logits / temperature, -1)
+def truth(hidden, head, targets, **transform):
+    log_p = distribution(hidden, head, **transform)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def gradients(outputs, inputs):
-    total = sum(
-        (output * torch.linspace(-1, 2, len(output)).to(output) * (i + 1)).sum() for i, output in enumerate(outputs)
-    )
-    return torch.autograd.grad(total, inputs)
-
-
-@pytest.fixture(params=[0, logp.KEPT_BYTES], ids=["logits made twice", "logits kept"])
+@pytest.fixture(params=[0, fused.KEPT_BYTES], ids=["logits made twice", "logits kept"])
 def _both_ways(request, monkeypatch):
-    monkeypatch.setattr(logp, "KEPT_BYTES", request.param)
+    monkeypatch.setattr(fused, "KEPT_BYTES", request.param)
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,20 +38,21 @@ def _both_ways(request, monkeypatch):
     softcap=st.none() | st.floats(0.5, 20),
     logit_scale=st.sampled_from([1.0, 0.25]),
     kept=st.booleans(),
+    bias=st.booleans(),
 )
 def test_values_and_gradients_do_not_depend_on_the_cut(
-    num_rows, words, chunk_size, temperature, softcap, logit_scale, kept
+    num_rows, words, chunk_size, temperature, softcap, logit_scale, kept, bias
 ):
-    hidden, head, targets = problem(num_rows=num_rows, words=words)
+    hidden, head, targets = problem(num_rows=num_rows, words=words, bias=bias)
     hidden.requires_grad_()
     transform = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logp, "KEPT_BYTES", logp.KEPT_BYTES if kept else 0)
+        patch.setattr(fused, "KEPT_BYTES", fused.KEPT_BYTES if kept else 0)
         found = linear_logp(hidden, head, targets, chunk_size=chunk_size, entropy=True, **transform)
-        found_gradients = gradients(found, [hidden, head.weight])
-    expected = truth(hidden, head.weight, targets, **transform)
+        found_gradients = gradients(found, [hidden, *head.parameters()])
+    expected = truth(hidden, head, targets, **transform)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(found_gradients, gradients(expected, [hidden, head.weight]))
+    torch.testing.assert_close(found_gradients, gradients(expected, [hidden, *head.parameters()]))
 
 
 @pytest.mark.usefixtures("_both_ways")
@@ -75,7 +60,7 @@ def test_logp_without_entropy_has_the_same_gradient():
     hidden, head, targets = problem()
     hidden.requires_grad_()
     found = linear_logp(hidden, head, targets, chunk_size=3)
-    expected, _ = truth(hidden, head.weight, targets)
+    expected, _ = truth(hidden, head, targets)
     torch.testing.assert_close(found, expected)
     inputs = [hidden, head.weight]
     torch.testing.assert_close(gradients([found], inputs), gradients([expected], inputs))
@@ -86,7 +71,7 @@ def test_entropy_alone_may_be_differentiated():
     hidden, head, targets = problem()
     hidden.requires_grad_()
     _, found = linear_logp(hidden, head, targets, entropy=True)
-    _, expected = truth(hidden, head.weight, targets)
+    _, expected = truth(hidden, head, targets)
     torch.testing.assert_close(gradients([found], [hidden]), gradients([expected], [hidden]))
 
 
@@ -101,6 +86,68 @@ def test_only_the_asked_gradients_are_made(wants):
     if wants != "neither":
         found.sum().backward()
         assert (hidden.grad is not None, head.weight.grad is not None) == (wants == "hidden", wants == "weight")
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_rows_that_ask_for_nothing_are_zero_as_in_cross_entropy(ignore_index):
+    hidden, head, targets = problem(num_rows=20, bias=True)
+    targets[::3] = ignore_index
+    hidden.requires_grad_()
+    inputs = [hidden, *head.parameters()]
+    found, entropy = linear_logp(hidden, head, targets, entropy=True, chunk_size=4, ignore_index=ignore_index)
+    expected = -cross_entropy(head(hidden), targets, reduction="none", ignore_index=ignore_index)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(entropy == 0, targets == ignore_index)
+    torch.testing.assert_close(gradients([found], inputs), gradients([expected], inputs))
+
+
+def test_rows_that_ask_for_nothing_cost_nothing(monkeypatch):
+    monkeypatch.setattr(fused, "KEPT_BYTES", 0)
+    hidden, head, targets = problem(num_rows=4096, words=512, dtype=torch.float32)
+    targets[300:] = -100
+    hidden.requires_grad_()
+    with _Multiplied() as rows:
+        linear_logp(hidden, head, targets, chunk_size=64)[:200].sum().backward()
+    # Logits forward, logits again, and the gradients of hidden and of the weight (whose rows are words).
+    assert rows.made == {"forward and hidden": 3 * 300, "weight": 5 * 512}
+
+
+def test_no_row_may_ask_for_anything():
+    hidden, head, targets = problem()
+    hidden.requires_grad_()
+    found, entropy = linear_logp(hidden, head, torch.full_like(targets, -100), entropy=True)
+    (found.sum() + entropy.sum()).backward()
+    assert not any(tensor.any() for tensor in (found, entropy, hidden.grad, head.weight.grad))
+
+
+def test_leading_dims_are_kept():
+    hidden, head, targets = problem(num_rows=12)
+    flat, flat_entropy = linear_logp(hidden, head, targets, entropy=True)
+    found, entropy = linear_logp(hidden.view(3, 4, -1), head, targets.view(3, 4), entropy=True)
+    assert torch.equal(found, flat.view(3, 4))
+    assert torch.equal(entropy, flat_entropy.view(3, 4))
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("leading", [(ROWS,), (2, 3)])
+def test_many_words_in_each_row(leading):
+    hidden, head, targets = problem(num_rows=math.prod(leading) * 4)
+    hidden = hidden[: math.prod(leading)].view(*leading, -1).requires_grad_()
+    targets = targets.view(*leading, 4)
+    targets[..., 1] = targets[..., 0]  # the same word twice adds its gradients
+    targets[0, ..., 2] = -100
+    targets[-1] = -100
+    found, entropy = linear_logp(hidden, head, targets, entropy=True, chunk_size=2, temperature=0.9)
+    log_p = distribution(hidden, head, temperature=0.9)
+    expected = log_p.gather(-1, targets.clamp(min=0)).where(targets != -100, 0)
+    expected_entropy = -(log_p.exp() * log_p).sum(-1).where((targets != -100).any(-1), 0)
+    torch.testing.assert_close([found, entropy], [expected, expected_entropy])
+    inputs = [hidden, head.weight]
+    torch.testing.assert_close(
+        gradients([found.flatten(), entropy.flatten()], inputs),
+        gradients([expected.flatten(), expected_entropy.flatten()], inputs),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -120,9 +167,10 @@ def test_half_precision_gradients_are_near_those_of_fp32():
     hidden, head, targets = problem(num_rows=40, features=64, words=50, dtype=torch.bfloat16)
     hidden.requires_grad_()
     linear_logp(hidden, head, targets, chunk_size=7).sum().backward()
-    exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
-    truth(exact_hidden, exact_weight, targets)[0].sum().backward()
-    for found, exact in ((hidden.grad, exact_hidden.grad), (head.weight.grad, exact_weight.grad)):
+    exact_hidden, exact_head = hidden.detach().double().requires_grad_(), copy.deepcopy(head).double()
+    exact_head.zero_grad()
+    truth(exact_hidden, exact_head, targets)[0].sum().backward()
+    for found, exact in ((hidden.grad, exact_hidden.grad), (head.weight.grad, exact_head.weight.grad)):
         assert ((found - exact).norm() / exact.norm()).item() < 0.02
 
 
@@ -155,135 +203,91 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_all_logits_never_exist():
-    num_rows, features, words, chunk_size = 4096, 8, 512, 64
+class _Multiplied(TorchDispatchMode):
+    """Rows of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {"forward and hidden": 0, "weight": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.made["forward and hidden"] += len(args[0])
+        elif function is torch.ops.aten.addmm_.default:
+            self.made["weight"] += len(args[1])
+        return result
+
+
+@pytest.mark.parametrize("k", [None, 5])
+@pytest.mark.parametrize(("chunk_size", "chunk_rows"), [(64, 64), (None, 512)])
+def test_all_logits_never_exist(chunk_size, chunk_rows, k):
+    num_rows, features, words = 4096, 8, 512
     hidden, head, targets = problem(num_rows=num_rows, features=features, words=words, dtype=torch.float32)
     hidden.requires_grad_()
     with _LargestTensor() as largest:
-        linear_logp(hidden, head, targets, chunk_size=chunk_size, entropy=True)[0].sum().backward()
-    assert num_rows * words * 4 > logp.KEPT_BYTES
-    assert largest.elements == max(chunk_size * words, num_rows * features)
+        if k is None:
+            logp, _ = linear_logp(hidden, head, targets, chunk_size=chunk_size, entropy=True)
+        else:
+            logp = top_k_logp(hidden, head, k, chunk_size=chunk_size).logp
+        logp.sum().backward()
+    assert num_rows * words * 4 > fused.KEPT_BYTES
+    assert largest.elements == max(chunk_rows * words, num_rows * features, num_rows * (k or 1))
 
 
-CUT = {
-    "chunks": {
-        "num_rows": 17,
-        "vocabulary": 128,
-        "chunk_size": 5,
-        "temperature": 1.0,
-        "softcap": None,
-        "entropy": False,
-    },
-    "uneven": {
-        "num_rows": 17,
-        "vocabulary": 129,
-        "chunk_size": 50,
-        "temperature": 0.7,
-        "softcap": None,
-        "entropy": True,
-    },
-    "capped": {"num_rows": 9, "vocabulary": 129, "chunk_size": 4, "temperature": 1.3, "softcap": 5.0, "entropy": True},
-    "no rows": {"num_rows": 1, "vocabulary": 3, "chunk_size": 1, "temperature": 1.0, "softcap": None, "entropy": True},
-}
+@pytest.mark.parametrize(
+    ("num_rows", "words", "expected"),
+    [(100, 1000, 256), (4096, 16032, 512), (65536, 16032, 1024), (65536, 256_000, 262), (10, 10**9, 1)],
+)
+def test_default_chunk_is_an_eighth_of_the_rows_within_bounds(num_rows, words, expected):
+    assert Options().rows_at_a_time(num_rows, words, torch.float32) == expected
 
 
-@pytest.mark.parametrize("name", CUT)
-def test_cut_vocabulary_equals_the_whole_one(ranks, name):
-    for result in ranks("linear_logp_parity", 2, **CUT[name]):
-        assert max(result["values"]) < 2e-6
-        assert result["hidden"] < 5e-6
-        assert result["weight"] < 5e-6
-        assert result["weight_placement"] == "(Shard(dim=0),)"
+@pytest.mark.parametrize("ignore_index", [-100, None])
+def test_fake_tensors_have_the_shapes_of_real_ones(ignore_index):
+    with FakeTensorMode():
+        hidden, head = torch.empty(4096, 64, requires_grad=True), nn.Linear(64, 3200)
+        targets = torch.zeros(4096, dtype=torch.long)
+        found, entropy = linear_logp(hidden, head, targets, entropy=True, ignore_index=ignore_index)
+        (found.sum() + entropy.sum() + top_k_logp(hidden, head, 5).logp.sum()).backward()
+    assert found.shape == entropy.shape == (4096,)
+    assert hidden.grad.shape == hidden.shape
+    assert head.weight.grad.shape == head.weight.shape
 
 
-def test_rank_without_a_word_takes_part(ranks):
-    case = {"num_rows": 6, "vocabulary": 5, "chunk_size": 4, "temperature": 1.0, "softcap": None, "entropy": True}
-    for result in ranks("linear_logp_parity", 4, **case):  # ceil(5 / 4) = 2 words a rank: 2, 2, 1, 0
-        assert max(result["values"]) < 2e-6
-        assert max(result["hidden"], result["weight"]) < 5e-6
+def test_a_row_that_is_no_number_stays_none_and_alone():
+    hidden, head, targets = problem()
+    hidden[2] = torch.nan
+    assert linear_logp(hidden, head, targets).isnan().tolist() == [row == 2 for row in range(ROWS)]
 
 
-def test_forward_takes_two_collectives_whatever_the_number_of_chunks(ranks):
-    for chunk_size in (1, 100):
-        case = {**CUT["uneven"], "chunk_size": chunk_size}
-        assert [result["collectives"] for result in ranks("linear_logp_parity", 2, **case)] == [2, 2]
-
-
-def test_cut_vocabulary_in_bf16_has_fp32_statistics(ranks):
-    for result in ranks("linear_logp_parity", 2, **{**CUT["uneven"], "dtype": "bfloat16"}):
-        assert set(result["dtypes"]) == {"torch.float32"}
-        assert max(result["values"]) < 0.02
-        assert max(result["hidden"], result["weight"]) < 0.02
-
-
-@pytest.mark.parametrize("vocabulary", [8, 9])
-def test_cut_logits_equal_whole_ones_and_stay_as_they_are(ranks, vocabulary):
-    for result in ranks("logits_parity", 2, vocabulary=vocabulary):
-        assert max(result["values"]) < 2e-6
-        assert result["gradient"] < 5e-6
-        assert result["unchanged"]
-
-
-def test_mesh_of_one_rank_is_the_plain_result(ranks):
-    assert ranks("one_rank_meshes", 1) == [[True, True, True]]
-
-
-def test_weight_that_fsdp_has_not_gathered_is_refused(ranks):
-    for message in ranks("weight_on_another_axis", 2):
-        assert "a mesh with the axes ('dp',), and its only axis may be 'tp'" in message
-        assert "register_fsdp_forward_method" in message
-
-
-def test_plain_logits_equal_log_softmax():
-    logits = torch.randn(3, 4, WORDS, dtype=torch.float64, requires_grad=True)
-    target = torch.randint(WORDS, (3, 4))
-    found = get_logprobs_from_vocab_parallel_logits(logits, target, temperature=0.8, chunk_size=5)
-    expected = log_softmax(logits / 0.8, -1).gather(-1, target[..., None])[..., 0]
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn_like(found)
-    for ours, theirs in zip(
-        torch.autograd.grad((found * weight).sum(), logits),
-        torch.autograd.grad((expected * weight).sum(), logits),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_masked_words_have_no_entropy_and_no_gradient():
-    logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
-    target = torch.tensor([1])
-    found, entropy = get_logprobs_from_vocab_parallel_logits(logits, target, entropy=True)
-    torch.testing.assert_close([found, entropy], [torch.tensor([0.5]).log(), torch.tensor([2.0]).log()])
-    (found + entropy).sum().backward()
-    torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 0.5, 0.0]]))
-
-
-def test_numbers_of_the_caller_are_never_changed():
-    logits = torch.randn(4, WORDS, requires_grad=True)
-    before = logits.detach().clone()
-    get_logprobs_from_vocab_parallel_logits(logits, torch.zeros(4, dtype=torch.long), temperature=2.0).sum().backward()
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("bad", [-100, WORDS])
+@pytest.mark.parametrize("bad", [-1, WORDS])
 def test_target_outside_the_vocabulary_is_refused(bad):
     hidden, head, targets = problem()
     targets[2] = bad
-    with pytest.raises(ValueError, match=rf"targets span .* and the vocabulary 0 to {WORDS - 1}: replace padding"):
+    with pytest.raises(ValueError, match=rf"targets span .* and the vocabulary 0 to {WORDS - 1}: give rows that ask"):
         linear_logp(hidden, head, targets)
+
+
+def test_without_an_ignore_index_every_target_must_be_a_word():
+    hidden, head, targets = problem()
+    targets[2] = -100
+    with pytest.raises(ValueError, match="targets span -100 to"):
+        linear_logp(hidden, head, targets, ignore_index=None)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden": torch.zeros(ROWS, 3)}, r"hidden is \[7, 3\], lm_head.weight \[11, 6\] and targets \[7\]"),
-        ({"hidden": torch.zeros(1, ROWS, FEATURES)}, r"they must be \[N, H\], \[V, H\] and \[N\]"),
+        ({"hidden": torch.zeros(1, ROWS, FEATURES)}, r"they must be \[..., H\], \[V, H\] and \[...\]"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, r"targets \[3\]"),
         ({"targets": torch.zeros(ROWS)}, r"targets are torch.float32: they must be token ids"),
         ({"hidden": torch.zeros(ROWS, FEATURES)}, r"hidden is torch.float32 and lm_head.weight is torch.float64"),
         ({"temperature": 0.0}, r"temperature is 0.0"),
         ({"chunk_size": 0}, r"chunk_size is 0"),
         ({"softcap": -1.0}, r"softcap is -1.0"),
+        ({"kernel": "cuda"}, r"kernel is 'cuda': it may be one of \['torch', 'liger', 'verl'\]"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_with_their_values(change, message):
@@ -293,6 +297,21 @@ def test_arguments_that_do_not_fit_are_refused_with_their_values(change, message
         linear_logp(arguments.pop("hidden"), head, arguments.pop("targets"), **arguments)
 
 
-def test_bias_is_refused():
-    with pytest.raises(PlanError, match="the lm_head has a bias, which linear_logp does not add"):
-        linear_logp(torch.zeros(1, 2), nn.Linear(2, 3), torch.zeros(1, dtype=torch.long))
+class _Adapted(nn.Module):
+    """A layer as adapters make it: its `weight` is not all that it computes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.lora_A = layer, nn.Linear(layer.in_features, 2)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+
+def test_layer_that_computes_more_than_its_weight_is_refused():
+    hidden, head, targets = problem()
+    with pytest.raises(
+        PlanError, match=r"the lm_head is a _Adapted with the parameters \['base_layer.weight', 'lora_A"
+    ):
+        linear_logp(hidden, _Adapted(head), targets)

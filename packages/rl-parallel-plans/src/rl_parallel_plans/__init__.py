@@ -8,23 +8,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.apply import apply_fsdp, apply_tensor_parallel, parallelize
+    from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
+    from rl_parallel_plans.apply import parallelize
+    from rl_parallel_plans.context_parallel.apply import apply_context_parallel
+    from rl_parallel_plans.context_parallel.layout import sequence_positions, shard_sequence, unshard_sequence
+    from rl_parallel_plans.context_parallel.limits import check_context_parallel
     from rl_parallel_plans.dtensor import to_local_if_dtensor
     from rl_parallel_plans.errors import PlanError
+    from rl_parallel_plans.expert_parallel import apply_expert_parallel
+    from rl_parallel_plans.explain.document import as_json
+    from rl_parallel_plans.explain.page import as_html
+    from rl_parallel_plans.fsdp import apply_fsdp
     from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_, get_grad_norm
     from rl_parallel_plans.hugging_face import get_hf_tp_plan, translate_parallel_style
-    from rl_parallel_plans.logp import get_logprobs_from_vocab_parallel_logits, linear_logp
+    from rl_parallel_plans.logp import (
+        TopKLogp,
+        get_logprobs_from_vocab_parallel_logits,
+        linear_logp,
+        top_k_logp,
+        top_k_logp_from_logits,
+    )
     from rl_parallel_plans.lookup import plan_for
     from rl_parallel_plans.plan import ParallelPlan
     from rl_parallel_plans.registry import qualified_name, register_plan
     from rl_parallel_plans.styles import ReplicatedParallel
+    from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
 
 _HOMES = {
     "ParallelPlan": "plan",
     "PlanError": "errors",
     "ReplicatedParallel": "styles",
-    "apply_fsdp": "apply",
-    "apply_tensor_parallel": "apply",
+    "TopKLogp": "logp",
+    "apply_activation_checkpointing": "activation_checkpointing",
+    "apply_context_parallel": "context_parallel.apply",
+    "apply_expert_parallel": "expert_parallel",
+    "apply_fsdp": "fsdp",
+    "apply_tensor_parallel": "tensor_parallel",
+    "as_html": "explain.page",
+    "as_json": "explain.document",
+    "check_context_parallel": "context_parallel.limits",
     "clip_grad_by_total_norm_": "grad_norm",
     "get_grad_norm": "grad_norm",
     "get_hf_tp_plan": "hugging_face",
@@ -34,16 +56,28 @@ _HOMES = {
     "plan_for": "lookup",
     "qualified_name": "registry",
     "register_plan": "registry",
+    "sequence_positions": "context_parallel.layout",
+    "shard_sequence": "context_parallel.layout",
     "to_local_if_dtensor": "dtensor",
+    "top_k_logp": "logp",
+    "top_k_logp_from_logits": "logp",
     "translate_parallel_style": "hugging_face",
+    "unshard_sequence": "context_parallel.layout",
 }
 
 __all__ = [
     "ParallelPlan",
     "PlanError",
     "ReplicatedParallel",
+    "TopKLogp",
+    "apply_activation_checkpointing",
+    "apply_context_parallel",
+    "apply_expert_parallel",
     "apply_fsdp",
     "apply_tensor_parallel",
+    "as_html",
+    "as_json",
+    "check_context_parallel",
     "clip_grad_by_total_norm_",
     "get_grad_norm",
     "get_hf_tp_plan",
@@ -53,8 +87,13 @@ __all__ = [
     "plan_for",
     "qualified_name",
     "register_plan",
+    "sequence_positions",
+    "shard_sequence",
     "to_local_if_dtensor",
+    "top_k_logp",
+    "top_k_logp_from_logits",
     "translate_parallel_style",
+    "unshard_sequence",
 ]
 
 

@@ -3,13 +3,15 @@
 Some parameters are plain, some sharded over dp, some over dp and tp: torch's own norm refuses the mixture. Each entry
 of the gradient counts once: a sharded piece on its own rank, a whole copy on one of the ranks that hold it.
 
-    norm = (sum over groups of all_reduce over the group's sharded axes of (sum of |g|^p))^(1/p)
+    norm = (sum over sets S of sharded axes of all_reduce over S of (sum of |g|^p))^(1/p)
 
-A group is the parameters with the same mesh and the same sharded axes: one small all-reduce per sharded axis of each.
+The sums of all sets lie in one vector, and an axis reduces the entries of the sets that have it: one all-reduce for
+each sharded axis, however many parameters and meshes there are. Sub-meshes of one root share its axes; an axis is the
+ranks along it, so that two meshes over the same ranks share theirs too.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,34 +20,43 @@ from torch import Tensor
 from rl_parallel_plans.dtensor import is_dtensor, to_local_if_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
 
-Group = tuple["DeviceMesh | None", tuple[bool, ...]]
+Axis = tuple[int, ...]
+"""The ranks along one axis of a mesh, through this one."""
 
 
 @torch.no_grad()
 def get_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The `norm_type`-norm of all gradients as one vector: a 0-dim fp32 tensor, equal on every rank.
+    """The `norm_type`-norm of all gradients as one vector: a 0-dim tensor, equal on every rank.
 
-    parameters: any mixture of plain tensors and DTensors on any meshes; those without a gradient count nothing. Every
-        rank of the meshes must call with the same parameters: it is a collective.
+    parameters: any mixture of plain tensors and DTensors on any meshes, devices and dtypes; those without a gradient
+        count nothing. Every rank of the meshes must call with the same parameters: it is a collective. A gradient
+        that is still Partial is summed for the norm, all of them of an axis by one more all-reduce, and left as it is.
     norm_type: above 0; `inf` for the largest absolute entry. Raises ValueError otherwise.
+
+    Returns fp32, or fp64 where a parameter is fp64, on the device of the first parameter.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, or inf")
-    parameters = list(parameters)
-    device = to_local_if_dtensor(parameters[0]).device if parameters else None
-    groups: dict[Group, list[Tensor]] = {}
-    for parameter in parameters:
-        # A rank without this gradient must still take part in its group's collectives.
-        pieces = groups.setdefault(_group(parameter), [])
-        if (gradient := _local_gradient(parameter)) is not None and gradient.numel():
-            pieces.append(gradient)
-    powers = [_reduced(_power(pieces, norm_type, device), group, norm_type) for group, pieces in groups.items()]
-    if not powers:
-        return torch.zeros((), device=device)
-    total = torch.stack(powers)
-    return total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)
+    parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
+    if not parameters:
+        return torch.zeros(())
+    device = to_local_if_dtensor(parameters[0]).device
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    groups: dict[Axis, dist.ProcessGroup] = {}
+    pieces: dict[tuple[Axis, ...], list[Tensor]] = {}
+    for parameter, gradient in zip(parameters, _whole_gradients(parameters), strict=True):
+        # A rank without this gradient must still take part in its axes' collectives.
+        same = pieces.setdefault(_sharded_axes(parameter, groups), [])
+        if gradient is not None and gradient.numel():
+            same.append(gradient)
+    powers = {axes: _power(same, norm_type, device) for axes, same in pieces.items()}
+    for axis, group in groups.items():
+        _reduce_({axes: power for axes, power in powers.items() if axis in axes}, group, norm_type)
+    total = torch.stack(list(powers.values()))
+    return (total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)).to(dtype)
 
 
 @torch.no_grad()
@@ -65,37 +76,105 @@ def clip_grad_by_total_norm_(parameters: Iterable[Tensor], max_norm: float, tota
         torch._foreach_mul_(same, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _group(parameter: Tensor) -> Group:
+def _sharded_axes(parameter: Tensor, groups: "dict[Axis, dist.ProcessGroup]") -> tuple[Axis, ...]:
+    """The axes that cut a parameter; `groups` learns the process group of each."""
     if not is_dtensor(parameter):
-        return None, ()
-    # Not `is_shard()`: under FSDP over TP the placement is a _StridedShard, which denies being a shard.
-    return parameter.device_mesh, tuple(not placement.is_replicate() for placement in parameter.placements)
-
-
-def _local_gradient(parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    if gradient is None or not is_dtensor(gradient):
-        return gradient
-    if is_dtensor(parameter) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return gradient.to_local()
-
-
-def _power(pieces: list[Tensor], norm_type: float, device: torch.device | None) -> Tensor:
-    if not pieces:
-        return torch.zeros((), device=device)
-    dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
-    norms = torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype)).float()  # noqa: SLF001 - no public one
-    return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()
-
-
-def _reduced(power: Tensor, group: Group, norm_type: float) -> Tensor:
-    mesh, sharded = group
-    if mesh is None:
-        return power
+        return ()
     import torch.distributed as dist
 
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for axis in (axis for axis, is_sharded in enumerate(sharded) if is_sharded and mesh.size(axis) > 1):
-        dist.all_reduce(power, op=operation, group=mesh.get_group(axis))
-    return power
+    mesh, axes = parameter.device_mesh, []
+    for number, placement in enumerate(parameter.placements):
+        # Not `is_shard()`: under FSDP over TP the placement is a _StridedShard, which denies being a shard.
+        if placement.is_replicate() or mesh.size(number) == 1:
+            continue
+        group = mesh.get_group(number)
+        axis = tuple(dist.get_process_group_ranks(group))
+        groups.setdefault(axis, group)
+        axes.append(axis)
+    return tuple(axes)
+
+
+def _reduce_(powers: dict[tuple[Axis, ...], Tensor], group: "dist.ProcessGroup", norm_type: float) -> None:
+    """Reduce these numbers over one axis, all together, in their place."""
+    import torch.distributed as dist
+
+    together = torch.stack(list(powers.values()))
+    together = together.to(_device_of(group, together.device))
+    dist.all_reduce(together, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    for power, reduced in zip(powers.values(), together, strict=True):
+        power.copy_(reduced)
+
+
+def _device_of(group: "dist.ProcessGroup", device: torch.device) -> torch.device:
+    """`device`, or one that the group can reduce on: gradients offloaded to the CPU belong to a group of GPUs."""
+    able = group._device_types  # noqa: SLF001 - no public one
+    return device if device.type in {one.type for one in able} else able[0]
+
+
+def _power(pieces: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of |g|^p over this rank's pieces, or their largest |g|."""
+    # fp64 holds the square of every fp32 norm; Apple's GPUs have none.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for piece in pieces:
+        by_device.setdefault(piece.device, []).append(piece)
+    norms = [
+        torch.stack(_norms(same, norm_type, wide)).to(device=device, dtype=wide, non_blocking=device.type != "cpu")
+        for same in by_device.values()
+    ]
+    if not norms:
+        return torch.zeros((), device=device, dtype=wide)
+    together = torch.cat(norms)
+    return together.amax() if math.isinf(norm_type) else (together**norm_type).sum()
+
+
+def _norms(pieces: list[Tensor], norm_type: float, wide: torch.dtype) -> list[Tensor]:
+    """Each piece's norm, accumulated in fp32 at least; in `wide` for powers that leave its range sooner than 2 does."""
+    exact = norm_type in {1.0, 2.0, math.inf} and all(piece.dtype != torch.float64 for piece in pieces)
+    return list(torch._foreach_norm(pieces, norm_type, dtype=torch.float32 if exact else wide))  # noqa: SLF001 - no public one
+
+
+def _whole_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The local gradient of each parameter, placed as the parameter is."""
+    gradients: list[Tensor | None] = []
+    pending: dict[tuple[object, ...], list[tuple[int, DTensor, int]]] = {}
+    for number, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is not None and is_dtensor(gradient) and is_dtensor(parameter):
+            axis = _only_partial_axis(gradient, parameter)
+            if axis is not None:
+                key = (axis, gradient.device_mesh, gradient.dtype, gradient.to_local().device)
+                pending.setdefault(key, []).append((number, gradient, axis))
+            elif gradient.placements != parameter.placements:
+                gradient = gradient.redistribute(placements=parameter.placements)
+        gradients.append(None if gradient is None else to_local_if_dtensor(gradient))
+    for same in pending.values():
+        _, gradient, axis = same[0]
+        group = gradient.device_mesh.get_group(axis)
+        summed = _summed([one.to_local() for _, one, _ in same], group)
+        for (number, _, _), whole in zip(same, summed, strict=True):
+            gradients[number] = whole
+    return gradients
+
+
+def _only_partial_axis(gradient: "DTensor", parameter: "DTensor") -> int | None:
+    """The axis over which a gradient is still to be added up, where that is all that it lacks."""
+    differing = [
+        (number, found)
+        for number, (found, wanted) in enumerate(zip(gradient.placements, parameter.placements, strict=True))
+        if found != wanted
+    ]
+    if len(differing) != 1:
+        return None
+    number, found = differing[0]
+    is_sum = found.is_partial() and getattr(found, "reduce_op", None) == "sum"
+    return number if is_sum and parameter.placements[number].is_replicate() else None
+
+
+def _summed(pieces: list[Tensor], group: "dist.ProcessGroup") -> list[Tensor]:
+    """The sums of pieces over ranks, by one all-reduce, in new tensors."""
+    import torch.distributed as dist
+
+    flat = torch.cat([piece.flatten() for piece in pieces])
+    dist.all_reduce(flat, group=group)
+    return list(torch.split(flat, [piece.numel() for piece in pieces]))

@@ -1,0 +1,13 @@
+"""Log-probabilities of tokens from hidden states and an lm_head, or from logits, without all logits at once."""
+
+from rl_parallel_plans.logp.linear import linear_logp
+from rl_parallel_plans.logp.logits import get_logprobs_from_vocab_parallel_logits
+from rl_parallel_plans.logp.top_k import TopKLogp, top_k_logp, top_k_logp_from_logits
+
+__all__ = [
+    "TopKLogp",
+    "get_logprobs_from_vocab_parallel_logits",
+    "linear_logp",
+    "top_k_logp",
+    "top_k_logp_from_logits",
+]
