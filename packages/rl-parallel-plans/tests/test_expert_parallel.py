@@ -30,7 +30,12 @@ def test_experts_beside_data_and_tensor_parallel_ranks(ranks, shape):
 
 def test_experts_with_sequence_parallelism_and_recomputed_activations(ranks):
     results = ranks(
-        "expert_parallel:parity", 4, architecture="qwen3_moe", shape=[1, 2, 2], sequence_parallel=True, checkpointing=True
+        "expert_parallel:parity",
+        4,
+        architecture="qwen3_moe",
+        shape=[1, 2, 2],
+        sequence_parallel=True,
+        checkpointing=True,
     )
     assert_equal_to_one_process(results)
 

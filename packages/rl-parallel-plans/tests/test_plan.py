@@ -5,7 +5,7 @@ import torch
 from parallel_plans_cases.models import tiny, tiny_on_meta
 from torch import nn
 
-from rl_parallel_plans import ParallelPlan, PlanError, plan_for
+from rl_parallel_plans import ParallelPlan, PlanError, ReplicatedParallel, plan_for
 
 LAYER = "model.layers.*"
 
@@ -171,13 +171,23 @@ def test_style_on_a_module_that_it_cannot_shard_is_named():
 
 
 def test_norm_that_sees_only_its_ranks_heads_needs_its_gradient_summed():
-    model = tiny_on_meta("qwen3")
-    colwise = dict.fromkeys([f"{LAYER}.self_attn.{name}_proj" for name in "qkv"], "colwise")
-    rowwise = {f"{LAYER}.self_attn.o_proj": "rowwise"}
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    model, attention = tiny_on_meta("qwen3"), f"{LAYER}.self_attn"
+    projections = {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
+    projections[f"{attention}.o_proj"] = RowwiseParallel()
     with pytest.raises(PlanError, match=r"self_attn.q_norm would see only its rank's heads"):
-        plan_for(model, tp=2, custom=colwise | rowwise).check(model)
-    norms = dict.fromkeys([f"{LAYER}.self_attn.{name}_norm" for name in "qk"], "replicated_with_grad_allreduce")
-    plan_for(model, tp=2, custom=colwise | rowwise | norms).check(model)
+        plan_for(model, tp=2, custom=projections).check(model)
+    norms = {f"{attention}.{name}_norm": ReplicatedParallel(partial_gradient=True) for name in "qk"}
+    plan_for(model, tp=2, custom=projections | norms).check(model)
+
+
+def test_gradient_that_a_plan_of_strings_forgets_is_mended_and_noted():
+    strings = dict.fromkeys([f"{LAYER}.self_attn.{name}_proj" for name in "qkv"], "colwise")
+    plan = plan_for(tiny_on_meta("qwen3"), tp=2, custom=strings | {f"{LAYER}.self_attn.o_proj": "rowwise"})
+    assert f"{LAYER}.self_attn.q_norm" in plan.styles
+    assert any("q_norm" in note for note in plan.notes)
+    assert any(note in plan.explain() for note in plan.notes)
 
 
 def test_plan_that_would_part_tied_weights_is_refused():

@@ -1,6 +1,7 @@
 """Models that see, on two ranks: the language model is sharded, the vision tower is whole and listed."""
 
 import pytest
+
 ARCHITECTURES = ["gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl"]
 TOLERANCE = 1e-5
 

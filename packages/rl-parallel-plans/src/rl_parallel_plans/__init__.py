@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rl_parallel_plans.expert_parallel import apply_expert_parallel
     from rl_parallel_plans.explain.document import as_json
     from rl_parallel_plans.explain.page import as_html
+    from rl_parallel_plans.export import export_state_dict
     from rl_parallel_plans.fsdp import apply_fsdp
     from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_, get_grad_norm
     from rl_parallel_plans.hugging_face import get_hf_tp_plan, translate_parallel_style
@@ -48,6 +49,7 @@ _HOMES = {
     "as_json": "explain.document",
     "check_context_parallel": "context_parallel.limits",
     "clip_grad_by_total_norm_": "grad_norm",
+    "export_state_dict": "export",
     "get_grad_norm": "grad_norm",
     "get_hf_tp_plan": "hugging_face",
     "get_logprobs_from_vocab_parallel_logits": "logp",
@@ -79,6 +81,7 @@ __all__ = [
     "as_json",
     "check_context_parallel",
     "clip_grad_by_total_norm_",
+    "export_state_dict",
     "get_grad_norm",
     "get_hf_tp_plan",
     "get_logprobs_from_vocab_parallel_logits",

@@ -11,13 +11,18 @@ What is kept of one layer, B·S tokens, from its input `hidden`:
                  activations, rotary embeddings and other cheap elementwise work, and communicates nothing again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.layer_stacks import stacked_layers
@@ -59,7 +64,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: ActivationCheckpointi
 
     Where a gradient is recorded, an empty key/value cache is not passed on to the layers: a recomputation would fill it
     twice. Raises PlanError for another mode, for a model without layers, where it was applied before or the model's own
-    gradient checkpointing is on; and in forward, for a cache that holds tokens.
+    is on; and in forward, for a cache that holds tokens.
     """
     if mode not in ("full", "selective"):
         raise PlanError(f'activation checkpointing is {mode!r}: it is "full" or "selective"')
@@ -70,40 +75,72 @@ def apply_activation_checkpointing(model: nn.Module, mode: ActivationCheckpointi
         raise PlanError(f"{type(model).__name__} checkpoints its activations already: apply it once")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise PlanError(
-            f"gradient checkpointing of {type(model).__name__} itself is on, and each layer would be recomputed twice: "
-            "call model.gradient_checkpointing_disable() or leave activation checkpointing to the model"
+            f"{type(model).__name__} checkpoints its activations itself, and each layer would be recomputed twice: "
+            "disable that, or leave activation checkpointing to the model"
         )
+    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for layer in layers.values():
         forward = layer.forward
-        layer.forward = update_wrapper(partial(_checkpointed, forward, mode == "selective"), forward)
+        # Layers that only read what others have put into a cache say so, and are given it.
+        caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else CACHES
+        layer.forward = update_wrapper(partial(_checkpointed, forward, options, caches), forward)
         layer.__dict__[MARK] = mode
     return model
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
+def _checkpointed(
+    forward: Callable[..., Any],
+    options: Mapping[str, Any],
+    caches: tuple[str, ...],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
-    return checkpoint(forward, *args, use_reentrant=False, **options, **_without_caches(kwargs))
-
-
-def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    for name in CACHES:
-        cache = kwargs.get(name)
-        if cache is None:
+    for name in caches:
+        if (cache := kwargs.get(name)) is None:
             continue
-        length = getattr(cache, "get_seq_length", None)
-        if callable(length) and (held := int(length())):
+        if _holds_tokens(cache):
             raise PlanError(
-                f"{name} holds {held} tokens while a gradient is recorded, and recomputing a layer would add its own "
-                "twice: pass the whole sequence without a cache, or run under torch.no_grad()"
+                f"{name} holds tokens while a gradient is recorded, and recomputing a layer would add its own twice: "
+                "pass the whole sequence without a cache, or run under torch.no_grad()"
             )
         kwargs[name] = None
-    return kwargs
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _holds_tokens(cache: object) -> bool:
+    if isinstance(cache, tuple | list):
+        return any(part is not None for part in cache)
+    for question in ("get_seq_length", "has_previous_state"):
+        answer = getattr(cache, question, None)
+        try:
+            if answer() if callable(answer) else answer:
+                return True
+        except ValueError:  # how a cache of Hugging Face says that none of its layers is of this kind
+            continue
+    return False
+
+
+class _Reusing(_CachedTorchDispatchMode):
+    """Hands out what was kept, and computes again what the model has written to since (`out.add_(bias)`)."""
+
+    def __torch_dispatch__(  # noqa: PLR0917 - as torch calls it
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            return func(*args, **(kwargs or {}))
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    keeping, reusing = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    reusing.__class__ = _Reusing
+    return keeping, reusing
 
 
 def _policy(_context: object, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import OffloadPolicy
 
-__all__ = ["apply_activation_checkpointing", "apply_expert_parallel", "apply_fsdp", "apply_tensor_parallel", "parallelize"]
+__all__ = [
+    "apply_activation_checkpointing",
+    "apply_expert_parallel",
+    "apply_fsdp",
+    "apply_tensor_parallel",
+    "parallelize",
+]
 
 
 def parallelize(

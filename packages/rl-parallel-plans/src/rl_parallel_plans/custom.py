@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from rl_parallel_plans.plan import Asked
 
+    Made = tuple[dict[str, ParallelStyle], tuple[str, ...]]
+
 CustomPlan = str | Mapping[str, Any] | Callable[..., Any]
 
 
@@ -26,28 +28,32 @@ def resolve(custom: CustomPlan) -> Mapping[str, Any] | Callable[..., Any]:
     return found
 
 
-def built(plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, asked: "Asked") -> "dict[str, ParallelStyle]":
-    """The styles of a mapping, or of what a function returns for `model`; Hugging Face strings are translated."""
+def built(plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, asked: "Asked") -> "Made":
+    """The styles of a mapping, or of what a function returns for `model`, and notes.
+
+    Hugging Face strings are translated, and the notes say where that departs from their letter.
+    """
     mapping = plan if isinstance(plan, Mapping) else _called(plan, model, asked)
     if not isinstance(mapping, Mapping):
         raise PlanError(f"plan function {plan!r} returned a {type(mapping).__name__}: it must return a mapping")
-    return _styles(mapping, model)
+    return _made(mapping, model)
 
 
-def _styles(mapping: Mapping[str, Any], model: nn.Module) -> "dict[str, ParallelStyle]":
+def _made(mapping: Mapping[str, Any], model: nn.Module) -> "Made":
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from rl_parallel_plans.hugging_face import translate_plan
-
     if mapping and all(isinstance(style, str) for style in mapping.values()):
-        return translate_plan(model, mapping)
+        from rl_parallel_plans.hugging_face import translate_plan
+
+        translated = translate_plan(model, mapping)
+        return translated.styles, translated.notes
     for pattern, style in mapping.items():
         if not isinstance(style, ParallelStyle):
             raise PlanError(
                 f"pattern {pattern!r} maps to a {type(style).__name__}: a plan maps every pattern to a ParallelStyle "
                 "of torch.distributed.tensor.parallel, or every pattern to a Hugging Face style string"
             )
-    return dict(mapping)
+    return dict(mapping), ()
 
 
 def _called(function: Callable[..., object], model: nn.Module, asked: "Asked") -> object:
@@ -62,8 +68,8 @@ def _called(function: Callable[..., object], model: nn.Module, asked: "Asked") -
     ]
     if unheard and not hears_all:
         raise PlanError(
-            f"plan function {function!r} has no parameter {unheard[0]!r}, and {asked} was asked for: give it one, or do "
-            "not ask"
+            f"plan function {function!r} has no parameter {unheard[0]!r}, and {asked} was asked for: give it one, or "
+            "do not ask"
         )
     return function(model, **{name: value for name, value in options.items() if hears_all or name in parameters})
 

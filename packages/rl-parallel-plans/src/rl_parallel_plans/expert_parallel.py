@@ -58,7 +58,9 @@ def apply_expert_parallel(
         return model
     ep_mesh = submesh(mesh, ep_axis)
     if ep_mesh.size() != plan.asked.ep:
-        raise PlanError(f"the plan is for ep={plan.asked.ep} and axis {ep_axis!r} of the mesh has {ep_mesh.size()} ranks")
+        raise PlanError(
+            f"the plan is for ep={plan.asked.ep} and axis {ep_axis!r} of the mesh has {ep_mesh.size()} ranks"
+        )
     if plan.tp > 1:
         submesh(mesh, tp_axis)
         ep_mesh = mesh[ep_axis, tp_axis]

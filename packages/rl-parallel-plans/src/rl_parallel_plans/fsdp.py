@@ -59,9 +59,8 @@ def apply_fsdp(
         False keeps them; a number keeps them sharded over that many ranks. The last unit (embedding, final norm,
         lm_head) keeps them always, since its backward comes first.
 
-    Ties stay ties; frozen parameters stay frozen, and share a unit with others. `type(model)` becomes a subclass made
-    by FSDP. Raises PlanError, before anything has changed, where an axis or the layers cannot be found, the model is
-    under FSDP already, an argument is of another kind than these, or a parameter fits into no unit.
+    Ties stay ties, frozen parameters frozen. `type(model)` becomes a subclass made by FSDP. Raises PlanError, before
+    anything has changed, for an axis or layers that are not there, a model under FSDP already, or what fits nowhere.
     """
     units, meshes = fsdp_layout(
         model,
@@ -105,6 +104,11 @@ def fsdp_layout(
     _check(model, offload_policy)
     for axis in (*axes, *([] if dp_replicate_axis is None else [dp_replicate_axis])):
         submesh(mesh, axis)
+    if not axes or dp_replicate_axis in axes:
+        raise PlanError(
+            f"dp_axis={axes} and dp_replicate_axis={dp_replicate_axis!r}: name at least one axis to shard over, and "
+            "another one to copy over"
+        )
     units = fsdp_units(model, dp_axes=axes, fp32=fp32)
     meshes = {unit.kind.taken: _mesh(mesh, unit, axes=axes, replicate=dp_replicate_axis) for unit in units}
     for each in meshes.values():
@@ -165,10 +169,10 @@ def _mesh(mesh: "DeviceMesh", unit: Unit, *, axes: tuple[str, ...], replicate: s
 
     wanted = set(axes) - set(unit.kind.taken)
     left = tuple(axis for axis in mesh.mesh_dim_names or () if axis in wanted)
-    if not left or replicate in axes:
+    if not left:
         raise PlanError(
-            f"dp_axis={axes} and dp_replicate_axis={replicate!r} leave no axis to shard {unit.path or 'the model'} "
-            f"over, which is sharded over {unit.kind.taken} already: name another axis, of one rank if need be"
+            f"{unit.path} is sharded over {list(unit.kind.taken)} already, and dp_axis={axes} names no other axis to "
+            "shard it over: name one more, of one rank if need be"
         )
     shards = mesh[left[0]] if len(left) == 1 else mesh[left]._flatten("_".join(left))  # noqa: SLF001 - no public one
     if replicate is None:

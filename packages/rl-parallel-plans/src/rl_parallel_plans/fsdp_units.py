@@ -94,7 +94,8 @@ def _kind(parameter: nn.Parameter, dp_axes: tuple[str, ...], *, fp32: bool) -> K
 
 def _parted(path: str, slots: list[_Slot], ends: "Counter[nn.Parameter]") -> Iterator[Unit]:
     """The unit at `path` with most of the slots, then one for each module that holds others."""
-    if not slots:
+    if not slots:  # a model that is nothing but layers: it is what makes them one model all the same
+        yield Unit(path=path, kind=Kind(taken=(), fp32=False, dtype=None), parameters=frozenset())
         return
     fits = _hosts(slots)
     sizes = _sizes(slots)

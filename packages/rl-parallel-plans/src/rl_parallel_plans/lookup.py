@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Made = tuple[dict[str, ParallelStyle], tuple[str, ...]]
 
+
 def plan_for(
     model: nn.Module,
     *,
@@ -40,8 +41,8 @@ def plan_for(
     sequence_parallel: cut the residual stream between the blocks along the sequence (arXiv:2205.05198): less memory
         for activations, the same bytes sent.
     output_projections: "colwise" makes o_proj and down_proj column-wise too: no sum is cut over ranks, so that half
-        precision rounds as on one rank, for more communication. Worth it for tp of 4 and above where the log-probabilities
-        of trainer and engine drift apart.
+        precision rounds as on one rank, for more communication. Worth it for tp of 4 and above where the
+        log-probabilities of trainer and engine drift apart.
     ep: ranks that the experts of a mixture are shared out over; above 1, tokens travel to their experts and back
         (`apply_expert_parallel`).
     custom: a mapping of patterns to styles, a function of the model that returns one, or the import path of either
@@ -59,15 +60,17 @@ def plan_for(
         return make_plan(model, {}, asked=asked, source="nothing to shard at tp=1", allow=allow)
     if brought is not None:
         name = custom if isinstance(custom, str) else getattr(custom, "__qualname__", type(custom).__name__)
-        return make_plan(model, built(brought, model, asked=asked), asked=asked, source=f"custom: {name}", allow=allow)
+        styles, notes = built(brought, model, asked=asked)
+        return make_plan(model, styles, asked=asked, source=f"custom: {name}", notes=notes, allow=allow)
     return _found(model, asked, allow)
 
 
 def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPlan:
     name = qualified_name(type(model))
     if (registered := registered_plan(type(model))) is not None:
-        styles = built(registered[1], model, asked=asked)
-        return make_plan(model, styles, asked=asked, source=f"registered: {registered[0]}", allow=allow)
+        styles, notes = built(registered[1], model, asked=asked)
+        source = f"registered: {registered[0]}"
+        return make_plan(model, styles, asked=asked, source=source, notes=notes, allow=allow)
     passed_over: tuple[str, ...] = (f"registered: no plan for {name} or a class that it derives from",)
     for source, builder in (("structure", _by_structure), ("Hugging Face tp_plan", _own_plan)):
         try:

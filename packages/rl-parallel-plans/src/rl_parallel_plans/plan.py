@@ -14,10 +14,10 @@ from torch import nn
 from rl_parallel_plans.collectives import CollectiveRow, collective_rows
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.explain.text import as_text
+from rl_parallel_plans.layer_stacks import fsdp_units_in_words
 from rl_parallel_plans.parameter_rows import ParameterRow, parameter_rows
 from rl_parallel_plans.problems import KINDS, Problem, find_problems
 from rl_parallel_plans.registry import qualified_name
-from rl_parallel_plans.structure import decoder_layers
 from rl_parallel_plans.ties import tied_names
 
 if TYPE_CHECKING:
@@ -88,8 +88,10 @@ class ParallelPlan:
         return self.asked.sequence_parallel
 
     def explain(self, *, dp: int = 1) -> str:
-        """The plan over `dp` ranks of FSDP as text: rule, placement, shape and bytes per parameter, what stays whole on
-        every tp rank, what is communicated. `as_json(plan)` and `as_html(plan)` tell the same.
+        """The plan over `dp` ranks of FSDP as text.
+
+        Rule, placement, shape and bytes per parameter, what stays whole on every tp rank, what is communicated.
+        `as_json(plan)` and `as_html(plan)` tell the same.
         """
         return as_text(self, dp=dp)
 
@@ -131,15 +133,7 @@ def make_plan(
         parameters=parameter_rows(model, styles, asked.tp),
         collectives=collective_rows(model, styles, tp=asked.tp),
         ties=tuple(map(tuple, tied_names(model))),
-        fsdp_units=_fsdp_units(model),
+        fsdp_units=fsdp_units_in_words(model),
         allow=frozenset(allow),
         problems=tuple(find_problems(model, styles, asked.tp, ep=asked.ep)),
     )
-
-
-def _fsdp_units(model: nn.Module) -> str:
-    stack = decoder_layers(model)
-    if stack is None:
-        return "none: no nn.ModuleList of layers"
-    kinds = sorted({type(layer).__name__ for layer in stack[1]})
-    return f"{stack[0]}.* ({len(stack[1])} x {', '.join(kinds)}), then the rest of the model as one"

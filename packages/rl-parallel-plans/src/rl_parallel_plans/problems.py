@@ -144,7 +144,9 @@ def _attention(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]"
             if size is None or rows is None:
                 continue
             if (heads := rows // size) % tp:
-                message = f"{where}.{child} has {heads} {kind} heads ({rows} rows, {size} a head), which tp={tp} does not"
+                message = (
+                    f"{where}.{child} has {heads} {kind} heads ({rows} rows, {size} a head), which tp={tp} does not"
+                )
                 yield "indivisible", f"{message} divide: choose one that does"
         for child, submodule in children.items():
             if "norm" in child and joined(path, child) not in styled and list(submodule.parameters()):

@@ -91,7 +91,10 @@ def _path_of(model: nn.Module, wanted: object) -> str | None:
 def head_size(attention: nn.Module, config: object) -> int | None:
     """Features of one attention head, from the module, else from the model's config; None where neither says."""
     for owner in (attention, config):
-        size = getattr(owner, "head_dim", None)
+        try:
+            size = getattr(owner, "head_dim", None)
+        except Exception:  # noqa: BLE001 - a config that knows one size for each layer raises what it likes
+            size = None
         if isinstance(size, int) and size > 0:
             return size
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)

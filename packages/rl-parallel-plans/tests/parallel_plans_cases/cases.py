@@ -4,10 +4,9 @@ import types
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 
@@ -254,140 +253,6 @@ def one_rank(param_dtype=None):
         "norms": [plans.get_grad_norm(m.parameters()).item() for m in (model, reference)],
         "dtypes": sorted({str(p.grad.dtype) for p in model.parameters()}),
     }
-
-
-def one_rank_meshes():
-    """A weight on a mesh of one rank, whatever its axes are called: no collective, the plain result."""
-    hidden, head, targets = linear_problem(num_rows=11, vocabulary=13)
-    truth = plans.linear_logp(hidden, head, targets)
-    equal = []
-    for names in (["tp"], ["dp"], ["dp", "tp"]):
-        mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
-        sharded = nn.Linear(1, 1, bias=False)
-        sharded.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)] * len(names)))
-        equal.append(torch.equal(plans.linear_logp(hidden, sharded, targets), truth))
-    return equal
-
-
-def linear_problem(*, num_rows, vocabulary, features=24, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(num_rows * 1000 + vocabulary)
-    hidden = torch.randn(num_rows, features, generator=generator).to(dtype).requires_grad_()
-    head = nn.Linear(features, vocabulary, bias=False, dtype=dtype)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(vocabulary, features, generator=generator))
-    return hidden, head, torch.randint(vocabulary, (num_rows,), generator=generator)
-
-
-def linear_logp_parity(*, num_rows, vocabulary, chunk_size, temperature, softcap, entropy, dtype="float32"):
-    """Values and gradients over a cut vocabulary against log_softmax over the whole one in fp64."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    hidden, head, targets = linear_problem(num_rows=num_rows, vocabulary=vocabulary, dtype=getattr(torch, dtype))
-    truth_hidden = hidden.detach().double().requires_grad_()
-    truth_weight = head.weight.detach().double().requires_grad_()
-    logits = truth_hidden @ truth_weight.T * 0.5
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_p = (logits / temperature).log_softmax(-1)
-    truths = [log_p.gather(-1, targets[:, None])[:, 0]] + ([-(log_p.exp() * log_p).sum(-1)] if entropy else [])
-
-    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
-    with CommDebugMode() as forward:
-        found = plans.linear_logp(
-            hidden,
-            head,
-            targets,
-            temperature=temperature,
-            chunk_size=chunk_size,
-            entropy=entropy,
-            softcap=softcap,
-            logit_scale=0.5,
-        )
-    found = list(found) if entropy else [found]
-    weights = [torch.linspace(-1, 2, num_rows).double() * (i + 1) for i in range(len(found))]
-    sum((w * t).sum() for w, t in zip(weights, truths, strict=True)).backward()
-    sum((w.float() * f).sum() for w, f in zip(weights, found, strict=True)).backward()
-    return {
-        "values": [error(f.double(), t) for f, t in zip(found, truths, strict=True)],
-        "dtypes": [str(f.dtype) for f in found],
-        "hidden": error(hidden.grad.double(), truth_hidden.grad),
-        "weight": error(whole(head.weight.grad).double(), truth_weight.grad),
-        "weight_placement": str(head.weight.grad.placements),
-        "collectives": forward.get_total_counts(),
-    }
-
-
-def logits_parity(*, vocabulary):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(2, 5, vocabulary, generator=generator) * 3
-    target = torch.randint(vocabulary, (2, 5), generator=generator)
-    truth = values.double().requires_grad_()
-    log_p = (truth / 0.7).log_softmax(-1)
-    sum((part * torch.arange(10.0).view(2, 5)).sum() for part in truths_of(log_p, target)).backward()
-    logits = distribute_tensor(values, mesh, [Shard(-1)]).requires_grad_()
-    found = plans.get_logprobs_from_vocab_parallel_logits(logits, target, temperature=0.7, chunk_size=3, entropy=True)
-    sum((part * torch.arange(10.0).view(2, 5)).sum() for part in found).backward()
-    return {
-        "values": [error(f.double(), t) for f, t in zip(found, truths_of(log_p, target), strict=True)],
-        "gradient": error(whole(logits.grad).double(), truth.grad),
-        "unchanged": torch.equal(whole(logits.detach()), values),
-    }
-
-
-def truths_of(log_p, target):
-    return log_p.gather(-1, target[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def weight_on_another_axis():
-    """A weight still sharded by FSDP must not be taken for a slice of the vocabulary."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    hidden, head, targets = linear_problem(num_rows=4, vocabulary=8)
-    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
-    try:
-        plans.linear_logp(hidden, head, targets)
-    except plans.PlanError as refusal:
-        return str(refusal)
-    return None
-
-
-def mixed_gradient_norm(norm_type):
-    """Plain, sharded over tp, dp or both, and replicated parameters, one of those with its gradient not yet summed."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    generator = torch.Generator().manual_seed(5)
-    values = [torch.randn(6, 5, generator=generator) for _ in range(7)]
-    truth = torch.linalg.vector_norm(torch.stack(values), norm_type).item()
-    layouts = [
-        None,
-        (mesh["tp"], [Shard(1)]),
-        (mesh["dp"], [Shard(0)]),
-        (mesh, [Shard(0), Shard(1)]),
-        (mesh, [Replicate(), Shard(0)]),
-        (mesh, [Replicate(), Replicate()]),
-        (mesh["tp"], [Replicate()]),
-    ]
-    parameters = []
-    for value, layout in zip(values, layouts, strict=True):
-        parameter = nn.Parameter(torch.zeros(6, 5) if layout is None else distribute_tensor(torch.zeros(6, 5), *layout))
-        parameter.grad = value.clone() if layout is None else distribute_tensor(value, *layout)
-        parameters.append(parameter)
-    parameters[-1].grad = DTensor.from_local(
-        values[-1] * [0.25, 0.75][mesh.get_local_rank("tp")], mesh["tp"], [Partial()]
-    )
-    parameters.append(nn.Parameter(torch.zeros(3)))  # without a gradient
-    norm = plans.get_grad_norm(parameters, norm_type)
-    plans.clip_grad_by_total_norm_(parameters, 1.0, norm)
-    clipped = plans.get_grad_norm(parameters, norm_type)
-    return [norm.item(), clipped.item(), truth]
-
-
-def clip_in_bf16():
-    """A sharded bf16 gradient is scaled itself, and not a copy of it."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, dtype=torch.bfloat16), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.full((4,), 8.0, dtype=torch.bfloat16), mesh, [Shard(0)])
-    norm = plans.get_grad_norm([parameter])
-    plans.clip_grad_by_total_norm_([parameter], 4.0, norm)
-    return [norm.item(), str(parameter.grad.dtype), parameter.grad.full_tensor().tolist()]
 
 
 def model_without_numbers():

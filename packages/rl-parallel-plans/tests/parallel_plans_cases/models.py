@@ -50,7 +50,12 @@ ARCHITECTURES = {
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,
         transformers.Qwen2MoeForCausalLM,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
     ),
     "mixtral": (
         transformers.MixtralConfig,

@@ -111,14 +111,18 @@ def parity(architecture, *, with_image=True, sequence_parallel=False, fsdp=False
         for _ in range(accumulate):
             found = each(**inputs).logits
             found = whole(found)
-            torch.nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                found[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten()
+            ).backward()
         logits.append(found)
     return {
         "source": plan.source,
         "logits_error": error(logits[1], logits[0]),
         "gradient_errors": gradient_errors(model, reference, share=1e-3),
         "kinds": kinds(model),
-        "whole": sorted({row.name.split(".")[1] for row in plan.parameters if not row.sharded and "layers" not in row.name}),
+        "whole": sorted(
+            {row.name.split(".")[1] for row in plan.parameters if not row.sharded and "layers" not in row.name}
+        ),
     }
 
 

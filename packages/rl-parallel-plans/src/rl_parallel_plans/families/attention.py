@@ -1,11 +1,12 @@
 """Softmax attention, its heads shared out: separate or fused q, k and v, and multi-head latent attention (MLA).
 
-    q_proj k_proj v_proj | qkv_proj     rows by heads             o_proj    columns
-    q_norm k_norm over one head         whole, gradients summed
-                  over all heads        a norm across ranks (OLMo 2)
-                  a weight per head     rows by heads (Cohere)
-    MLA (DeepSeek-V2, arXiv:2405.04434): q_b_proj and kv_b_proj by heads; all that leads to them whole
-    sinks [heads]                       by heads (GPT-OSS)
+q_proj k_proj v_proj | qkv_proj     rows by heads             o_proj    columns
+q_norm k_norm over one head         whole, gradients summed
+              over all heads        a norm across ranks (OLMo 2)
+              a weight per head     rows by heads (Cohere)
+MLA (DeepSeek-V2, arXiv:2405.04434): q_b_proj and kv_b_proj by heads; all that leads to them whole, and the indexer
+that chooses positions for all heads at once (DeepSeek-V3.2)
+sinks [heads]                       by heads (GPT-OSS)
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,13 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
 GATES = ("gate_proj", "g_proj")
+INTERLEAVED = ("GPTNeoXAttention", "PersimmonAttention")
+"""Classes whose query_key_value holds q, k and v of the first head, then of the second; shapes do not tell."""
+OUTPUT_SIZES = {
+    **dict.fromkeys(("JambaAttention", "JambaSdpaAttention", "JambaFlashAttention2"), ("hidden_size",)),
+    "XGLMAttention": ("embed_dim",),
+}
+"""Attributes that hold the features of all heads together, by the classes whose forward gives its output that shape."""
 Projections = Literal["rowwise", "colwise"]
 
 
@@ -40,6 +48,7 @@ def attention_block(
     from torch.distributed.tensor import Shard
 
     from rl_parallel_plans.styles import BlockParallel, LocalHeads, ParameterRule
+    from rl_parallel_plans.styles.local_heads import ATTRIBUTES
 
     config = getattr(module, "config", config)
     if "kv_b_proj" in parts(module):
@@ -48,6 +57,8 @@ def attention_block(
         styles = _separate(module, config)
     elif linear(module, "qkv_proj") is not None:
         styles = _fused(module, config)
+    elif type(module).__name__ in INTERLEAVED and linear(module, "query_key_value") is not None:
+        styles = _interleaved(module, config)
     else:
         return None
     styles |= _output(module, projections)
@@ -56,7 +67,7 @@ def attention_block(
         sequence_parallel=sequence_parallel,
         output="features" if projections == "colwise" else "sum",
         own=own,
-        local_heads=LocalHeads(),
+        local_heads=LocalHeads((*ATTRIBUTES, *OUTPUT_SIZES.get(type(module).__name__, ()))),
     )
     refuse_unknown(module, styles, kind="attention")
     return styles
@@ -73,21 +84,30 @@ def _separate(module: nn.Module, config: Any) -> "Styles":
     heads = _query_heads(query, size, config)
     styles: Styles = {"q_proj": BlockColwise(units=heads, what="query heads")}
     key_heads = heads
-    for name in ("k_proj", "v_proj"):
+    for name, rows in (("k_proj", size), ("v_proj", getattr(module, "v_head_dim", size))):
         if (key := linear(module, name)) is not None:
-            key_heads = key.out_features // size
+            key_heads = key.out_features // rows
             styles[name] = BlockColwise(units=key_heads, what="key/value heads")
-    for name in GATES:
-        if (gate := linear(module, name)) is not None:
-            if gate.out_features not in (heads, query.out_features, heads * size):
-                raise NotRecognizedError(f"{name} of its attention has {gate.out_features} rows for {heads} heads")
-            styles[name] = BlockColwise(units=heads, what="query heads")
+    styles |= _gates(module, heads=heads, rows=(heads, query.out_features, heads * size))
     for names, rows, units in ((QUERY_NORMS, heads * size, heads), (KEY_NORMS, key_heads * size, key_heads)):
         for name in names:
             if name in parts(module):
                 styles |= _head_norm(module, name, size=size, rows=rows, heads=units)
     if "attn_sub_norm" in parts(module):  # BitNet normalizes all heads before the output projection
         styles |= _head_norm(module, "attn_sub_norm", size=-1, rows=heads * size, heads=-1)
+    return styles
+
+
+def _gates(module: nn.Module, *, heads: int, rows: tuple[int, ...]) -> "Styles":
+    """Layers whose output multiplies that of the heads: a number a head, or one for each of its features."""
+    from rl_parallel_plans.styles import BlockColwise
+
+    styles: Styles = {}
+    for name in GATES:
+        if (gate := linear(module, name)) is not None:
+            if gate.out_features not in rows:
+                raise NotRecognizedError(f"{name} of its attention has {gate.out_features} rows for {heads} heads")
+            styles[name] = BlockColwise(units=heads, what="query heads")
     return styles
 
 
@@ -130,18 +150,42 @@ def _fused(module: nn.Module, config: Any) -> "Styles":
     return {"qkv_proj": BlockPackedColwise([n * size for n in units], units=units, what="heads")}
 
 
+def _interleaved(module: nn.Module, config: Any) -> "Styles":
+    from rl_parallel_plans.styles import BlockColwise
+
+    fused, heads = linear(module, "query_key_value"), getattr(config, "num_attention_heads", 0)
+    assert fused is not None
+    if not heads or fused.out_features % (3 * heads):
+        raise NotRecognizedError(
+            f"query_key_value has {fused.out_features} rows, which are not q, k and v of {heads} heads"
+        )
+    styles: Styles = {"query_key_value": BlockColwise(units=heads, what="heads")}
+    for name in (*QUERY_NORMS, *KEY_NORMS):
+        if name in parts(module):
+            styles |= _head_norm(module, name, size=fused.out_features // (3 * heads), rows=-1, heads=-1)
+    return styles
+
+
 def _latent(module: nn.Module, config: Any) -> "Styles":
     from rl_parallel_plans.styles import BlockColwise
 
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
-    query = first_linear(module, ("q_b_proj", "q_proj"))
+    query = first_linear(module, ("q_b_proj", "q_gate_proj", "q_proj"))
     if not isinstance(heads, int) or query is None:
         raise NotRecognizedError("its latent attention has neither q_b_proj nor q_proj, or no num_heads")
     styles: Styles = {
         query[0]: BlockColwise(units=heads, what="query heads"),
         "kv_b_proj": BlockColwise(units=heads, what="key/value heads"),
     }
-    for name in ("q_a_proj", "q_a_layernorm", "q_a_norm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_a_norm"):
+    for name in (
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_a_norm",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_a_norm",
+        "indexer",
+    ):
         if name in parts(module):
             styles |= replicated_inside(module, name)
     return styles

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rl_parallel_plans.families.attention import Projections, attention_block
-from rl_parallel_plans.families.linear_attention import linear_attention_block
-from rl_parallel_plans.families.mamba import mamba_block
-from rl_parallel_plans.families.mlp import mixture_block, mlp_block
-from rl_parallel_plans.families.parts import NotRecognizedError, own_parameters, parts
+from rl_parallel_plans.families.attention import Projections
+from rl_parallel_plans.families.layer import layer_styles, stream_styles
+from rl_parallel_plans.families.parts import NotRecognizedError
 from rl_parallel_plans.structure import input_embedding, joined, output_head, text_layers
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     from rl_parallel_plans.families.parts import Styles
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm")
+FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm", "embedding_norm")
 
 
 def decoder_plan(
@@ -47,10 +45,12 @@ def decoder_plan(
     for index, layer in layers.named_children():
         styles = layer_styles(layer, config, sequence_parallel=sequence_parallel, projections=projections)
         for inside, style in styles.items():
-            by_pattern[joined(f"{path}.*", inside)].append((f"{path}.{index}.{inside}", style))
+            end = f".{inside}" if inside else ""  # the layer itself where it is empty
+            by_pattern[f"{path}.*{end}"].append((f"{path}.{index}{end}", style))
     backbone = path.rpartition(".")[0]
     return {
         **_embedding(model),
+        **_layer_embedding(model, backbone),
         **(_cut_stream(model, backbone, layers=path) if sequence_parallel else {}),
         **_merged(by_pattern),
         **_final_norm(model, backbone, sequence_parallel=sequence_parallel),
@@ -63,50 +63,6 @@ def text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     return config if get_text_config is None else get_text_config()
-
-
-def layer_styles(layer: nn.Module, config: object, *, sequence_parallel: bool, projections: Projections) -> "Styles":
-    """Styles of one decoder layer by path inside it."""
-    if own := own_parameters(layer):
-        raise NotRecognizedError(f"its {type(layer).__name__} itself holds parameters {sorted(own)}")
-    styles: Styles = {}
-    for name, child in parts(layer).items():
-        found = (
-            mixture_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
-            or mixer_block(child, sequence_parallel=sequence_parallel, projections=projections)
-            or attention_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
-            or mlp_block(child, sequence_parallel=sequence_parallel, projections=projections)
-            or _between_blocks(child, sequence_parallel=sequence_parallel)
-        )
-        if found is None:
-            raise NotRecognizedError(
-                f"{type(layer).__name__}.{name} is a {type(child).__name__} with the parts {sorted(parts(child))}, "
-                "which no rule knows"
-            )
-        styles |= {joined(name, path) if path else name: style for path, style in found.items()}
-    return styles
-
-
-def mixer_block(module: nn.Module, *, sequence_parallel: bool, projections: Projections) -> "Styles | None":
-    """Styles of linear attention or a state-space mixer; None where it is neither."""
-    styles = mamba_block(module, sequence_parallel=sequence_parallel) or linear_attention_block(
-        module, sequence_parallel=sequence_parallel
-    )
-    if styles is not None and projections == "colwise":
-        raise NotRecognizedError(
-            f"column-wise output projections are for attention and feed-forward blocks, and it has a {type(module).__name__}"
-        )
-    return styles
-
-
-def _between_blocks(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None":
-    """A norm or a linear layer between blocks, which treats each position by itself."""
-    from rl_parallel_plans.styles import ReplicatedParallel, SequenceShardedParallel
-
-    vectors = all(p.ndim <= 1 for p in own_parameters(module).values())
-    if parts(module) or not (vectors or isinstance(module, nn.Linear)):
-        return None
-    return {"": SequenceShardedParallel() if sequence_parallel else ReplicatedParallel()}
 
 
 def _merged(by_pattern: "dict[str, list[tuple[str, ParallelStyle]]]") -> "Styles":
@@ -122,9 +78,11 @@ def _merged(by_pattern: "dict[str, list[tuple[str, ParallelStyle]]]") -> "Styles
 
 def _cut_stream(model: nn.Module, backbone: str, *, layers: str) -> "Styles":
     """Where the residual stream is cut along the sequence, and what must see it whole on the way."""
-    from rl_parallel_plans.styles import SplitSequence, WholeMethod
+    from rl_parallel_plans.styles import WholeMethod
 
-    styles: Styles = {f"{layers}.0": SplitSequence()}
+    stack = model.get_submodule(layers)
+    assert isinstance(stack, nn.ModuleList)
+    styles = stream_styles(stack, layers)
     if hasattr(model.get_submodule(backbone), "_deepstack_process"):  # Qwen3-VL adds image features between layers
         styles[backbone] = WholeMethod("_deepstack_process")
     return styles
@@ -141,10 +99,19 @@ def _embedding(model: nn.Module) -> "Styles":
     return {path: VocabularyParallelEmbedding()}
 
 
+def _layer_embedding(model: nn.Module, backbone: str) -> "Styles":
+    """The embedding of the inputs that each layer has for itself: Gemma 4's, larger than the model's own."""
+    from rl_parallel_plans.styles import VocabularyParallelEmbedding
+
+    embedding = getattr(model.get_submodule(backbone), "embed_tokens_per_layer", None)
+    found = isinstance(embedding, nn.Embedding)
+    return {joined(backbone, "embed_tokens_per_layer"): VocabularyParallelEmbedding()} if found else {}
+
+
 def _final_norm(model: nn.Module, backbone: str, *, sequence_parallel: bool) -> "Styles":
     from rl_parallel_plans.styles import ReplicatedParallel, SequenceShardedParallel
 
-    children = parts(model.get_submodule(backbone))
+    children = dict(model.get_submodule(backbone).named_children())  # one without a weight too (OLMo)
     names = [name for name in FINAL_NORMS if name in children]
     if len(names) != 1:
         if sequence_parallel:
@@ -164,5 +131,3 @@ def _head(model: nn.Module) -> "Styles":
     if not isinstance(head := model.get_submodule(path), nn.Linear):
         raise NotRecognizedError(f"its output head {path} is a {type(head).__name__} and not an nn.Linear")
     return {path: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-
-

@@ -1,5 +1,4 @@
-"""Attention whose cost is linear in the sequence, its heads shared out: gated delta nets, lightning attention, short
-convolutions.
+"""Attention that is linear in the sequence, its heads shared out: delta nets, lightning attention, short convolutions.
 
     Gated DeltaNet (arXiv:2412.06464; Qwen3-Next, Qwen3.5, OLMo Hybrid); Kimi Delta Attention (arXiv:2510.26692)
         projections          rows by key or value heads, packed [q | k | v] in the order of the ranks
@@ -29,15 +28,13 @@ from rl_parallel_plans.families.parts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rl_parallel_plans.families.parts import Styles
-    from rl_parallel_plans.styles.local_parameters import RowsOfRank
 
 # Layers by what their rows are: of all key heads, all value heads, or one row a value head.
 BY_KEY_HEADS = ("q_proj", "k_proj")
 BY_VALUE_HEADS = ("v_proj", "g_proj", "g_b_proj", "in_proj_z", "a_proj", "b_proj", "in_proj_a", "in_proj_b")
-BY_GROUPS = ("in_proj_qkvz", "in_proj_ba")
 WHOLE = ("g_a_proj",)
 OUTPUTS = ("out_proj", "o_proj")
 NORMS = ("norm", "o_norm")
@@ -148,8 +145,8 @@ def _delta_projections(module: nn.Module, sizes: DeltaSizes) -> "Styles":
     (keys, _, values), units = sizes.segments
     heads = sizes.value_heads
     rows = {
-        **{name: (keys, sizes.key_heads, "key heads") for name in BY_KEY_HEADS},
-        **{name: (values, heads, "value heads") for name in BY_VALUE_HEADS},
+        **dict.fromkeys(BY_KEY_HEADS, (keys, sizes.key_heads, "key heads")),
+        **dict.fromkeys(BY_VALUE_HEADS, (values, heads, "value heads")),
         "in_proj_qkvz": (2 * (keys + values), sizes.key_heads, "key heads"),
         "in_proj_ba": (2 * heads, sizes.key_heads, "key heads"),
     }
@@ -178,7 +175,12 @@ def _forget_gate(gate: nn.Module, heads: int) -> "Styles":
 
     rows, own = linear(gate, "f_b_proj"), own_parameters(gate)
     sharded = {name: [d for d, n in enumerate(p.shape) if n > 1 and n % heads == 0] for name, p in own.items()}
-    if rows is None or linear(gate, "f_a_proj") is None or rows.out_features % heads or any(len(d) != 1 for d in sharded.values()):
+    if (
+        rows is None
+        or linear(gate, "f_a_proj") is None
+        or rows.out_features % heads
+        or any(len(d) != 1 for d in sharded.values())
+    ):
         raise NotRecognizedError(f"the {type(gate).__name__} of its linear attention is not known")
     whole = {name: value for name in ("num_heads", "qkv_dim") if isinstance(value := gate.__dict__.get(name), int)}
     return {
@@ -197,7 +199,9 @@ def _short_convolution(module: nn.Module, *, sequence_parallel: bool) -> "Styles
     rows, output = linear(module, "in_proj"), linear(module, "out_proj")
     channels = 0 if output is None else output.in_features
     if rows is None or rows.out_features != 3 * channels or not _depthwise(module.get_submodule("conv"), channels):
-        raise NotRecognizedError(f"its short convolution ({type(module).__name__}) is not [B | C | x] of {channels} channels")
+        raise NotRecognizedError(
+            f"its short convolution ({type(module).__name__}) is not [B | C | x] of {channels} channels"
+        )
     convolution = BlockConvolution([channels], units=[channels], what="channels")
     return {
         "in_proj": BlockPackedColwise([channels] * 3, units=[channels] * 3, what="channels"),
@@ -219,9 +223,11 @@ def _lightning(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
         raise NotRecognizedError(f"its linear attention ({type(module).__name__}) has {found}; expected are {layers}")
     buffers = {}
     for name, buffer in module.named_buffers(recurse=False):
-        dims = [d for d, n in enumerate(buffer.shape) if n == heads][:1] if buffer.ndim > 2 else []  # noqa: PLR2004
+        dims = [d for d, n in enumerate(buffer.shape) if n == heads][:1] if buffer.ndim > 2 else []
         if not dims or dims[0] > 1:
-            raise NotRecognizedError(f"its linear attention has a buffer {name} {list(buffer.shape)}, which no rule knows")
+            raise NotRecognizedError(
+                f"its linear attention has a buffer {name} {list(buffer.shape)}, which no rule knows"
+            )
         buffers[name] = (dims[0], _equal_runs(heads))
     return {
         **{name: BlockColwise(units=heads, what="heads") for name in layers},
@@ -236,7 +242,7 @@ def _lightning(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
     }
 
 
-def _equal_runs(size: int) -> "RowsOfRank":
+def _equal_runs(size: int) -> "Callable[[int, int], Sequence[slice]]":
     def of_rank(tp: int, rank: int) -> "Sequence[slice]":
         return [slice(rank * (size // tp), (rank + 1) * (size // tp))]
 

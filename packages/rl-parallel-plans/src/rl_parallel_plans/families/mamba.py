@@ -7,26 +7,36 @@
     norm      [HP]                                      each group by itself: by groups; all at once: across ranks
     out_proj                                            columns
 
-With one group, all heads read the same B and C: every rank computes them, from a whole in_proj and conv1d. Mamba 1 mixes
-all of its channels between its two layers (x_proj), and is computed whole.
+With fewer groups than ranks, heads of several ranks read the same B and C: each computes them, from rows that are
+gathered for it. Mamba 1 mixes all of its channels between its two layers (x_proj), and is computed whole.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from rl_parallel_plans.families.parts import NotRecognizedError, linear, own_parameters, parts, refuse_unknown
+from rl_parallel_plans.families.parts import (
+    NotRecognizedError,
+    linear,
+    own_parameters,
+    parts,
+    refuse_unknown,
+    whole_block,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rl_parallel_plans.families.parts import Styles
     from rl_parallel_plans.styles import LocalParameters
-    from rl_parallel_plans.styles.local_parameters import RowsOfRank
+    from rl_parallel_plans.styles.local_parameters import RowOrder, Run, RunsOfRank
     from rl_parallel_plans.styles.mixers import Pieces
 
 WHOLE_MIXERS = ({"conv1d", "x_proj", "dt_proj"}, {"conv1d", "x_proj_weight", "dt_proj_weight"})
 ALL, CONVOLVED = slice(None), slice(1, 4)
+B, C = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +53,18 @@ class Mamba2Sizes:
     """States of one group."""
 
     @property
-    def segments(self) -> tuple[list[int], list[int]]:
-        """Rows of in_proj's segments, and the indivisible units of each."""
+    def segments(self) -> list[int]:
+        """Rows of in_proj's segments."""
         shared = self.groups * self.states
-        sizes = [self.features, self.features, shared, shared, self.heads]
-        return sizes, [self.heads, self.heads, self.groups, self.groups, self.heads]
+        return [self.features, self.features, shared, shared, self.heads]
+
+    def own_groups(self, tp: int) -> int:
+        """Groups that one rank's heads read."""
+        return max(1, self.groups // tp)
 
     def attributes(self, tp: int) -> dict[str, int]:
         """What one rank's module must read."""
-        groups = max(1, self.groups // tp)
-        features = self.features // tp
+        groups, features = self.own_groups(tp), self.features // tp
         return {
             "num_heads": self.heads // tp,
             "n_groups": groups,
@@ -61,21 +73,53 @@ class Mamba2Sizes:
             "groups_time_state_size": groups * self.states,
         }
 
-    def runs(self, segments: slice) -> "RowsOfRank":
-        """(tp, rank) to a rank's rows of some segments. B and C of one group are everyone's."""
-        sizes, units = self.segments
-        chosen = list(zip(sizes, units, strict=True))[segments]
+    def fits(self, tp: int) -> str | None:
+        """Why tp ranks cannot share this mixer."""
+        if self.heads % tp:
+            return f"has {self.heads} heads, which tp={tp} does not divide: choose one that does"
+        if self.groups % tp and (tp % self.groups or self.groups * self.states % tp):
+            return f"has {self.groups} groups, of which tp={tp} is neither a divisor nor a multiple: choose one that is"
+        return None
 
-        def of_rank(tp: int, rank: int) -> Sequence[slice]:
-            found, start = [], 0
-            for size, count in chosen:
-                share = size if count == 1 else size // tp
-                begin = start if count == 1 else start + rank * share
-                found.append(slice(begin, begin + share))
-                start += size
-            return found
+    def row_order(self, segments: slice) -> "RowOrder":
+        """From tp to the order of the rows of some segments in which each rank's are together."""
+        sizes = self.segments[segments]
+
+        def order(tp: int) -> torch.Tensor:
+            rows = torch.split(torch.arange(sum(sizes)), sizes)
+            return torch.cat([segment.chunk(tp)[rank] for rank in range(tp) for segment in rows])
+
+        return order
+
+    def runs(self, segments: slice) -> "RunsOfRank":
+        """(tp, rank) to a rank's rows of some segments, with B and C whole where heads of several ranks read them."""
+        from rl_parallel_plans.styles.local_parameters import Run
+
+        chosen = list(enumerate(self.segments))[segments]
+
+        def of_rank(tp: int, rank: int) -> "Sequence[Run]":
+            runs = [Run(size=size // tp) for number, size in chosen if number not in (B, C)]
+            shared = 2 * self.groups * self.states // tp
+            needed = None if self.groups % tp == 0 else self._needed(tp, rank)
+            runs.insert(B - chosen[0][0], Run(size=shared, needed=needed, parts=2))
+            return runs
 
         return of_rank
+
+    def rows(self, tp: int, rank: int) -> "Sequence[slice]":
+        """A rank's rows of in_proj, as they stand in the whole of it."""
+        found, start = [], 0
+        for number, size in enumerate(self.segments):
+            share = size // tp
+            run = self._needed(tp, rank) if number in (B, C) else slice(rank * share, (rank + 1) * share)
+            found.append(slice(start + run.start, start + run.stop))
+            start += size
+        return found
+
+    def _needed(self, tp: int, rank: int) -> slice:
+        """Rows of B, or of C, of the groups that a rank's heads read."""
+        first, size = rank * self.groups // tp, self.own_groups(tp)
+        return slice(first * self.states, (first + size) * self.states)
 
 
 def mamba_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None":
@@ -86,19 +130,10 @@ def mamba_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None
     if not ({"in_proj", "conv1d", "out_proj"} <= children.keys() and {"A_log", "D", "dt_bias"} <= own.keys()):
         return None
     sizes = _sizes(module)
-    styles = _projections(sizes)
+    styles = _projections(module, sizes)
     styles |= (norm := _norm(module, sizes))
     styles[""] = _border(module, sizes, styles, sequence_parallel=sequence_parallel, norm=norm)
     refuse_unknown(module, styles, kind="state-space mixer")
-    return styles
-
-
-def whole_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
-    """Styles of a block that every rank computes whole."""
-    from rl_parallel_plans.styles import ReplicatedParallel, WholeParallel
-
-    styles: Styles = {path: ReplicatedParallel() for path, part in module.named_modules() if path and own_parameters(part)}
-    styles[""] = WholeParallel(sequence_parallel=sequence_parallel)
     return styles
 
 
@@ -109,7 +144,7 @@ def _sizes(module: nn.Module) -> Mamba2Sizes:
     if rows is None or output is None or not isinstance(groups, int) or not isinstance(states, int) or len(heads) != 1:
         raise NotRecognizedError(f"its state-space mixer ({type(module).__name__}) does not say its groups and states")
     sizes = Mamba2Sizes(heads=heads[0], features=output.in_features, groups=groups, states=states)
-    segments, _ = sizes.segments
+    segments = sizes.segments
     channels = sum(segments[CONVOLVED])
     depthwise = isinstance(convolution, nn.Conv1d) and convolution.groups == convolution.in_channels == channels
     if rows.out_features != sum(segments) or sizes.features % sizes.heads or sizes.heads % groups or not depthwise:
@@ -120,21 +155,19 @@ def _sizes(module: nn.Module) -> Mamba2Sizes:
     return sizes
 
 
-def _projections(sizes: Mamba2Sizes) -> "Styles":
-    from rl_parallel_plans.styles import BlockConvolution, BlockPackedColwise, BlockRowwise, BlockSelectedRows
+def _projections(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
+    from rl_parallel_plans.styles import BlockRowwise, BlockSharedRows
 
-    if sizes.groups == 1:
-        return {
-            "in_proj": BlockSelectedRows(sizes.runs(ALL)),
-            "conv1d": BlockSelectedRows(sizes.runs(CONVOLVED)),
-            "out_proj": BlockRowwise(),
-        }
-    segments, units = sizes.segments
-    return {
-        "in_proj": BlockPackedColwise(segments, units=units, what="heads or groups"),
-        "conv1d": BlockConvolution(segments[CONVOLVED], units=units[CONVOLVED], what="heads or groups"),
-        "out_proj": BlockRowwise(),
-    }
+    def shared(name: str, segments: slice) -> BlockSharedRows:
+        return BlockSharedRows(
+            sizes.segments[segments],
+            parameters=len(own_parameters(module.get_submodule(name))),
+            row_order=sizes.row_order(segments),
+            runs=sizes.runs(segments),
+            fits=sizes.fits,
+        )
+
+    return {"in_proj": shared("in_proj", ALL), "conv1d": shared("conv1d", CONVOLVED), "out_proj": BlockRowwise()}
 
 
 def _norm(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
@@ -178,7 +211,9 @@ def _buffers(module: nn.Module, sizes: Mamba2Sizes) -> "dict[str, Pieces]":
     """Falcon-H1 scales the segments of in_proj by constants that it keeps for each row."""
     found: dict[str, Pieces] = {}
     for name, buffer in module.named_buffers(recurse=False):
-        if name != "mup_vector" or buffer.shape[-1] != sum(sizes.segments[0]):
-            raise NotRecognizedError(f"its state-space mixer has a buffer {name} {list(buffer.shape)}, which no rule knows")
-        found[name] = (-1, sizes.runs(ALL))
+        if name != "mup_vector" or buffer.shape[-1] != sum(sizes.segments):
+            raise NotRecognizedError(
+                f"its state-space mixer has a buffer {name} {list(buffer.shape)}, which no rule knows"
+            )
+        found[name] = (-1, sizes.rows)
     return found

@@ -1,12 +1,12 @@
 """Feed-forward blocks, their intermediate features shared out: gated or not, fused or not, and mixtures of experts.
 
-Every rank routes every token, with the same numbers, and computes its features of every expert: routers, and the gate of
-a shared expert, are whole and their gradients sums. All of a mixture is one block with one sum over ranks.
+Every rank routes every token, with the same numbers, and computes its features of every expert: routers, and the gate
+of a shared expert, are whole and their gradients sums. All of a mixture is one block with one sum over ranks.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rl_parallel_plans.families.attention import Projections
 from rl_parallel_plans.families.parts import (
@@ -16,6 +16,7 @@ from rl_parallel_plans.families.parts import (
     parts,
     refuse_unknown,
     replicated_inside,
+    whole_block,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ LAYOUTS = (
     (("linear_1",), "linear_2"),
 )
 FUSED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
-ROUTERS = ("gate", "router")
+STACKED = 3
+"""Dims of a weight that holds all experts."""
+ROUTERS = ("gate", "router", "moe_statics")
+BIASES = ("expert_bias", "e_score_correction_bias")
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 
@@ -45,6 +49,8 @@ def mlp_block(module: nn.Module, *, sequence_parallel: bool, projections: Projec
     styles = dense(module, projections=projections)
     if styles is None:
         return None
+    if getattr(module, "activation_sparsity", 0):  # Gemma 3n keeps the largest of all features, which no rank has alone
+        return whole_block(module, sequence_parallel=sequence_parallel)
     styles[""] = BlockParallel(
         sequence_parallel=sequence_parallel, output="features" if projections == "colwise" else "sum"
     )
@@ -59,13 +65,16 @@ def dense(module: nn.Module, *, projections: Projections = "rowwise") -> "Styles
     styles: Styles = {}
     for columns, row in LAYOUTS:
         layers = [linear(module, name) for name in columns]
-        if all(layers) and linear(module, row) is not None:
+        output = linear(module, row)
+        if output is not None and all(
+            layer is not None and layer.out_features == output.in_features for layer in layers
+        ):
             styles |= {
                 n: BlockColwise(units=f.out_features) for n, f in zip(columns, layers, strict=True) if f is not None
             }
             break
     else:
-        for fused, row in FUSED:  # noqa: B007 - row is used below
+        for fused, row in FUSED:
             layer, output = linear(module, fused), linear(module, row)
             if layer is not None and output is not None and layer.out_features == 2 * output.in_features:
                 half = output.in_features
@@ -90,9 +99,10 @@ def mixture_block(
 ) -> "Styles | None":
     """Styles of a mixture of experts; None where it is none. NotRecognizedError for unknown parts."""
     from rl_parallel_plans.styles import BlockParallel
+    from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL
 
     children = parts(module)
-    if "experts" not in children:
+    if "experts" not in children and not _listed_experts(module):
         return None
     if projections == "colwise":
         raise NotRecognizedError("column-wise output projections are for dense models, and it has experts")
@@ -101,7 +111,7 @@ def mixture_block(
             "config.output_router_logits is True: the router's gradient from an auxiliary loss would be counted once "
             "per rank; set it to False"
         )
-    styles = _under("experts", experts(children["experts"]))
+    styles = _under("experts", experts(children["experts"])) if "experts" in children else _split_by_counts(module)
     for name in children:
         if name in ROUTERS or name == "shared_expert_gate":
             styles |= replicated_inside(module, name)
@@ -110,22 +120,51 @@ def mixture_block(
             if shared is None:
                 raise NotRecognizedError(f"its {name} is a {type(children[name]).__name__}, which no rule knows")
             styles |= _under(name, shared)
-    styles[""] = BlockParallel(sequence_parallel=sequence_parallel)
+    own = {name: REPLICATED_PARTIAL for name in own_parameters(module) if name in BIASES}
+    styles[""] = BlockParallel(sequence_parallel=sequence_parallel, own=own)
     refuse_unknown(module, styles, kind="mixture of experts")
     return styles
 
 
 def experts(module: nn.Module) -> "Styles":
     """Styles of stacked experts, or of a list of feed-forward networks."""
-    if not isinstance(module, nn.ModuleList):
-        return {"": stacked(module)}
+    from rl_parallel_plans.styles import BlockShare
+
     styles: Styles = {}
+    if not isinstance(module, nn.ModuleList):
+        identities = [name for name, child in module.named_children() if isinstance(child, nn.Identity)]
+        return {"": stacked(module), **{name: BlockShare() for name in identities}}
     for name, expert in module.named_children():
+        if isinstance(expert, nn.Identity):  # LongCat's experts that do nothing
+            styles[name] = BlockShare()
+            continue
         found = dense(expert)
         if found is None:
             raise NotRecognizedError(f"expert {name} is a {type(expert).__name__}, which no rule knows")
         styles |= {f"{'*' if name.isdigit() else name}.{path}": style for path, style in found.items()}
     return styles
+
+
+def _listed_experts(module: nn.Module) -> bool:
+    """Granite's experts before transformers 5: a 3-D weight in each of two modules, called with tokens by expert."""
+    layers = [getattr(module, name, None) for name in ("input_linear", "output_linear")]
+    weights = [layer.weight for layer in layers if isinstance(layer, nn.Module) and hasattr(layer, "weight")]
+    return len(weights) == len(layers) and all(isinstance(w, Tensor) and w.ndim == STACKED for w in weights)
+
+
+def _split_by_counts(module: nn.Module) -> "Styles":
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from rl_parallel_plans.styles import BlockParameters, ParameterRule
+
+    fused, down = (tuple(module.get_submodule(name).get_parameter("weight").shape) for name in FUSED[1])
+    if fused != (down[0], 2 * down[2], down[1]):
+        raise NotRecognizedError(f"its experts have the weights {fused} and {down}, which no rule knows")
+    return {
+        "input_linear": BlockParameters({"weight": ParameterRule(placement=_StridedShard(1, split_factor=2))}),
+        "output_linear": BlockParameters({"weight": ParameterRule(placement=Shard(2))}),
+    }
 
 
 def stacked(module: nn.Module) -> "Any":

@@ -40,14 +40,26 @@ def first_linear(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Lin
 
 def replicated_inside(module: nn.Module, name: str) -> "Styles":
     """Every module under the child `name` whole on every rank, its gradients sums."""
-    from rl_parallel_plans.styles import BlockReplicated
+    from rl_parallel_plans.styles import BlockReplicated, BlockReplicatedTree
 
     child = module.get_submodule(name)
-    return {
+    styles: Styles = {
         f"{name}.{path}" if path else name: BlockReplicated()
         for path, submodule in child.named_modules()
         if own_parameters(submodule)
     }
+    return {**styles, name: BlockReplicatedTree()} if parts(child) else styles
+
+
+def whole_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
+    """Styles of a block that every rank computes whole."""
+    from rl_parallel_plans.styles import ReplicatedParallel, WholeParallel
+
+    styles: Styles = {
+        path: ReplicatedParallel() for path, part in module.named_modules() if path and own_parameters(part)
+    }
+    styles[""] = WholeParallel(sequence_parallel=sequence_parallel)
+    return styles
 
 
 def refuse_unknown(module: nn.Module, styles: "Styles", *, kind: str) -> None:

@@ -14,10 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
@@ -30,6 +28,7 @@ from rl_parallel_plans.styles.local_parameters import (
     LocalParameters,
     ParameterRule,
 )
+from rl_parallel_plans.styles.sums import sum_over_ranks, with_summed_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,7 +163,7 @@ class SummedRowwise(RowwiseParallel):
         output_layouts: object, use_local_output: object, mod: nn.Module, outputs: Any, device_mesh: "DeviceMesh"
     ) -> Tensor:
         del output_layouts, use_local_output, mod
-        return _summed(outputs.to_local(grad_placements=[Replicate()]), device_mesh)
+        return sum_over_ranks(outputs.to_local(grad_placements=[Replicate()]), device_mesh)
 
 
 class PackedColwise(LocalParameters):
@@ -263,36 +262,12 @@ def _listed(own: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={style}" for name, style in own.items())
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum forward, nothing backward. A tensor of its own, where DTensor's is a view that must not change in place."""
-
-    @staticmethod
-    def forward(_ctx: FunctionCtx, term: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = term.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(_ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def _summed(term: Tensor, mesh: "DeviceMesh") -> Tensor:
-    whole: Tensor = _SumOverRanks.apply(term, mesh.get_group())  # type: ignore[no-untyped-call]
-    return whole
-
-
-def _with_summed_gradient(tensor: Tensor, mesh: "DeviceMesh") -> Tensor:
-    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
-
-
 def _sum_input_gradients(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
 ) -> tuple[Any, ...]:
     def summed(value: Any) -> Any:
         wanted = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-        return _with_summed_gradient(value, mesh) if wanted else value
+        return with_summed_gradient(value, mesh) if wanted else value
 
     return tree_map(summed, args), tree_map(summed, kwargs)
 
@@ -301,13 +276,13 @@ def _sum_rope_gradient(
     _module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh", features: int
 ) -> Tensor:
     latent, rope = torch.split(output, [output.shape[-1] - features, features], dim=-1)
-    return torch.cat([latent, _with_summed_gradient(rope, mesh)], dim=-1)
+    return torch.cat([latent, with_summed_gradient(rope, mesh)], dim=-1)
 
 
 def _sum_output(_module: nn.Module, _args: object, output: Any, *, mesh: "DeviceMesh") -> Any:
     if isinstance(output, tuple | list):
-        return type(output)([_summed(output[0], mesh), *output[1:]])
-    return _summed(output, mesh)
+        return type(output)([sum_over_ranks(output[0], mesh), *output[1:]])
+    return sum_over_ranks(output, mesh)
 
 
 def _share(_module: nn.Module, args: tuple[Any, ...], *, ranks: int) -> tuple[Any, ...]:

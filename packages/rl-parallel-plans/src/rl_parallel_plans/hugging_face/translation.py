@@ -90,12 +90,13 @@ def own_plan(model: nn.Module) -> HuggingFacePlan:
     return HuggingFacePlan(styles=styles, notes=(*notes, *departures))
 
 
-def translate_plan(model: nn.Module, plan: Mapping[str, str]) -> "dict[str, ParallelStyle]":
+def translate_plan(model: nn.Module, plan: Mapping[str, str]) -> HuggingFacePlan:
     """A whole plan of style strings, its lm_head and what is tied to it seen to.
 
     A pattern that names nothing stays, for `ParallelPlan.check` to list. Raises PlanError as `get_hf_tp_plan` does.
     """
-    return _translated(model, plan)[0]
+    styles, notes = _translated(model, plan)
+    return HuggingFacePlan(styles=styles, notes=tuple(notes))
 
 
 def _translated(model: nn.Module, plan: Mapping[str, str]) -> "tuple[dict[str, ParallelStyle], list[str]]":
@@ -115,6 +116,8 @@ class _Rules:
     def __init__(self, model: nn.Module, plan: Mapping[str, str]) -> None:
         seen_to = heads(model, plan)
         self.model = model
+        for pattern in [pattern for pattern in plan if pattern in seen_to]:
+            self._exact(pattern, partial(check_known, plan[pattern]))
         self.plan = {pattern: style for pattern, style in plan.items() if pattern not in seen_to}
         self.found = {pattern: matches(model, pattern) for pattern in self.plan}
         self.blocks = [pattern for pattern, style in self.plan.items() if style == BLOCK]

@@ -13,6 +13,7 @@ from rl_parallel_plans.styles.in_block import (
     BlockReplicated,
     BlockRowwise,
 )
+from rl_parallel_plans.styles.layer_inputs import LayerReads, SplitLayerInputs
 from rl_parallel_plans.styles.local_heads import LocalHeads
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
 from rl_parallel_plans.styles.mixers import (
@@ -20,7 +21,9 @@ from rl_parallel_plans.styles.mixers import (
     BlockGatedNorm,
     BlockGroupNorm,
     BlockParameters,
-    BlockSelectedRows,
+    BlockReplicatedTree,
+    BlockShare,
+    BlockSharedRows,
     MixerParallel,
     WholeParallel,
 )
@@ -40,15 +43,20 @@ __all__ = [
     "BlockParallel",
     "BlockParameters",
     "BlockReplicated",
+    "BlockReplicatedTree",
     "BlockRowwise",
-    "BlockSelectedRows",
+    "BlockShare",
+    "BlockSharedRows",
+    "LayerReads",
     "LocalHeads",
     "LocalParameters",
     "MixerParallel",
     "ParameterRule",
     "ReplicatedParallel",
     "SequenceShardedParallel",
+    "SplitLayerInputs",
     "SplitSequence",
     "VocabularyParallelEmbedding",
+    "WholeMethod",
     "WholeParallel",
 ]

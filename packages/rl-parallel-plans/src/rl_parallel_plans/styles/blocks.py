@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.local_heads import LocalHeads
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sums import sum_over_ranks, with_summed_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,10 +112,6 @@ class SplitSequence(LocalParameters):
         """The gradient of what is before the layers is whole."""
         return {}, {"all_gather": 1}
 
-    def collectives(self) -> tuple[Counts, Counts]:
-        """The gradient is gathered."""
-        return {}, {"all_gather": 1}
-
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         module.register_forward_pre_hook(partial(_split, mesh=device_mesh), with_kwargs=True)
         return module
@@ -135,7 +132,7 @@ def _enter(
         if not _needs_sum(value):
             return value
         if not is_dtensor(value):
-            value = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+            return with_summed_gradient(value, mesh)
         return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
@@ -153,6 +150,8 @@ def _leave(
     """The sum (or the joined features), whole or cut along the sequence; what else is returned is left alone."""
 
     def joined(tensor: Tensor) -> Tensor:
+        if produced.is_partial() and outside.is_replicate():
+            return sum_over_ranks(tensor, mesh)
         placement = Shard(tensor.ndim - 1) if produced.is_shard() else produced
         summed = DTensor.from_local(tensor, mesh, [placement], run_check=False).redistribute(placements=[outside])
         return summed if outside.is_shard() else summed.to_local()

@@ -111,16 +111,16 @@ class _Way:
 
 
 def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -> tuple[Any, ...]:
-    if len(args) != 3 or any(not isinstance(a, Tensor) for a in args) or args[1].is_floating_point():  # noqa: PLR2004
+    if len(args) != 3 or any(not isinstance(a, Tensor) for a in args) or args[1].is_floating_point():
         raise PlanError(
             f"{type(module).__name__} is not called as experts(hidden, top_k_index, top_k_weights): expert parallelism "
             "cannot tell which token goes where; plan with ep=1"
         )
     hidden, index, weights = args
-    if hidden.ndim != 2 or index.shape != weights.shape or index.shape[0] != hidden.shape[0]:  # noqa: PLR2004
+    if hidden.ndim != 2 or index.shape != weights.shape or index.shape[0] != hidden.shape[0]:
         raise PlanError(
-            f"{type(module).__name__} is called with {[list(a.shape) for a in args]}, and [N, H], [N, K] and [N, K] were "
-            "expected: plan with ep=1"
+            f"{type(module).__name__} is called with {[list(a.shape) for a in args]}, and [N, H], [N, K] and [N, K] "
+            "were expected: plan with ep=1"
         )
     local = dispatch.experts // dispatch.ep
     chosen = index.reshape(-1)
@@ -151,18 +151,18 @@ class _AllToAll(torch.autograd.Function):
     """Rows by the numbers of each rank; their gradients by the same way back."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes arguments by position
         ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _exchanged(rows, received, sent, group)
+        return _exchanged(rows, received, sent, group=group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
+        return _exchanged(gradient, ctx.sent, ctx.received, group=ctx.group), None, None, None
 
 
-def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(rows: Tensor, received: list[int], sent: list[int], *, group: dist.ProcessGroup) -> Tensor:
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
     return result

@@ -78,7 +78,7 @@ class BlockPackedColwise(BlockColwise):
     """A fused linear layer, [q | k | v] or [gate | up], each segment shared out.
 
     sizes: rows of each segment. units: indivisible units of each.
-    Rows are put in the order q_0 k_0 v_0 q_1 k_1 v_1 ..., and the weight is Shard(0) in that order; export puts them back.
+    Rows are put in the order q_0 k_0 v_0 q_1 k_1 v_1 ..., and the weight is Shard(0) in it; export puts them back.
     """
 
     def __init__(self, sizes: Sequence[int], *, units: Sequence[int], what: str = "output features") -> None:
@@ -168,10 +168,6 @@ class BlockNorm(LocalParameters):
         """Features that tp does not divide."""
         size = next(iter(module.parameters())).shape[0]
         return [] if size % tp == 0 else [f"spans {size} features, which tp={tp} does not divide: choose one that does"]
-
-    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The mean forward; backward DTensor scatters a gradient of all features."""
-        return {"all_reduce": 1}, {"reduce_scatter": 1}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         for name, rule in self.rules(module).items():

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule, unshadow
+from rl_parallel_plans.styles.in_block import own_names
+from rl_parallel_plans.styles.local_parameters import REPLICATED, LocalParameters, ParameterRule, unshadow
+from rl_parallel_plans.styles.mixers import shadow_during_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +36,10 @@ class SplitLayerInputs(LocalParameters):
         del module
         return {}
 
+    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The gradient of what is cut is gathered."""
+        return {}, {"all_gather": len(self.arguments)}
+
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         names = list(inspect.signature(module.forward).parameters)
         places = {name: names.index(name) for name in self.arguments}
@@ -44,6 +50,28 @@ class SplitLayerInputs(LocalParameters):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.arguments)})"
+
+
+class LayerReads(LocalParameters):
+    """A layer that calls other methods of its children than forward: they are whole and plain while the layer runs."""
+
+    def __init__(self, children: Sequence[str]) -> None:
+        super().__init__()
+        self.children = tuple(children)
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """None: a layer's parameters are its children's."""
+        del module
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        del device_mesh
+        read = [part for name in self.children for part in module.get_submodule(name).modules()]
+        shadow_during_forward(module, [(part, dict.fromkeys(own_names(part), REPLICATED)) for part in read])
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.children)})"
 
 
 def _cut(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.dtensor import is_dtensor
@@ -25,7 +25,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 RowOrder = Callable[[int], Tensor]
-RowsOfRank = Callable[[int, int], Sequence[slice]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Adjacent rows that a rank holds."""
+
+    size: int
+    """How many."""
+    needed: slice | None = None
+    """None where a rank computes with its own; else what it needs of each part, once gathered over the ranks."""
+    parts: int = 1
+    """Equal parts that the run consists of; each is cut over the ranks by itself."""
+
+
+RunsOfRank = Callable[[int, int], Sequence[Run]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +54,8 @@ class ParameterRule:
     """Whether only the first rank computes with it: a bias that is added before outputs are summed over ranks."""
     row_order: RowOrder | None = None
     """tp to the order [rows] that puts rank 0's rows first, then rank 1's: for fused weights. None keeps the order."""
-    rows: RowsOfRank | None = None
-    """(tp, rank) to the runs of rows that a rank computes with, of a parameter that all hold whole. None is all rows."""
+    runs: RunsOfRank | None = None
+    """(tp, rank) to the runs of a rank's rows, of which some are gathered for the forward. None gathers nothing."""
 
     @property
     def gradient(self) -> Placement:
@@ -60,7 +74,7 @@ class LocalParameters(ParallelStyle):
         """The placement of each of the module's own parameters."""
         return {name: rule.placement for name, rule in self.rules(module).items()}
 
-    def problems(self, module: nn.Module, tp: int) -> list[str]:  # noqa: ARG002 - for those that have some
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Why this style does not fit this module at this tp: each a sentence that goes on after the module's name."""
         return []
 
@@ -107,7 +121,12 @@ def shadow(
     # An entry of the instance's __dict__ hides the parameter of the same name, which stays registered.
     names = []
     for name, parameter in module.named_parameters(recurse=False):
-        if name in rules and name not in module.__dict__ and is_dtensor(parameter) and parameter.device_mesh.ndim == axes:
+        if (
+            name in rules
+            and name not in module.__dict__
+            and is_dtensor(parameter)
+            and parameter.device_mesh.ndim == axes
+        ):
             module.__dict__[name] = local_of(parameter, rules[name], leading)
             names.append(name)
     module.__dict__.setdefault("shadowed", []).append(names)
@@ -126,9 +145,21 @@ def local_of(parameter: DTensor, rule: ParameterRule, leading: tuple[Placement, 
     rank = parameter.device_mesh.get_local_rank(-1)
     if rule.first_rank_only and rank:
         return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
-    if rule.rows is not None:
-        return torch.cat([local[run] for run in rule.rows(parameter.device_mesh.size(-1), rank)])
+    if rule.runs is not None:
+        mesh = parameter.device_mesh
+        runs = rule.runs(mesh.size(), rank)
+        pieces = zip(torch.split(local, [run.size for run in runs]), runs, strict=True)
+        return torch.cat([piece if run.needed is None else _gathered(piece, run, mesh) for piece, run in pieces])
     return local
+
+
+def _gathered(piece: Tensor, run: Run, mesh: "DeviceMesh") -> Tensor:
+    """What a rank needs of rows that are cut over all; the gradient of each row goes back to who holds it."""
+    placed = DTensor.from_local(piece, mesh, [Shard(0)], run_check=False)
+    whole = placed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    cut = whole.view(mesh.size(), run.parts, -1, *whole.shape[1:])
+    parts: Tensor = cut.transpose(0, 1).flatten(1, 2)[:, run.needed]
+    return parts.flatten(0, 1)
 
 
 REPLICATED = ParameterRule(placement=Replicate())

@@ -1,6 +1,6 @@
 """Borders and insides of a sequence mixer (linear attention, state spaces), and of a mixer that no rank can share.
 
-Their code reads its sizes from attributes, weights of children from outside of the children, and constants from buffers:
+Their code reads its sizes from attributes, weights of children from outside of the children, constants from buffers:
 within the block each is this rank's. Depthwise convolutions have one filter a channel and are shared out by channels.
 """
 
@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.blocks import BlockParallel, Counts
-from rl_parallel_plans.styles.in_block import BlockColwise, BlockNorm, BlockPackedColwise, own_names
+from rl_parallel_plans.styles.in_block import BlockColwise, BlockNorm, BlockPackedColwise, BlockReplicated, own_names
 from rl_parallel_plans.styles.local_parameters import (
     REPLICATED,
     LocalParameters,
     ParameterRule,
-    RowsOfRank,
+    RowOrder,
+    RunsOfRank,
     shadow,
     unshadow,
 )
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Attributes = Callable[[int], Mapping[str, int]]
 """tp to the sizes that one rank's module must read, by attribute."""
-Pieces = tuple[int, RowsOfRank]
+Pieces = tuple[int, Callable[[int, int], Sequence[slice]]]
 """A dim, and (tp, rank) to the runs of its entries that are this rank's."""
 
 
@@ -63,7 +64,11 @@ class MixerParallel(BlockParallel):
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Units that tp does not divide."""
-        found = [f"has {n} {what}, which tp={tp} does not divide: choose one that does" for what, n in self.units.items() if n % tp]
+        found = [
+            f"has {n} {what}, which tp={tp} does not divide: choose one that does"
+            for what, n in self.units.items()
+            if n % tp
+        ]
         return [*found, *super().problems(module, tp)]
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
@@ -71,7 +76,7 @@ class MixerParallel(BlockParallel):
         for name, value in (self.attributes(device_mesh.size()) if self.attributes else {}).items():
             setattr(module, name, value)
         children = [(child := module.get_submodule(path), style.rules(child)) for path, style in self.inside.items()]
-        _shadow_during_forward(module, children)
+        shadow_during_forward(module, children)
         size, rank = device_mesh.size(), device_mesh.get_local_rank()
         pieces = {name: (dim, runs(size, rank)) for name, (dim, runs) in self.buffers.items()}
         module.register_forward_pre_hook(partial(_buffers_in, pieces=pieces))
@@ -109,7 +114,7 @@ class WholeParallel(LocalParameters):
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
         children = [(child, self.rules(child)) for child in module.modules() if child is not module]
-        _shadow_during_forward(module, children)
+        shadow_during_forward(module, children)
         if self.sequence_parallel:
             module.register_forward_pre_hook(_gather_sequence, with_kwargs=True)
             module.register_forward_hook(partial(_cut_sequence, mesh=device_mesh))
@@ -129,30 +134,81 @@ class BlockConvolution(BlockPackedColwise):
         return module
 
 
-class BlockSelectedRows(LocalParameters):
-    """A fused layer of which ranks share some rows, so that it cannot be cut: whole, and each computes with its rows.
+class BlockSharedRows(LocalParameters):
+    """A fused layer, or a depthwise convolution after it, some of whose rows are for all ranks.
 
-    rows: (tp, rank) to the runs of rows that a rank computes with.
+    Every row lies on one rank; what more than one needs is gathered for the forward: a few rows beside many (B and C of
+    Mamba 2). Rows are put in the order of the ranks, as in `BlockPackedColwise`.
+    sizes: rows of each segment.
+    parameters: how many the layer has, a bias included.
+    fits: tp to why it does not fit, a sentence that goes on after the module's name, or None.
     """
 
-    def __init__(self, rows: RowsOfRank) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        parameters: int,
+        row_order: RowOrder,
+        runs: RunsOfRank,
+        fits: Callable[[int], str | None],
+    ) -> None:
         super().__init__()
-        self.rows = rows
+        self.sizes, self.parameters = tuple(sizes), parameters
+        self.row_order, self.runs, self.fits = row_order, runs, fits
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Everything whole, its gradient a sum."""
-        rule = ParameterRule(placement=Replicate(), partial_gradient=True, rows=self.rows)
+        """Rows, in the order of the ranks."""
+        rule = ParameterRule(placement=Shard(0), row_order=self.row_order, runs=self.runs)
         return dict.fromkeys(own_names(module), rule)
 
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Units that tp does not divide."""
+        del module
+        return [problem] if (problem := self.fits(tp)) is not None else []
+
+    def collectives(self) -> tuple[Counts, Counts]:
+        """For each parameter with rows for all ranks; a layer whose groups only some tp share counts none."""
+        gathered = self.parameters * sum(run.needed is not None for run in self.runs(2, 0))
+        return ({"all_gather": gathered}, {"reduce_scatter": gathered}) if gathered else ({}, {})
+
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        super()._apply(module, device_mesh)
         if isinstance(module, nn.Conv1d):
-            channels = sum(run.stop - run.start for run in self.rows(size, rank))
-            module.groups = module.in_channels = module.out_channels = channels
-        return super()._apply(module, device_mesh)
+            runs = self.runs(device_mesh.size(), device_mesh.get_local_rank())
+            rows = [
+                run.size if run.needed is None else run.parts * (run.needed.stop - run.needed.start) for run in runs
+            ]
+            module.groups = module.in_channels = module.out_channels = sum(rows)
+        return module
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({[run.stop - run.start for run in self.rows(1, 0)]})"
+        return f"{type(self).__name__}({list(self.sizes)})"
+
+
+class BlockReplicatedTree(BlockReplicated):
+    """A module that every rank runs whole, and that reads the parameters of its children by itself."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        super()._apply(module, device_mesh)
+        shadow_during_forward(module, [(child, self.rules(child)) for child in module.modules() if child is not module])
+        return module
+
+
+class BlockShare(LocalParameters):
+    """A module that hands its input on, in a block whose outputs are summed over ranks: each an equal share of it."""
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """None: it has no parameters."""
+        del module
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        module.register_forward_hook(partial(_share, ranks=device_mesh.size()))
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
 class BlockParameters(LocalParameters):
@@ -189,7 +245,7 @@ class BlockGroupNorm(BlockColwise):
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
         if isinstance(groups := getattr(module, "n_groups", None), int):
-            module.n_groups = groups // device_mesh.size()
+            module.__dict__["n_groups"] = groups // device_mesh.size()
         return module
 
 
@@ -202,9 +258,11 @@ class BlockGatedNorm(BlockNorm):
         return module
 
 
-def _shadow_during_forward(
-    module: nn.Module, children: list[tuple[nn.Module, Mapping[str, ParameterRule]]]
-) -> None:
+def _share(_module: nn.Module, _args: object, output: Tensor, *, ranks: int) -> Tensor:
+    return output / ranks
+
+
+def shadow_during_forward(module: nn.Module, children: list[tuple[nn.Module, Mapping[str, ParameterRule]]]) -> None:
     """Local tensors in place of the children's parameters while `module` runs, whether it calls the children or not."""
     children = [(child, rules) for child, rules in children if rules]
     if children:

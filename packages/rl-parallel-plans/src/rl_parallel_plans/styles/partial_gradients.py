@@ -2,7 +2,7 @@
 
 Autograd leaves such a gradient as DTensor(Partial). All of one backward are flattened together, summed over the mesh
 and put back as whole DTensors, so that `.grad` is right whenever nobody is in the middle of a backward; what is
-accumulated later adds to it. Under FSDP2 the parameters here are not the registered ones, and FSDP completes them itself.
+accumulated later adds to it. Under FSDP2 the parameters here are not the registered ones: FSDP completes theirs.
 """
 
 import itertools

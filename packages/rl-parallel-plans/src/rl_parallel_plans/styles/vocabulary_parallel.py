@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sums import sum_over_ranks
 from rl_parallel_plans.vocabulary import VocabularySlice
 
 if TYPE_CHECKING:
@@ -58,4 +59,4 @@ def _local_words(module: nn.Module, args: tuple[Any, ...], *, where: VocabularyS
 
 def _all_words(module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh") -> Tensor:
     own = output * module.__dict__.pop("own_words")[..., None].to(output.dtype)
-    return DTensor.from_local(own, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    return sum_over_ranks(own, mesh)
