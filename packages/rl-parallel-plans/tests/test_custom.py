@@ -73,7 +73,7 @@ def test_import_that_fails_keeps_its_cause_at_every_tp(path, cause, tp):
         ("someones_plan:number", "is a int: it must be a mapping or a function"),
         ("someones_plan:broken", "returned a NoneType: it must return a mapping"),
         ({"lm_head": 3}, "pattern 'lm_head' maps to a int"),
-        ({"lm_head": "columnwise"}, r"pattern 'lm_head' \(transformers .*'columnwise' has no exact equivalent"),
+        ({"lm_head": "columnwise"}, r"pattern 'lm_head' \(transformers .*'columnwise' is unknown"),
     ],
 )
 def test_what_is_no_plan_is_refused(custom, message):

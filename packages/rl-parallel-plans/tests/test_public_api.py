@@ -11,23 +11,45 @@ import rl_parallel_plans
 
 README = Path(__file__).parents[1] / "README.md"
 SIGNATURES = {
-    "plan_for": "(model, *, tp, sequence_parallel, custom)",
-    "register_plan": "(model_name)",
-    "qualified_name": "(cls)",
-    "apply_tensor_parallel": "(model, mesh, plan, *, tp_axis, src_data_rank)",
-    "apply_fsdp": "(model, mesh, *, dp_axis, param_dtype, reduce_dtype, reshard_after_forward)",
-    "parallelize": (
-        "(model, mesh, plan, *, tp_axis, dp_axis, src_data_rank, param_dtype, reduce_dtype, reshard_after_forward)"
+    "apply_activation_checkpointing": "(model, mode)",
+    "apply_context_parallel": "(model, mesh, *, cp_axis, plan)",
+    "apply_expert_parallel": "(model, mesh, plan, *, ep_axis, tp_axis, src_data_rank)",
+    "apply_fsdp": (
+        "(model, mesh, *, dp_axis, dp_replicate_axis, param_dtype, reduce_dtype, output_dtype, "
+        "fp32_parameters, offload_policy, reshard_after_forward)"
     ),
-    "get_hf_tp_plan": "(model)",
-    "translate_parallel_style": "(style)",
-    "linear_logp": ("(hidden, lm_head, targets, *, temperature, chunk_size, entropy, softcap, logit_scale, tp_axis)"),
-    "get_logprobs_from_vocab_parallel_logits": "(logits, target, *, temperature, chunk_size, entropy, tp_axis)",
-    "get_grad_norm": "(parameters, norm_type)",
+    "apply_tensor_parallel": "(model, mesh, plan, *, tp_axis, src_data_rank)",
+    "as_html": "(plan, *, dp)",
+    "as_json": "(plan, *, dp)",
+    "check_context_parallel": "(model, *, plan)",
     "clip_grad_by_total_norm_": "(parameters, max_norm, total_norm)",
+    "export_state_dict": "(model, *, every_rank, tied_names, dtype, device)",
+    "get_grad_norm": "(parameters, norm_type)",
+    "get_hf_tp_plan": "(model)",
+    "get_logprobs_from_vocab_parallel_logits": (
+        "(logits, target, *, temperature, chunk_size, entropy, ignore_index, tp_axis)"
+    ),
+    "linear_logp": (
+        "(hidden, lm_head, targets, *, temperature, chunk_size, entropy, softcap, logit_scale, ignore_index, "
+        "kernel, tp_axis)"
+    ),
+    "parallelize": (
+        "(model, mesh, plan, *, tp_axis, ep_axis, cp_axis, dp_axis, dp_replicate_axis, src_data_rank, "
+        "activation_checkpointing, param_dtype, reduce_dtype, output_dtype, fp32_parameters, offload_policy, "
+        "reshard_after_forward)"
+    ),
+    "plan_for": "(model, *, tp, sequence_parallel, output_projections, ep, custom, allow)",
+    "qualified_name": "(cls)",
+    "register_plan": "(model_name)",
+    "sequence_positions": "(length, mesh, *, cp_axis, device)",
+    "shard_sequence": "(tensor, mesh, *, cp_axis, dim, pad_value)",
     "to_local_if_dtensor": "(tensor)",
+    "top_k_logp": "(hidden, lm_head, k, *, temperature, chunk_size, softcap, logit_scale, tp_axis)",
+    "top_k_logp_from_logits": "(logits, k, *, temperature, chunk_size, tp_axis)",
+    "translate_parallel_style": "(style, *, config)",
+    "unshard_sequence": "(tensor, mesh, *, cp_axis, dim, length)",
 }
-CLASSES = {"ParallelPlan", "PlanError", "ReplicatedParallel"}
+CLASSES = {"ParallelPlan", "PlanError", "ReplicatedParallel", "TopKLogp"}
 
 
 def run(code, *arguments):

@@ -1,6 +1,6 @@
 """Everything that training on a mesh does to a model, in the order that works.
 
-    expert parallelism, tensor parallelism, activation checkpointing, FSDP
+    expert parallelism, tensor parallelism, context parallelism, activation checkpointing, FSDP
 
 Each is usable by itself; a trainer that owns its FSDP takes all but the last. The model changes in place.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from rl_parallel_plans.context_parallel.apply import apply_context_parallel
 from rl_parallel_plans.expert_parallel import apply_expert_parallel
 from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
 from rl_parallel_plans.fsdp import apply_fsdp, fsdp_layout
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import OffloadPolicy
 
-__all__ = [
-    "apply_activation_checkpointing",
-    "apply_expert_parallel",
-    "apply_fsdp",
-    "apply_tensor_parallel",
-    "parallelize",
-]
-
 
 def parallelize(
     model: nn.Module,
@@ -38,6 +31,7 @@ def parallelize(
     *,
     tp_axis: str = "tp",
     ep_axis: str = "ep",
+    cp_axis: str | None = None,
     dp_axis: str | tuple[str, ...] = "dp",
     dp_replicate_axis: str | None = None,
     src_data_rank: int | None = 0,
@@ -49,11 +43,14 @@ def parallelize(
     offload_policy: "OffloadPolicy | None" = None,
     reshard_after_forward: bool | int = True,
 ) -> nn.Module:
-    """`apply_expert_parallel`, `apply_tensor_parallel`, `apply_activation_checkpointing`, `apply_fsdp`, in this order.
+    """Experts, tensors, rows, recomputed activations and FSDP, each where it is asked for.
 
-    Arguments and errors are theirs.
-    `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is above 1; an axis of one rank is well. What FSDP
-    would refuse is refused before tensor parallelism has changed anything.
+    The functions `apply_*` in the order of this file's first lines, with their arguments and errors. `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is
+    above 1; an axis of one rank is well. Axes whose ranks have tokens of their own are data-parallel too: with experts
+    over "ep", or rows over "cp", `dp_axis` is `("dp", "ep")` or `("dp", "cp")`. What FSDP would refuse is refused
+    before anything has changed.
+
+    cp_axis: axis that rows are cut over; None cuts none.
     """
     fsdp_layout(
         model,
@@ -66,6 +63,8 @@ def parallelize(
     )
     apply_expert_parallel(model, mesh, plan, ep_axis=ep_axis, tp_axis=tp_axis, src_data_rank=src_data_rank)
     apply_tensor_parallel(model, mesh, plan, tp_axis=tp_axis, src_data_rank=src_data_rank)
+    if cp_axis is not None:
+        apply_context_parallel(model, mesh, cp_axis=cp_axis, plan=plan)
     if activation_checkpointing is not None:
         apply_activation_checkpointing(model, activation_checkpointing)
     return apply_fsdp(
