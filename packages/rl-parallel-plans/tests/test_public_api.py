@@ -11,6 +11,12 @@ import rl_parallel_plans
 
 README = Path(__file__).parents[1] / "README.md"
 SIGNATURES = {
+    "memory": (
+        "(model, *, batch_size, sequence_length, tp, dp, sequence_parallel, lm_head, loss, "
+        "activation_checkpointing, weight_dtype, param_dtype, reduce_dtype, optimizer, attention, custom, "
+        "revision, trust_remote_code)"
+    ),
+    "memory_table": ("(reports)"),
     "apply_activation_checkpointing": "(model, mode)",
     "apply_context_parallel": "(model, mesh, *, cp_axis, plan)",
     "apply_expert_parallel": "(model, mesh, plan, *, ep_axis, tp_axis, src_data_rank)",
@@ -49,7 +55,7 @@ SIGNATURES = {
     "translate_parallel_style": "(style, *, config)",
     "unshard_sequence": "(tensor, mesh, *, cp_axis, dim, length)",
 }
-CLASSES = {"ParallelPlan", "PlanError", "ReplicatedParallel", "TopKLogp"}
+CLASSES = {"MemoryReport", "ParallelPlan", "PlanError", "ReplicatedParallel", "TopKLogp"}
 
 
 def run(code, *arguments):

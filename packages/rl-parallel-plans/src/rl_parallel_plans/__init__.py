@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rl_parallel_plans.explain.document import as_json
     from rl_parallel_plans.explain.page import as_html
     from rl_parallel_plans.export import export_state_dict
+    from rl_parallel_plans.forecast.memory import memory
+    from rl_parallel_plans.forecast.report import MemoryReport, memory_table
     from rl_parallel_plans.fsdp import apply_fsdp
     from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_, get_grad_norm
     from rl_parallel_plans.hugging_face import get_hf_tp_plan, translate_parallel_style
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
 
 _HOMES = {
+    "MemoryReport": "forecast.report",
     "ParallelPlan": "plan",
     "PlanError": "errors",
     "ReplicatedParallel": "styles",
@@ -54,6 +57,8 @@ _HOMES = {
     "get_hf_tp_plan": "hugging_face",
     "get_logprobs_from_vocab_parallel_logits": "logp",
     "linear_logp": "logp",
+    "memory": "forecast.memory",
+    "memory_table": "forecast.report",
     "parallelize": "apply",
     "plan_for": "lookup",
     "qualified_name": "registry",
@@ -68,6 +73,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "MemoryReport",
     "ParallelPlan",
     "PlanError",
     "ReplicatedParallel",
@@ -86,6 +92,8 @@ __all__ = [
     "get_hf_tp_plan",
     "get_logprobs_from_vocab_parallel_logits",
     "linear_logp",
+    "memory",
+    "memory_table",
     "parallelize",
     "plan_for",
     "qualified_name",

@@ -45,9 +45,11 @@ def parallelize(
 ) -> nn.Module:
     """Experts, tensors, rows, recomputed activations and FSDP, each where it is asked for.
 
-    The functions `apply_*` in the order of this file's first lines, with their arguments and errors. `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is
-    above 1; an axis of one rank is well. Axes whose ranks have tokens of their own are data-parallel too: with experts
-    over "ep", or rows over "cp", `dp_axis` is `("dp", "ep")` or `("dp", "cp")`. What FSDP would refuse is refused
+    The functions `apply_*` in the order of this file's first lines, with their arguments and errors.
+
+    `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is above 1; an axis of one rank is well. Axes whose
+    ranks have tokens of their own are data-parallel too: with experts over "ep", or rows over "cp", `dp_axis` is
+    `("dp", "ep")` or `("dp", "cp")`. What FSDP would refuse is refused
     before anything has changed.
 
     cp_axis: axis that rows are cut over; None cuts none.

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rl_parallel_plans as plans
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.apply import apply_fsdp, parallelize
+from rl_parallel_plans.apply import parallelize
 from rl_parallel_plans.export import export_state_dict
+from rl_parallel_plans.fsdp import apply_fsdp
 
 
 def sharded(architecture, *, tied=False, **options):

@@ -16,7 +16,8 @@ import rl_parallel_plans as plans
 from parallel_plans_cases.cases import gradient_errors, kinds, total_loss
 from parallel_plans_cases.models import SHAPE, tiny, token_ids
 from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
-from rl_parallel_plans.apply import apply_fsdp, parallelize
+from rl_parallel_plans.apply import parallelize
+from rl_parallel_plans.fsdp import apply_fsdp
 
 ROWS = 8
 

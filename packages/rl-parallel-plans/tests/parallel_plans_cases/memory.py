@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel_plans_cases.models import tiny, token_ids
 from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits, linear_logp, parallelize, plan_for
-from rl_parallel_plans.memory.forecast import memory
+from rl_parallel_plans.forecast.memory import memory
 
 
 class LiveBytes(TorchDispatchMode):

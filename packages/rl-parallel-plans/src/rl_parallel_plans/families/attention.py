@@ -33,11 +33,8 @@ KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
 GATES = ("gate_proj", "g_proj")
 INTERLEAVED = ("GPTNeoXAttention", "PersimmonAttention")
 """Classes whose query_key_value holds q, k and v of the first head, then of the second; shapes do not tell."""
-OUTPUT_SIZES = {
-    **dict.fromkeys(("JambaAttention", "JambaSdpaAttention", "JambaFlashAttention2"), ("hidden_size",)),
-    "XGLMAttention": ("embed_dim",),
-}
-"""Attributes that hold the features of all heads together, by the classes whose forward gives its output that shape."""
+OUTPUT_SIZES = ("hidden_size", "embed_dim")
+"""Attributes in which modules hold the features of all heads together, to give their output that shape."""
 Projections = Literal["rowwise", "colwise"]
 
 
@@ -67,7 +64,7 @@ def attention_block(
         sequence_parallel=sequence_parallel,
         output="features" if projections == "colwise" else "sum",
         own=own,
-        local_heads=LocalHeads((*ATTRIBUTES, *OUTPUT_SIZES.get(type(module).__name__, ()))),
+        local_heads=LocalHeads((*ATTRIBUTES, *_output_sizes(module))),
     )
     refuse_unknown(module, styles, kind="attention")
     return styles
@@ -189,6 +186,12 @@ def _latent(module: nn.Module, config: Any) -> "Styles":
         if name in parts(module):
             styles |= replicated_inside(module, name)
     return styles
+
+
+def _output_sizes(module: nn.Module) -> list[str]:
+    """Before transformers 5, attention read how many features its heads have together; later code infers it."""
+    found = first_linear(module, OUTPUTS)
+    return [] if found is None else [n for n in OUTPUT_SIZES if module.__dict__.get(n) == found[1].in_features]
 
 
 def _output(module: nn.Module, projections: Projections) -> "Styles":

@@ -130,7 +130,7 @@ def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -
     dist.all_to_all_single(received, sent, group=dispatch.group)
     way = _Way(order=order, sent=sent.tolist(), received=received.tolist(), weights=weights)
     module.__dict__.setdefault("ways", []).append(way)
-    rows = _AllToAll.apply(hidden[order // index.shape[1]], way.received, way.sent, dispatch.group)
+    rows = _AllToAll.apply(hidden[order // index.shape[1]], way.received, way.sent, dispatch.group)  # type: ignore[no-untyped-call]
     experts = chosen.new_empty(sum(way.received))
     dist.all_to_all_single(experts, chosen[order] % local, way.received, way.sent, group=dispatch.group)
     return (
@@ -142,7 +142,7 @@ def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -
 
 def _combine(module: nn.Module, _args: object, output: Tensor, *, dispatch: Dispatch) -> Tensor:
     way: _Way = module.__dict__["ways"].pop()
-    rows = _AllToAll.apply(output[:-1], way.sent, way.received, dispatch.group)
+    rows = _AllToAll.apply(output[:-1], way.sent, way.received, dispatch.group)  # type: ignore[no-untyped-call]
     choices = torch.empty_like(rows).index_copy(0, way.order, rows).view(*way.weights.shape, -1)
     return (choices * way.weights[..., None].to(choices.dtype)).sum(1) + 0.0 * output[-1]
 

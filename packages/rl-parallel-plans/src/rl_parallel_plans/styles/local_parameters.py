@@ -108,7 +108,8 @@ def place_parameters(
         new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.placement], src_data_rank=src_data_rank))
         if rule.gradient.is_partial():
             complete_after_backward(new)  # a frozen one too: who thaws it later need not know
-        module.register_parameter(name, new.requires_grad_(old.requires_grad))
+        new.requires_grad_(old.requires_grad)
+        module.register_parameter(name, new)
     module.register_forward_pre_hook(partial(shadow, rules=dict(rules), leading=leading))
     module.register_forward_hook(unshadow, always_call=True)
 

@@ -43,7 +43,7 @@ def complete_after_backward(parameter: nn.Parameter) -> None:
                 Variable._execution_engine.queue_callback(lambda: _complete(backward))  # noqa: SLF001 - no public one
             _pending[backward][number] = reached
 
-    parameter.register_post_accumulate_grad_hook(note)
+    parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
 
 def _complete(backward: int) -> None:
@@ -64,7 +64,7 @@ def _sum_over(mesh: "DeviceMesh", parameters: Iterable[Tensor]) -> None:
     gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=mesh.get_group(mesh.ndim - 1))
-    pieces = flat.split([gradient.numel() for gradient in gradients])
+    pieces = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
     for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
         placed = parameter.grad
         assert placed is not None

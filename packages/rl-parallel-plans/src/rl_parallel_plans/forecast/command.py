@@ -1,0 +1,84 @@
+"""`python -m rl_parallel_plans memory`: the memory of a training step of a model that is nowhere loaded."""
+
+import argparse
+import json
+from dataclasses import replace
+from typing import get_args
+
+import torch
+
+from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.forecast.optimizers import OptimizerName
+from rl_parallel_plans.forecast.options import Attention, LmHead, MemoryOptions
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("model", help="folder, config.json, Hub name, or a type of model such as qwen3")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that a layer is split over (default 1)")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="ranks that FSDP shards over (default 1)")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="N", help="rows of a microbatch on a dp rank")
+    parser.add_argument("--sequence-length", type=int, required=True, metavar="N", help="tokens of a row")
+    parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
+    parser.add_argument("--lm-head", choices=get_args(LmHead), default="linear_logp", help="how the loss reads it")
+    parser.add_argument(
+        "--activation-checkpointing", choices=get_args(ActivationCheckpointing), help="what to recompute"
+    )
+    parser.add_argument(
+        "--weight-dtype", choices=DTYPES, default="float32", help="of shards, gradients, optimizer state"
+    )
+    parser.add_argument("--param-dtype", choices=DTYPES, default="bfloat16", help="of the forward (default bfloat16)")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, default="float32", help="of the gradients' reduction")
+    parser.add_argument("--optimizer", choices=get_args(OptimizerName), default="adamw", help="default adamw (foreach)")
+    parser.add_argument("--attention", choices=get_args(Attention), default="flash", help="cost of attention")
+    parser.add_argument("--plan", metavar="MODULE:NAME", help="a plan of your own: a mapping or a function")
+    parser.add_argument("--compare", action="store_true", help="every way to read the lm_head, side by side")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 where there is a prediction; 1 where it is refused, as JSON too where that was asked for."""
+    from rl_parallel_plans.forecast.memory import forecast
+    from rl_parallel_plans.forecast.report import memory_table
+
+    try:
+        options = _options(arguments)
+        reports = forecast(
+            arguments.model, options, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code
+        )
+    except PlanError as refusal:
+        if arguments.json:
+            print(json.dumps({"refused": str(refusal)}))
+        raise
+    if arguments.json:
+        print(json.dumps([report.as_dict() for report in reports]) if arguments.compare else reports[0].json())
+        return 0
+    if arguments.compare:
+        print(memory_table({option.lm_head: report for option, report in zip(options, reports, strict=True)}))
+        print()
+    print(reports[-1].text())
+    return 0
+
+
+def _options(arguments: argparse.Namespace) -> list[MemoryOptions]:
+    asked = MemoryOptions(
+        tp=arguments.tp,
+        dp=arguments.dp,
+        batch_size=arguments.batch_size,
+        sequence_length=arguments.sequence_length,
+        sequence_parallel=arguments.sequence_parallel,
+        lm_head=arguments.lm_head,
+        activation_checkpointing=arguments.activation_checkpointing,
+        weight_dtype=getattr(torch, arguments.weight_dtype),
+        param_dtype=getattr(torch, arguments.param_dtype),
+        reduce_dtype=getattr(torch, arguments.reduce_dtype),
+        optimizer=arguments.optimizer,
+        attention=arguments.attention,
+        custom=arguments.plan,
+    )
+    return [replace(asked, lm_head=way) for way in get_args(LmHead)] if arguments.compare else [asked]

@@ -1,0 +1,176 @@
+"""`memory`: the peak memory of a training step on each rank, before anything is loaded or started.
+
+For a model in hand it runs in this process, which must have no process group; for a configuration (a folder, a
+config.json, a name on the Hub) in an interpreter of its own.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
+from rl_parallel_plans.custom import CustomPlan
+from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
+from rl_parallel_plans.forecast.options import Attention, LmHead, Loss, MemoryOptions
+from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, report_from_dict
+from rl_parallel_plans.forecast.torch_internals import fake_process_group
+
+CHILD = "rl_parallel_plans.forecast.child"
+
+
+def memory(
+    model: nn.Module | str | Path,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    tp: int = 1,
+    dp: int = 1,
+    sequence_parallel: bool = False,
+    lm_head: LmHead = "linear_logp",
+    loss: Loss | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
+    weight_dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    optimizer: OptimizerName | MakeOptimizer = "adamw",
+    attention: Attention = "flash",
+    custom: CustomPlan | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> MemoryReport:
+    """Predict the bytes alive on one rank in each phase of a training step: `plan_for`, `parallelize`, one step.
+
+    model: an nn.Module, best on the meta device; it is copied without its weights and not changed. Or what a model is
+        made from, as for `rl_parallel_plans.model_source.read_config`: needs transformers.
+    The options from batch_size to custom: the fields of `rl_parallel_plans.forecast.options.MemoryOptions`.
+    revision, trust_remote_code: for a model that is no nn.Module.
+
+    Counted are the storages of rank 0, whose shards are the largest. Not counted: the CUDA context, NCCL's buffers,
+    workspace inside kernels (but for attention's), what the allocator rounds up and fragments.
+
+    Raises PlanError for an option that does not exist or does not fit, every problem of the plan with the model,
+    a model under DTensor already, a forward that depends on the numbers in a tensor, and, with an nn.Module, in a
+    process that has a process group.
+    """
+    values = dict(locals())
+    options = MemoryOptions(**{field.name: values[field.name] for field in dataclasses.fields(MemoryOptions)})
+    return forecast(model, [options], revision=revision, trust_remote_code=trust_remote_code)[0]
+
+
+def forecast(
+    model: nn.Module | str | Path,
+    options: Sequence[MemoryOptions],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[MemoryReport]:
+    """A report for each of `options`."""
+    if isinstance(model, nn.Module):
+        return [_in_process(model, each) for each in options]
+    request = {
+        "source": str(model),
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "options": [_without_functions(each) for each in options],
+    }
+    return [report_from_dict(report) for report in _asked_of_child(request)]
+
+
+def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
+    from rl_parallel_plans.forecast.step import run_step
+
+    if any(is_dtensor(parameter) for parameter in model.parameters()):
+        raise PlanError(f"{type(model).__name__} is sharded already: pass the model as it was before")
+    if torch.distributed.is_initialized():
+        raise PlanError(
+            "this process has a process group, and a prediction needs one of its own that sends nothing: call memory "
+            "before init_process_group, or pass the model's configuration (a folder, a config.json or a Hub name), "
+            "which is predicted in another process"
+        )
+    name, count = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    # A thread of its own: DTensor remembers per thread what it did over which mesh, and a mesh of real ranks would meet
+    # what it did over fake ones: every gradient wrong, without a word.
+    with fake_process_group(options.tp * options.dp), ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views changed in place: there are none
+        plan, ledger, calls = thread.submit(run_step, _without_weights(model), options).result()
+    return MemoryReport(
+        model_name=name,
+        num_parameters=count,
+        plan_source=plan.source,
+        options=options.as_dict(),
+        phases=tuple(
+            PhasePeak(
+                name=phase,
+                num_bytes=peak.total,
+                by_category=peak.by_category,
+                largest=tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST]),
+            )
+            for phase, peak in ledger.peaks().items()
+        ),
+        assumptions=tuple(_assumptions(options, calls)),
+    )
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, ties and hooks kept; no number is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _assumptions(options: MemoryOptions, calls: Sequence[object]) -> Iterable[str]:
+    yield "storages of rank 0 in a step that is not the first; without context, NCCL, kernel workspace, fragmentation"
+    yield "gradients are set to None between steps, and the model's output is held until backward has ended"
+    if options.attention == "flash" and calls:
+        yield f"attention costs what fused kernels cost: {len(calls)} calls of scaled_dot_product_attention"
+    elif options.attention == "flash":
+        yield "attention costs what the model's own code costs: it never calls scaled_dot_product_attention"
+    else:
+        yield "attention costs what it costs on a CPU, with scores [B, heads, S, S] where there is a mask"
+
+
+def _without_functions(options: MemoryOptions) -> dict[str, Any]:
+    for name in ("loss", "optimizer", "custom"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, str):
+            raise PlanError(
+                f"{name} is a {type(value).__name__}, which another process cannot be given: pass the model itself "
+                "(rl_parallel_plans.model_source.build), or a plan by its import path"
+            )
+    return options.as_dict()
+
+
+def _asked_of_child(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = [os.environ.get("PYTHONPATH", ""), *sys.path]
+    child = subprocess.run(  # noqa: S603 - this interpreter, this package
+        [sys.executable, "-m", CHILD],
+        input=json.dumps(request),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    answer = child.stdout.splitlines()[-1] if child.returncode == 0 and child.stdout else None
+    if answer is None:
+        raise RuntimeError(f"the process that predicts ended with status {child.returncode}:\n{child.stderr[-4000:]}")
+    values = json.loads(answer)
+    if "refused" in values:
+        raise PlanError(values["refused"])
+    reports: list[dict[str, Any]] = values["reports"]
+    return reports

@@ -1,0 +1,103 @@
+"""What step to predict: sizes, sharding, precision, and how the loss reads the lm_head."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
+from rl_parallel_plans.custom import CustomPlan
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
+
+LmHead = Literal["gathered", "sharded", "linear_logp"]
+Loss = Callable[[Tensor, Tensor], Tensor]
+Attention = Literal["flash", "model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """One training step whose memory is asked for."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    tp: int = 1
+    """Ranks that a layer is split over."""
+    dp: int = 1
+    """Ranks that FSDP2 shards parameters, gradients and optimizer state over."""
+    batch_size: int
+    """Rows of a microbatch on one dp rank: activations grow with it."""
+    sequence_length: int
+    """Tokens of a row: activations grow with it, and with its square where attention holds scores or a mask."""
+    sequence_parallel: bool = False
+    """Cut the residual stream along the sequence over the tp ranks."""
+    lm_head: LmHead = "linear_logp"
+    """How the loss reads the lm_head. "gathered": whole logits on every rank, cast to fp32, log_softmax, as most
+    trainers do. "sharded": each rank its slice of the vocabulary, get_logprobs_from_vocab_parallel_logits.
+    "linear_logp": from hidden states, no logits."""
+    loss: Loss | None = None
+    """A loss `(logits, token_ids) -> scalar` of your own in place of the one that goes with `lm_head`; it gets plain
+    logits [B, S, V] from "gathered" and a DTensor Shard(-1) from "sharded"."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """What layers keep for backward: None everything, "selective" and "full" less (apply_activation_checkpointing)."""
+    weight_dtype: torch.dtype = torch.float32
+    """Dtype of the sharded parameters, hence of their gradients and of the optimizer's state."""
+    param_dtype: torch.dtype | None = torch.bfloat16
+    """Dtype of the gathered parameters and of the forward; None computes in `weight_dtype`."""
+    reduce_dtype: torch.dtype | None = torch.float32
+    """Dtype in which gradients are reduced; None reduces in `param_dtype`."""
+    optimizer: OptimizerName | MakeOptimizer = "adamw"
+    """"adamw" is torch's with its default on GPUs (foreach), which holds one more copy of the parameters while it
+    steps; "adamw_fused" holds none; "sgd" has no state; "none" neither steps nor has state. Or a function that
+    makes one from a list of parameters, which are plain tensors: this rank's pieces."""
+    attention: Attention = "flash"
+    """"flash": scaled_dot_product_attention costs what fused kernels of a GPU cost; "model": what torch does on a CPU,
+    with scores [B, heads, S, S] where there is a mask. Models that compute scores themselves hold them in both."""
+    custom: CustomPlan | None = None
+    """A plan of your own, as for `plan_for`."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "batch_size", "sequence_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name} is {value!r}: it must be a whole number, at least 1")
+        for name, known in (("lm_head", get_args(LmHead)), ("attention", get_args(Attention))):
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(known)}")
+        if not callable(self.optimizer) and self.optimizer not in get_args(OptimizerName):
+            names = ", ".join(get_args(OptimizerName))
+            raise PlanError(f"optimizer is {self.optimizer!r}: it must be a function or one of {names}")
+        if self.activation_checkpointing not in (None, *get_args(ActivationCheckpointing)):
+            names = ", ".join(get_args(ActivationCheckpointing))
+            raise PlanError(f"activation_checkpointing is {self.activation_checkpointing!r}: None or one of {names}")
+        if self.loss is not None and self.lm_head == "linear_logp":
+            raise PlanError('a loss of your own reads logits: pass lm_head="gathered" or "sharded" with it')
+        for name in ("weight_dtype", "param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise PlanError(f"{name} is {dtype!r}: it must be a floating-point torch.dtype")
+
+    def as_dict(self) -> dict[str, object]:
+        """The options in words and numbers that JSON has; what is not the caller's to name is called by its name."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def options_from_dict(values: Mapping[str, Any]) -> MemoryOptions:
+    """The inverse of `as_dict` where no option is a function."""
+    dtypes = {
+        name: None if values[name] is None else getattr(torch, values[name])
+        for name in ("weight_dtype", "param_dtype", "reduce_dtype")
+        if name in values
+    }
+    return MemoryOptions(**{**values, **dtypes})
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if value is None or isinstance(value, int | str):
+        return value
+    return getattr(value, "__qualname__", type(value).__name__)

@@ -1,0 +1,153 @@
+"""One training step on fake tensors, every storage counted: what `parallelize` makes of a model, run as on rank 0.
+
+    to_empty, optimizer state | forward | backward | optimizer step
+
+The state that an optimizer has after its first step is there from the beginning, so that the step is one of many.
+Needs a process group of tp x dp ranks that moves nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from rl_parallel_plans.apply import parallelize
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.forecast import tracker as kinds
+from rl_parallel_plans.forecast.attention import Calls, fused_attention, nothing_packed
+from rl_parallel_plans.forecast.ledger import Ledger
+from rl_parallel_plans.forecast.losses import Forward, make_forward
+from rl_parallel_plans.forecast.optimizers import MAKERS, LocalOptimizer
+from rl_parallel_plans.forecast.options import MemoryOptions
+from rl_parallel_plans.forecast.tracker import MemoryTracker
+from rl_parallel_plans.lookup import plan_for
+from rl_parallel_plans.plan import ParallelPlan
+from rl_parallel_plans.structure import collapsed, output_head
+from rl_parallel_plans.ties import retie, tied_names
+
+BETWEEN_STEPS = "between steps"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER_STEP = "optimizer step"
+
+
+def run_step(model: nn.Module, options: MemoryOptions) -> tuple[ParallelPlan, Ledger, Calls]:
+    """Parallelise `model`, which lies on the meta device, and run a step: its plan, its account, its attention calls.
+
+    Raises PlanError where there is no plan, it does not fit, or the model's forward depends on the numbers in a tensor.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+    names = {module: collapsed(name) for name, module in model.named_modules()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(options.weight_dtype)
+    plan = _parallelized(model, options)
+    ledger = Ledger()
+    forward = make_forward(model, options, ledger)
+    attention: AbstractContextManager[Calls] = (
+        fused_attention() if options.attention == "flash" else nullcontext(Calls())
+    )
+    try:
+        with nothing_packed(), FakeTensorMode(allow_non_fake_inputs=True), attention as calls:
+            ties = tied_names(model)
+            retie(model.to_empty(device="cpu"), ties)
+            optimizer = _optimizer(_trainable(model), options)
+            ids = torch.zeros(options.batch_size, options.sequence_length, dtype=torch.int64)
+            with MemoryTracker(ledger, names) as tracker:
+                _label_what_lasts(tracker, model, optimizer=optimizer, ids=ids)
+                with _gathered_labels(tracker, model):
+                    _step(tracker, model, optimizer=optimizer, forward=forward, ids=ids)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PlanError(
+            f"the forward of {type(model).__name__} depends on the numbers in a tensor ({error.func}), and a "
+            "prediction has none: routing of tokens to experts one expert at a time is the usual case; choose another "
+            "implementation of it where the model has one"
+        ) from error
+    return plan, ledger, calls
+
+
+def _parallelized(model: nn.Module, options: MemoryOptions) -> ParallelPlan:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plan = plan_for(model, tp=options.tp, sequence_parallel=options.sequence_parallel, custom=options.custom)
+    plan.check(model)
+    parallelize(
+        model,
+        init_device_mesh("cpu", (options.dp, options.tp), mesh_dim_names=("dp", "tp")),
+        plan,
+        src_data_rank=None,
+        activation_checkpointing=options.activation_checkpointing,
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+    )
+    return plan
+
+
+def _optimizer(parameters: Sequence[nn.Parameter], options: MemoryOptions) -> LocalOptimizer | None:
+    if options.optimizer == "none":
+        return None
+    make = options.optimizer if callable(options.optimizer) else MAKERS[options.optimizer]
+    return LocalOptimizer(make, parameters)
+
+
+def _label_what_lasts(
+    tracker: MemoryTracker, model: nn.Module, *, optimizer: LocalOptimizer | None, ids: Tensor
+) -> None:
+    with tracker.ledger.phase(BETWEEN_STEPS):
+        tracker.label(model.parameters(), kinds.PARAMETERS)
+        tracker.label(model.buffers(), kinds.BUFFERS)
+        tracker.label(optimizer.state() if optimizer is not None else (), kinds.OPTIMIZER_STATE)
+        tracker.label([ids], kinds.INPUTS)
+
+
+def _step(
+    tracker: MemoryTracker, model: nn.Module, *, optimizer: LocalOptimizer | None, forward: Forward, ids: Tensor
+) -> None:
+    ledger = tracker.ledger
+    with ledger.phase(FORWARD):
+        loss, held = forward(ids)
+    with ledger.phase(BACKWARD):
+        loss.backward()  # type: ignore[no-untyped-call]
+    # What FSDP made of parameters and gradients meanwhile is known once backward has put it into their places.
+    tracker.label(model.parameters(), kinds.PARAMETERS)
+    tracker.label((p.grad for p in model.parameters() if p.grad is not None), kinds.GRADIENTS)
+    del loss, held
+    if optimizer is not None:
+        tracker.outside_backward = kinds.TEMPORARIES
+        with ledger.phase(OPTIMIZER_STEP):
+            optimizer.step(_trainable(model))
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def _gathered_labels(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
+    """Tell gathered parameters and their gradients from what else a forward and a backward make.
+
+    Each module is asked when it runs, and the lm_head whenever any does, since `linear_logp` reads it without a call.
+    """
+    path = output_head(model)
+    head = [] if path is None else [model.get_submodule(path)]
+    seen: set[int] = set()
+
+    def running(module: nn.Module, _: object) -> None:
+        for owner in (module, *head):
+            parameters = [parameter for parameter in owner.parameters(recurse=False) if parameter.is_leaf]
+            tracker.label(parameters, kinds.UNSHARDED_PARAMETERS, unless=kinds.PARAMETERS)
+            for parameter in parameters:
+                if id(parameter) not in seen and parameter.requires_grad:
+                    seen.add(id(parameter))
+                    parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+    def accumulated(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.label([parameter.grad], kinds.UNSHARDED_GRADIENTS)
+
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    handles = [owner.register_forward_pre_hook(running) for owner in owners]
+    yield
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,112 @@
+"""What torch does not say in public and a count of storages must know, in one place.
+
+Checked with torch 2.9 to 2.13. Each function says what it would mean if torch changed under it.
+"""
+# ruff: noqa: SLF001 - reading private names is what this file is for
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALL_GATHER = torch.ops.c10d._allgather_base_.default
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
+NUMBER_IN_TENSOR = torch.ops.aten._local_scalar_dense.default
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+
+def fake_mode() -> object:
+    """The fake tensor mode that is active; None where there is none."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward in this thread; without it, temporaries would be called activations."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """One number for all Python objects of one storage, while it lives."""
+    return int(storage._cdata)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+    """The operator of the CUDA kernel; [B, heads, S, D]."""
+    output: Tensor = FLASH(query, key, value, dropout_p, is_causal)[0]
+    return output
+
+
+def efficient_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None) -> Tensor:
+    """The operator of the CUDA kernel that takes a mask, with what its backward needs; [B, heads, S, D]."""
+    output: Tensor = EFFICIENT(query, key, value, bias, True)[0]
+    return output
+
+
+@contextmanager
+def watched_resizing(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `resized` whenever a storage changes its size: FSDP frees and fills storages without an operator."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        resized(storage)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+class ShapePropagation:
+    """`active` while DTensor runs operators only to learn the shapes that they return.
+
+    It does so on fake tensors of global shape, which hold nothing: in a fake mode of its own, or in the active one,
+    where only its lock tells. Unseen, they would be counted, gigabytes at a time.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __enter__(self) -> None:
+        self.active = True
+
+    def __exit__(self, *_: object) -> None:
+        self.active = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the place of DTensor's lock; releases of torch without one have a fake mode of their own."""
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        original: Any = ShardingPropagator.__dict__.get("_fake_mode_lock")
+        if original is None:
+            yield
+            return
+        ShardingPropagator._fake_mode_lock = self  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            ShardingPropagator._fake_mode_lock = original
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """This process as rank 0 of `world_size` that exchange nothing; there must be no process group yet."""
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives as _shapes  # noqa: F401 - registers what they return on fakes
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    on_error = sys.excepthook  # init_process_group puts one in its place that writes the rank before each line
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = on_error
