@@ -3,6 +3,7 @@
 Needs no mesh and no process group. Each finding is one sentence: what broke, with its numbers, then what to do.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from rl_parallel_plans.structure import (
     collapsed,
     direct_parameters,
     head_size,
+    input_embedding,
     joined,
     matching_modules,
     output_head,
+    source_of_forward,
     text_layers,
 )
 from rl_parallel_plans.ties import broken_tie, tied_names
@@ -71,6 +74,7 @@ def find_problems(model: nn.Module, styles: "Styles", tp: int, *, ep: int = 1) -
         *_features(model, styled, tp),
         *_attention(model, styled, tp),
         *(_ties(model, styled) if tp > 1 else ()),
+        *_embedding(model, styled),
         *_head(model, styled, tp),
         *(_large(model, styled) if tp > 1 else ()),
     ]
@@ -163,6 +167,21 @@ def _ties(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
             yield "broken_tie", f"{message}: shard both on the same dim or neither"
     if tie := broken_tie(model):
         yield "broken_tie", tie
+
+
+def _embedding(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
+    """A model that takes rows out of its embedding's weight itself would meet this rank's words only."""
+    path = input_embedding(model)
+    if path is None or path not in styled:
+        return
+    name = path.rpartition(".")[2]
+    for owner_path, owner in model.named_modules():
+        if owner_path and not path.startswith(f"{owner_path}."):
+            continue
+        if re.search(rf"{name}\.weight\s*\[", source_of_forward(owner)):
+            reads = f"{type(owner).__name__}.forward takes rows of {path}.weight itself"
+            message = f"{reads}, where only a rank's words are"
+            yield "unsupported_module", f"{message}: plan the language model inside of it, or use tp=1"
 
 
 def _head(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":

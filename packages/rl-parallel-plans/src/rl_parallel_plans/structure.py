@@ -4,6 +4,7 @@ Knows nothing of plans, placements or processes. A name is the dotted path of `n
 whose tokens may hold `*` (one token each, as in `torch.distributed.tensor.parallel.parallelize_module`).
 """
 
+import inspect
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -82,6 +83,14 @@ def _embedding(model: nn.Module, method: str) -> nn.Module | None:
     except NotImplementedError:  # how a Hugging Face model says that it has none
         return None
     return found if isinstance(found, nn.Module) else None
+
+
+def source_of_forward(module: nn.Module) -> str:
+    """The text of a module's forward; empty where it cannot be had."""
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _path_of(model: nn.Module, wanted: object) -> str | None:
