@@ -316,17 +316,19 @@ def collectives(architecture, sequence_parallel):
         logits = model(input_ids=token_ids(1, 6)).logits
     with CommDebugMode() as backward:
         logits.to_local().sum().backward()
-    ran = [dict(sorted(names(mode.get_comm_counts()).items())) for mode in (forward, backward)]
-    return ran, [dict(sorted(told(rows, way).items())) for way in ("forward", "backward")]
+    ran = [names(mode.get_comm_counts()) for mode in (forward, backward)]
+    if any(row.partial_gradient for row in plan.parameters):  # summed once, at the end of a backward
+        ran[1]["all_reduce"] -= 1
+    return ran, [told(rows, way) for way in ("forward", "backward")]
 
 
 def names(counts):
-    """Without `allreduce_`, the one sum of the whole parameters' gradients at the end of a backward."""
+    """By name, whether torch's functional collectives were called or those that work in place."""
     found = Counter()
     for operation, count in counts.items():
-        name = str(operation).rpartition(".")[2].replace("_into_tensor", "").replace("_tensor", "")
-        found[name] += count
-    return {name: count for name, count in found.items() if name != "allreduce_"}
+        name = str(operation).rpartition(".")[2].replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
+        found[{"allreduce": "all_reduce"}.get(name, name)] += count
+    return found
 
 
 def told(rows, way):

@@ -1,0 +1,52 @@
+"""How often each collective runs in one forward and one backward of the sharded model, counted as they are issued."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_parallel_plans.verify.gradients import whole
+from rl_parallel_plans.verify.question import Question
+from rl_parallel_plans.verify.sharded import shard
+
+NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor"}
+NO_COLLECTIVES = {"wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
+
+
+def collectives(question: Question, model: nn.Module) -> dict[str, dict[str, int]]:
+    """Name of each collective to its number, forward and backward. Collective."""
+    model = copy.deepcopy(model)
+    shard(question, model)
+    ids = torch.arange(32).view(2, 16) + 4
+    model(input_ids=ids)  # whatever happens once only
+    with _Counting() as forward:
+        loss = whole(model(input_ids=ids).logits).float().logsumexp(-1).sum()
+    with _Counting() as backward:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return {"forward": dict(forward.counts), "backward": dict(backward.counts)}
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as what it does to local tensors
+        namespace, _, name = func._schema.name.partition("::")  # noqa: SLF001 - no public one
+        if namespace in NAMESPACES and name not in NO_COLLECTIVES:
+            self.counts[_named(name)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _named(operation: str) -> str:
+    """`all_reduce` for the `allreduce_` of process groups and for the `all_reduce_` of functional collectives."""
+    name = operation.strip("_")
+    for ending in ("_coalesced", "_into_tensor", "_tensor", "_base", "_single"):
+        name = name.removesuffix(ending)
+    return name.replace("allreduce", "all_reduce").replace("allgather", "all_gather").replace("alltoall", "all_to_all")

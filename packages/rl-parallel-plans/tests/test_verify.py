@@ -1,0 +1,344 @@
+"""Verify: right plans pass with numbers, and each published wrong one is caught with its culprit and its reason."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+from parallel_plans_cases import published_plans
+
+from rl_parallel_plans.__main__ import main
+from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.verify import VerifyReport, assert_plan_is_exact, verify
+
+SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+ONCE = ("forward and backward",)
+
+
+def llama(**changes):
+    return transformers.LlamaConfig(**{**SMALL, **changes})
+
+
+def qwen3(**changes):
+    return transformers.Qwen3Config(**{**SMALL, "head_dim": 16, **changes})
+
+
+def wrong(report: VerifyReport) -> dict[str, str]:
+    """Name of each wrong check to what is said of it."""
+    return {check.name: "\n".join(check.culprits) for check in report.checks if check.verdict == "WRONG"}
+
+
+def run_published(config, plan, *, only=ONCE, **options):
+    """A published plan as it is run where nobody checks it."""
+    return verify(config, plan=plan, check_first=False, only=only, **options)
+
+
+# -- Plans that are right ------------------------------------------------------------------------
+
+
+def test_own_plan_is_exact_in_every_check():
+    report = assert_plan_is_exact(qwen3(), tp=2)
+    assert report.exit_code == 0
+    assert report.error < 1e-5
+    names = {check.name for check in report.checks if check.verdict == "ok"}
+    assert {
+        "fits at full size",
+        "wrapped class, same plan",
+        "forward and backward: gradients",
+        "lm_head ends sharded",
+        "gradient norm",
+        "clipping",
+        "optimizer steps",
+        "odd length: logits",
+        "left padding: gradients",
+        "accumulation x3: gradients",
+        "frozen parameters: stay frozen",
+        "uneven vocabulary, other tie: log-probabilities",
+        "uneven vocabulary, other tie: ties",
+        "linear_logp",
+        "bf16 clipping",
+        "collectives of a layer",
+    } <= names
+    assert json.loads(report.json())["ok"] is True
+
+
+def test_own_plan_with_sequence_parallelism_under_fsdp_is_exact():
+    report = verify(
+        qwen3(tie_word_embeddings=True),
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        only=("forward and backward", "odd length", "accumulation x3, deferred sync"),
+    )
+    assert report.ok, report.text()
+    assert {check.name: check.verdict for check in report.checks}["tied parameters stay tied"] == "ok"
+
+
+def test_mixture_of_experts_is_compared_far_from_ties():
+    config = transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=8, num_experts_per_tok=4)
+    assert_plan_is_exact(config, tp=2, only=ONCE)
+
+
+@pytest.mark.skipif(RELEASE < (5, 0), reason="the default configuration of this model does not run before 5.0")
+def test_vision_language_model_is_verified_with_an_image():
+    config = transformers.CONFIG_MAPPING["qwen2_5_vl"]()
+    report = verify(config, only=("forward and backward", "with an image"), full_size=False)
+    assert report.ok, report.text()
+    assert {check.name: check.verdict for check in report.checks}["with an image: gradients"] == "ok"
+
+
+# -- Published plans that are wrong --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [qwen3(), transformers.Gemma3TextConfig(**SMALL)], ids=["qwen3", "gemma3"])
+def test_head_norms_left_plain_are_one_term_of_a_sum(config):
+    said = wrong(run_published(config, published_plans.head_norms_left_plain))["forward and backward: gradients"]
+    for name in ("q_norm", "k_norm"):
+        (line,) = [line for line in said.splitlines() if name in line]
+        assert "ranks disagree; each rank holds one term of a sum over tp" in line
+        assert "replicated_with_grad_allreduce" in line
+    assert "q_proj" not in said
+
+
+def test_plan_with_a_known_problem_is_refused_before_it_runs():
+    report = verify(qwen3(), plan=published_plans.head_norms_left_plain, only=ONCE)
+    assert report.exit_code == 2
+    assert not report.ok
+    assert "q_norm would see only its rank's heads" in report.refused
+    with pytest.raises(AssertionError, match="REFUSED"):
+        assert_plan_is_exact(qwen3(), plan=published_plans.head_norms_left_plain, only=ONCE)
+
+
+def test_gradients_that_every_backward_reduces_again():
+    found = wrong(
+        run_published(
+            qwen3(), published_plans.gradients_reduced_again, only=("forward and backward", "accumulation x3")
+        )
+    )
+    assert "forward and backward: gradients" not in found  # right after one backward
+    said = found["accumulation x3: gradients"]
+    assert all(name in said for name in ("q_norm", "k_norm"))
+    assert said.count("summed over tp again by each backward") == 2
+
+
+@pytest.mark.parametrize("plan", [published_plans.one_end_of_the_tie, published_plans.both_ends_of_the_tie])
+def test_tied_embeddings_that_are_parted(plan):
+    found = wrong(run_published(llama(tie_word_embeddings=True), plan))
+    assert "were one parameter and are not any more" in found["tied parameters stay tied"]
+    assert "the rest of it lies at lm_head.weight" in found["forward and backward: gradients"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (published_plans.gathered_lm_head, "every rank holds the logits of all words"),
+        (published_plans.local_lm_head, "a plain slice of the vocabulary"),
+    ],
+)
+def test_lm_head_that_does_not_end_sharded(plan, said):
+    found = wrong(run_published(llama(), plan))
+    assert said in found["lm_head ends sharded"]
+    assert "forward and backward: gradients" not in found
+
+
+def test_registry_keyed_by_the_class_object():
+    found = wrong(run_published(llama(), published_plans.keyed_by_class))
+    assert "must get the same plan" in found["wrapped class, same plan"]
+    assert "lm_head" in found["wrapped class, same plan"]
+
+
+def test_gradient_that_every_rank_had_already_is_summed():
+    said = wrong(run_published(llama(), published_plans.summed_twice))["forward and backward: gradients"]
+    assert "input_layernorm" in said
+    assert "2 times too large: summed over tp although each rank held all of it" in said
+
+
+def test_vocabulary_interval_that_disagrees_with_uneven_shards():
+    found = wrong(verify(llama(), logp=published_plans.floored_vocabulary_logp, only=("uneven vocabulary, other tie",)))
+    said = found["uneven vocabulary, other tie: log-probabilities"]
+    assert "of the tokens are wrong" in said
+    assert "ceil(V / tp)" in said
+
+
+def test_norm_that_counts_every_copy():
+    config = llama(tie_word_embeddings=True)
+    report = run_published(config, published_plans.layers_alone, grad_norm=published_plans.norm_counting_every_copy)
+    check = {check.name: check for check in report.checks}["gradient norm"]
+    assert check.verdict == "WRONG"
+    assert check.error > 0.1
+    assert "counted once for each of them" in check.culprits[0]
+
+
+def test_clipping_that_scales_a_copy_of_bf16_gradients():
+    found = wrong(verify(llama(), clip=published_plans.clip_of_a_copy, only=("bf16 clipping",)))
+    assert "by 1.000 and not by 0.500: it scaled a copy" in found["bf16 clipping"]
+
+
+def test_sequence_parallel_plan_that_breaks_on_odd_lengths():
+    report = verify(
+        llama(), apply=published_plans.sequence_parallel_of_local_pieces, only=("forward and backward", "odd length")
+    )
+    found = wrong(report)
+    assert "forward and backward: logits" not in found
+    assert found["odd length"].startswith("rank ")
+    if RELEASE >= (5, 0):  # it breaks on even ones too before
+        assert "Partial" in found["gradients lie where parameters lie"]
+
+
+def test_gradient_averaged_over_data_parallel_ranks():
+    report = verify(llama(), tp=1, dp=2, apply=published_plans.averaged_over_data_parallel_ranks, only=ONCE)
+    assert "averaged over dp and not summed" in wrong(report)["forward and backward: gradients"]
+
+
+def test_first_module_with_a_wrong_output_is_named():
+    found = wrong(verify(llama(), apply=published_plans.scaled_up_projection, only=ONCE))
+    assert "forward and backward: logits" in found
+    assert found["where it begins"] == "model.layers.1.mlp: the first wrong output"
+
+
+# -- Processes -----------------------------------------------------------------------------------
+
+
+def test_abort_of_a_rank_is_reported_and_the_next_task_runs():
+    report = verify(llama(), apply=published_plans.aborts_on_rank_one, only=("forward and backward", "bf16 clipping"))
+    assert "rank 1 was ended by signal SIGABRT" in wrong(report)["forward and backward"]
+    assert {check.name: check.verdict for check in report.checks}["bf16 clipping"] == "ok"
+
+
+def test_ranks_that_wait_for_one_another_are_ended():
+    report = verify(llama(), apply=published_plans.hangs_on_rank_one, only=ONCE, deadline_s=3)
+    assert "no rank made progress for 3 s" in wrong(report)["forward and backward"] or "rank" in report.text()
+
+
+def test_mistake_in_a_plan_is_reported_with_its_place():
+    said = wrong(run_published(llama(), published_plans.forgotten_down_proj))["forward and backward"]
+    assert "mat1 and mat2 shapes cannot be multiplied" in said
+    assert "modeling_llama.py" in said
+
+
+def test_function_of_the_running_script_is_refused():
+    def plan(_model):
+        return {}
+
+    plan.__module__, plan.__qualname__ = "__main__", "plan"
+    with pytest.raises(PlanError, match=r"plan lies in the running script.*put it into a module"):
+        verify(llama(), plan=plan, only=ONCE)
+
+
+def test_function_that_cannot_be_sent_is_refused():
+    with pytest.raises(PlanError, match="must be importable there"):
+        verify(llama(), plan=lambda _model: {}, only=ONCE)
+
+
+def test_script_without_a_main_guard_verifies_a_plan_beside_it(tmp_path):
+    (tmp_path / "my_plans.py").write_text("def plan(model):\n    raise KeyError('no such layer')\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import my_plans
+        from rl_parallel_plans.verify import verify
+
+        report = verify("llama", plan=my_plans.plan)
+        print(report.text())
+        """)
+    )
+    result = run_python(script)
+    assert "KeyError: 'no such layer'" in result.stdout
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="counts processes in /proc")
+def test_nothing_is_left_running_when_the_caller_is_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from parallel_plans_cases import published_plans\nfrom rl_parallel_plans.verify import verify\n"
+        "verify('llama', apply=published_plans.hangs_on_rank_one, full_size=False)\n"
+    )
+    caller = subprocess.Popen([sys.executable, script], env=environment(), stdin=subprocess.DEVNULL)
+    wait_until(lambda: len(descendants(caller.pid)) >= 4)  # server, session, two ranks
+    below = descendants(caller.pid)
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in below))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([], 0),
+        (["--apply", "parallel_plans_cases.published_plans:scaled_up_projection"], 1),
+        (["--plan", "parallel_plans_cases.published_plans:gathered_lm_head"], 2),
+    ],
+)
+def test_command_exits_with_the_verdict(tmp_path, capsys, arguments, code):
+    llama().save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--only", "forward and backward", "--json", *arguments]) == code
+    assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+def test_command_refuses_what_is_not_there(tmp_path, capsys):
+    assert main(["verify", str(tmp_path / "nothing")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_parity_table_has_every_layout(tmp_path, capsys):
+    llama().save_pretrained(tmp_path)
+    assert main(["parity", str(tmp_path), "--json", "--write", str(tmp_path / "PARITY.md")]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert len(row["cells"]) == 6
+    assert all(cell["gradients"] < 1e-5 for cell in row["cells"])
+    assert f"| {tmp_path} | " in (tmp_path / "PARITY.md").read_text()
+
+
+def test_task_that_is_not_there_is_refused():
+    report = verify(llama(), only=("backward and forward",))
+    assert "['backward and forward'] are no tasks at tp=2, dp=1" in report.refused
+
+
+def test_model_of_nothing_is_refused():
+    with pytest.raises(PlanError, match="pass a name, a path, a configuration or a model"):
+        verify(object())
+
+
+def run_python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment())
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"}
+
+
+def descendants(pid):
+    found, fringe = [], [pid]
+    while fringe:
+        parent = fringe.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                children = list(map(int, task.read_text().split()))
+            except OSError:
+                continue
+            found += children
+            fringe += children
+    return found
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
