@@ -11,6 +11,8 @@ import rl_parallel_plans
 
 README = Path(__file__).parents[1] / "README.md"
 SIGNATURES = {
+    "verify": "(model, *, tp, dp, sequence_parallel, options)",
+    "assert_plan_is_exact": "(model, *, tp, dp, sequence_parallel, options)",
     "memory": (
         "(model, *, batch_size, sequence_length, tp, dp, sequence_parallel, lm_head, loss, "
         "activation_checkpointing, weight_dtype, param_dtype, reduce_dtype, optimizer, attention, custom, "
@@ -55,7 +57,7 @@ SIGNATURES = {
     "translate_parallel_style": "(style, *, config)",
     "unshard_sequence": "(tensor, mesh, *, cp_axis, dim, length)",
 }
-CLASSES = {"MemoryReport", "ParallelPlan", "PlanError", "ReplicatedParallel", "TopKLogp"}
+CLASSES = {"MemoryReport", "ParallelPlan", "PlanError", "ReplicatedParallel", "TopKLogp", "VerifyReport"}
 
 
 def run(code, *arguments):

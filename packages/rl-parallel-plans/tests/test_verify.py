@@ -13,9 +13,9 @@ import pytest
 import transformers
 from parallel_plans_cases import published_plans
 
+from rl_parallel_plans import VerifyReport, assert_plan_is_exact, verify
 from rl_parallel_plans.__main__ import main
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verify import VerifyReport, assert_plan_is_exact, verify
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -243,7 +243,7 @@ def test_script_without_a_main_guard_verifies_a_plan_beside_it(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import my_plans
-        from rl_parallel_plans.verify import verify
+        from rl_parallel_plans import verify
 
         report = verify("llama", plan=my_plans.plan)
         print(report.text())
@@ -258,7 +258,7 @@ def test_script_without_a_main_guard_verifies_a_plan_beside_it(tmp_path):
 def test_nothing_is_left_running_when_the_caller_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from parallel_plans_cases import published_plans\nfrom rl_parallel_plans.verify import verify\n"
+        "from parallel_plans_cases import published_plans\nfrom rl_parallel_plans import verify\n"
         "verify('llama', apply=published_plans.hangs_on_rank_one, full_size=False)\n"
     )
     caller = subprocess.Popen([sys.executable, script], env=environment(), stdin=subprocess.DEVNULL)

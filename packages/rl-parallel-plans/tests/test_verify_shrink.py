@@ -6,11 +6,11 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verify.question import Task
-from rl_parallel_plans.verify.shrink import shrunk
-from rl_parallel_plans.verify.shrink_layers import choose
-from rl_parallel_plans.verify.shrink_sizes import resized, sizes_of
-from rl_parallel_plans.verify.subject import draw, move_parameters
+from rl_parallel_plans.verification.question import Task
+from rl_parallel_plans.verification.shrink import shrunk
+from rl_parallel_plans.verification.shrink_layers import choose
+from rl_parallel_plans.verification.shrink_sizes import resized, sizes_of
+from rl_parallel_plans.verification.subject import draw, move_parameters
 
 transformers.logging.set_verbosity_error()
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from rl_parallel_plans.registry import qualified_name, register_plan
     from rl_parallel_plans.styles import ReplicatedParallel
     from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
+    from rl_parallel_plans.verification.api import assert_plan_is_exact, verify
+    from rl_parallel_plans.verification.report import VerifyReport
 
 _HOMES = {
     "MemoryReport": "forecast.report",
@@ -43,12 +45,14 @@ _HOMES = {
     "PlanError": "errors",
     "ReplicatedParallel": "styles",
     "TopKLogp": "logp",
+    "VerifyReport": "verification.report",
     "apply_activation_checkpointing": "activation_checkpointing",
     "apply_context_parallel": "context_parallel.apply",
     "apply_expert_parallel": "expert_parallel",
     "apply_fsdp": "fsdp",
     "apply_tensor_parallel": "tensor_parallel",
     "as_html": "explain.page",
+    "assert_plan_is_exact": "verification.api",
     "as_json": "explain.document",
     "check_context_parallel": "context_parallel.limits",
     "clip_grad_by_total_norm_": "grad_norm",
@@ -70,6 +74,7 @@ _HOMES = {
     "top_k_logp_from_logits": "logp",
     "translate_parallel_style": "hugging_face",
     "unshard_sequence": "context_parallel.layout",
+    "verify": "verification.api",
 }
 
 __all__ = [
@@ -78,6 +83,7 @@ __all__ = [
     "PlanError",
     "ReplicatedParallel",
     "TopKLogp",
+    "VerifyReport",
     "apply_activation_checkpointing",
     "apply_context_parallel",
     "apply_expert_parallel",
@@ -85,6 +91,7 @@ __all__ = [
     "apply_tensor_parallel",
     "as_html",
     "as_json",
+    "assert_plan_is_exact",
     "check_context_parallel",
     "clip_grad_by_total_norm_",
     "export_state_dict",
@@ -105,6 +112,7 @@ __all__ = [
     "top_k_logp_from_logits",
     "translate_parallel_style",
     "unshard_sequence",
+    "verify",
 ]
 
 

@@ -16,9 +16,12 @@ from rl_parallel_plans.errors import PlanError
 PROGRAM = "python -m rl_parallel_plans"
 COMMANDS = {
     "explain": ("rl_parallel_plans.explain.command", "which rule shards which parameter, what a rank holds and sends"),
-    "verify": ("rl_parallel_plans.verify.command", "compare a sharded model with an unsharded one, on real processes"),
+    "verify": (
+        "rl_parallel_plans.verification.command",
+        "compare a sharded model with a whole one, on real processes",
+    ),
     "memory": ("rl_parallel_plans.forecast.command", "predict the peak memory of a training step on each rank"),
-    "parity": ("rl_parallel_plans.verify.parity_command", "verify every architecture and write the table"),
+    "parity": ("rl_parallel_plans.verification.parity_command", "verify every architecture and write the table"),
 }
 
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verify.judge import judged, judged_collectives, judged_plan, where
-from rl_parallel_plans.verify.processes import Processes, shared
-from rl_parallel_plans.verify.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
-from rl_parallel_plans.verify.report import Check, VerifyReport
-from rl_parallel_plans.verify.shrink import shrunk
+from rl_parallel_plans.verification.judge import judged, judged_collectives, judged_plan, where
+from rl_parallel_plans.verification.processes import Processes, shared
+from rl_parallel_plans.verification.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
+from rl_parallel_plans.verification.report import Check, VerifyReport
+from rl_parallel_plans.verification.shrink import shrunk
 
 Hook = Callable[..., Any] | str
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verify.forked import Forked
-from rl_parallel_plans.verify.pickling import unpacked
-from rl_parallel_plans.verify.question import Question, Task
-from rl_parallel_plans.verify.subject import Batch, Truth, build, draw, rounding_noise, run_truth
+from rl_parallel_plans.verification.forked import Forked
+from rl_parallel_plans.verification.pickling import unpacked
+from rl_parallel_plans.verification.question import Question, Task
+from rl_parallel_plans.verification.subject import Batch, Truth, build, draw, rounding_noise, run_truth
 
 if TYPE_CHECKING:
     from rl_parallel_plans.plan import ParallelPlan
@@ -80,7 +80,7 @@ def _plan(question: Question, subjects: dict[str, Subject]) -> dict[str, Any]:
             question.apply if isinstance(question.apply, str) else getattr(question.apply, "__qualname__", "function")
         )
         return {"source": f"applied by {name}", "problems": []}
-    from rl_parallel_plans.verify.sharded import plan_of
+    from rl_parallel_plans.verification.sharded import plan_of
 
     plans = {variant: plan_of(question, subject.model) for variant, subject in subjects.items()}
     variant, first = next(iter(plans.items()))
@@ -111,7 +111,7 @@ def _told(plan: "ParallelPlan", model: nn.Module) -> dict[str, Any]:
 
 def _wrapped(question: Question, model: nn.Module, plan: "ParallelPlan") -> list[str]:
     """Where the plan of a subclass with the same name differs: mixins and FSDP make such classes."""
-    from rl_parallel_plans.verify.sharded import plan_of
+    from rl_parallel_plans.verification.sharded import plan_of
 
     cls = type(model)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -139,7 +139,7 @@ def _full_size(question: Question) -> list[str] | None:
     if question.full is None:
         return None
     from rl_parallel_plans.model_source import build as build_model
-    from rl_parallel_plans.verify.sharded import plan_of
+    from rl_parallel_plans.verification.sharded import plan_of
 
     try:
         model = build_model(question.full, trust_remote_code=question.trust_remote_code)
@@ -151,7 +151,7 @@ def _full_size(question: Question) -> list[str] | None:
 
 def _prepare(question: Question, subjects: dict[str, Subject]) -> dict[str, str]:
     """Batches and truths, shared between tasks with the same inputs; tasks that the model itself cannot do."""
-    from rl_parallel_plans.verify.sharded import reference_refusal
+    from rl_parallel_plans.verification.sharded import reference_refusal
 
     skipped = {}
     same: dict[tuple[Any, ...], str] = {}
@@ -197,7 +197,7 @@ def _round(
     question: Question, tasks: list[Task], *, subjects: dict[str, Subject], home: Path, lifeline: int
 ) -> dict[str, Facts]:
     """Fork one process a rank and let them do `tasks` in order, until all are done or one fails."""
-    from rl_parallel_plans.verify.ranks import run_rank
+    from rl_parallel_plans.verification.ranks import run_rank
 
     home.mkdir()
     processes = [

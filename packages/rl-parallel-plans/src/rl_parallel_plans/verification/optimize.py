@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans.verify.gradients import in_order, row_orders, whole
-from rl_parallel_plans.verify.question import Question
-from rl_parallel_plans.verify.sharded import imported, shard
-from rl_parallel_plans.verify.subject import Truth, relative_error
+from rl_parallel_plans.verification.gradients import in_order, row_orders, whole
+from rl_parallel_plans.verification.question import Question
+from rl_parallel_plans.verification.sharded import imported, shard
+from rl_parallel_plans.verification.subject import Truth, relative_error
 
 LARGEST_STEP = 0.1
 """Of any weight: far above the last bit of any other."""

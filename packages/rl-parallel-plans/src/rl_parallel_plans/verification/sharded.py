@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from rl_parallel_plans.lookup import plan_for
 from rl_parallel_plans.structure import matching_modules, output_head
-from rl_parallel_plans.verify.question import Question, Task
-from rl_parallel_plans.verify.subject import Batch, forward, token_logp
+from rl_parallel_plans.verification.question import Question, Task
+from rl_parallel_plans.verification.subject import Batch, forward, token_logp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verify.pickling import packed
-from rl_parallel_plans.verify.question import Question
+from rl_parallel_plans.verification.pickling import packed
+from rl_parallel_plans.verification.question import Question
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ALONE = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -87,7 +87,7 @@ class Processes:
         try:
             with (Path(self._folder.name) / "stderr").open("wb") as stderr:
                 self._server = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
-                    [sys.executable, "-m", "rl_parallel_plans.verify.server", self._folder.name, str(watched)],
+                    [sys.executable, "-m", "rl_parallel_plans.verification.server", self._folder.name, str(watched)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,

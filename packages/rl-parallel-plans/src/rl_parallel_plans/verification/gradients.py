@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.placements import in_words
-from rl_parallel_plans.verify.question import Question
-from rl_parallel_plans.verify.subject import Truth, gradient_scales
+from rl_parallel_plans.verification.question import Question
+from rl_parallel_plans.verification.subject import Truth, gradient_scales
 
 MATCH = 2e-4
 """Relative deviation below which a hypothesis is taken to hold."""

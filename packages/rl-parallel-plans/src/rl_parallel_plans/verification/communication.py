@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_parallel_plans.verify.gradients import whole
-from rl_parallel_plans.verify.question import Question
-from rl_parallel_plans.verify.sharded import shard
+from rl_parallel_plans.verification.gradients import whole
+from rl_parallel_plans.verification.question import Question
+from rl_parallel_plans.verification.sharded import shard
 
 NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor"}
 NO_COLLECTIVES = {"wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.structure import output_head
-from rl_parallel_plans.verify import optimize
-from rl_parallel_plans.verify.communication import collectives
-from rl_parallel_plans.verify.gradients import collected, whole
-from rl_parallel_plans.verify.outputs import differing_outputs
-from rl_parallel_plans.verify.question import Question, Task
-from rl_parallel_plans.verify.sharded import hidden_logp, logits_logp, shard
-from rl_parallel_plans.verify.subject import Batch, Truth, forward, relative_error, tie_groups, token_logp
+from rl_parallel_plans.verification import optimize
+from rl_parallel_plans.verification.communication import collectives
+from rl_parallel_plans.verification.gradients import collected, whole
+from rl_parallel_plans.verification.outputs import differing_outputs
+from rl_parallel_plans.verification.question import Question, Task
+from rl_parallel_plans.verification.sharded import hidden_logp, logits_logp, shard
+from rl_parallel_plans.verification.subject import Batch, Truth, forward, relative_error, tie_groups, token_logp
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.verify.session import Subject
+    from rl_parallel_plans.verification.session import Subject
 
 Facts = dict[str, Any]
 

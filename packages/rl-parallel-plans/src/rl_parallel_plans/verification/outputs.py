@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.verify.gradients import whole
-from rl_parallel_plans.verify.question import Question
-from rl_parallel_plans.verify.sharded import shard
-from rl_parallel_plans.verify.subject import Batch, forward, relative_error
+from rl_parallel_plans.verification.gradients import whole
+from rl_parallel_plans.verification.question import Question
+from rl_parallel_plans.verification.sharded import shard
+from rl_parallel_plans.verification.subject import Batch, forward, relative_error
 
 WRONG = 1e-4
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.ties import broken_tie, tied_names
-from rl_parallel_plans.verify.images import image_inputs
-from rl_parallel_plans.verify.question import Question, Task
+from rl_parallel_plans.verification.images import image_inputs
+from rl_parallel_plans.verification.question import Question, Task
 
 NEAR_TIE = 1e-4
 """Gap to the runner-up, relative to the spread of the scores, below which another rounding may choose otherwise."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_parallel_plans.structure import collapsed
-from rl_parallel_plans.verify.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
-from rl_parallel_plans.verify.report import Check, Verdict
+from rl_parallel_plans.verification.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
+from rl_parallel_plans.verification.report import Check, Verdict
 
 BAR = 1e-5
 """Relative error of logits and gradients in fp32 that reordered sums may cost."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verify.shrink_layers import apply as keep_layers
-from rl_parallel_plans.verify.shrink_layers import choose
-from rl_parallel_plans.verify.shrink_sizes import HEAD, Sizes, hidden_of, left_open, resized, sizes_of
+from rl_parallel_plans.verification.shrink_layers import apply as keep_layers
+from rl_parallel_plans.verification.shrink_layers import choose
+from rl_parallel_plans.verification.shrink_sizes import HEAD, Sizes, hidden_of, left_open, resized, sizes_of
 
 Section = dict[str, Any]
 

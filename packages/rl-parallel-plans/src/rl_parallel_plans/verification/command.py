@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 the plan is exact, 1 it is not, 2 refused; the reasons are printed."""
-    from rl_parallel_plans.verify.api import verify
+    from rl_parallel_plans.verification.api import verify
 
     try:
         report = verify(

@@ -1,4 +1,4 @@
-"""The process that forks a session for each question: `python -m rl_parallel_plans.verify.server FOLDER LIFELINE`.
+"""The process that forks a session for each question: `-m rl_parallel_plans.verification.server FOLDER LIFELINE`.
 
 Imports what every session needs and computes nothing itself, so that there is nothing that a fork could break. Reads
 questions from standard input, writes answers to standard output, both with their length before them.
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rl_parallel_plans.verify.forked import Forked, watch
+from rl_parallel_plans.verification.forked import Forked, watch
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def _session(question: bytes, home: Path, lifeline: int) -> bytes:
     """The answer of a forked process, or why there is none."""
 
     def run() -> None:
-        from rl_parallel_plans.verify.session import answer
+        from rl_parallel_plans.verification.session import answer
 
         (home / "answer").write_bytes(pickle.dumps(_safely(lambda: answer(question, home, lifeline))))
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from rl_parallel_plans.verify.api import verify
-from rl_parallel_plans.verify.judge import BAR
-from rl_parallel_plans.verify.processes import Processes
-from rl_parallel_plans.verify.report import VerifyReport
+from rl_parallel_plans.verification.api import verify
+from rl_parallel_plans.verification.judge import BAR
+from rl_parallel_plans.verification.processes import Processes
+from rl_parallel_plans.verification.report import VerifyReport
 
 ARCHITECTURES = (
     "llama",

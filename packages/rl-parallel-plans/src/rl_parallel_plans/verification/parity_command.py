@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 where every cell is exact or refused with a reason, 1 where one is not."""
-    from rl_parallel_plans.verify.parity import ARCHITECTURES, document, measured, missed
+    from rl_parallel_plans.verification.parity import ARCHITECTURES, document, measured, missed
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
