@@ -37,7 +37,7 @@ def wrong(report: VerifyReport) -> dict[str, str]:
 
 def run_published(config, plan, *, only=ONCE, **options):
     """A published plan as it is run where nobody checks it."""
-    return verify(config, plan=plan, check_first=False, only=only, **options)
+    return verify(config, custom=plan, check_first=False, only=only, **options)
 
 
 # -- Plans that are right ------------------------------------------------------------------------
@@ -108,12 +108,12 @@ def test_head_norms_left_plain_are_one_term_of_a_sum(config):
 
 
 def test_plan_with_a_known_problem_is_refused_before_it_runs():
-    report = verify(qwen3(), plan=published_plans.head_norms_left_plain, only=ONCE)
+    report = verify(qwen3(), custom=published_plans.head_norms_left_plain, only=ONCE)
     assert report.exit_code == 2
     assert not report.ok
     assert "q_norm would see only its rank's heads" in report.refused
     with pytest.raises(AssertionError, match="REFUSED"):
-        assert_plan_is_exact(qwen3(), plan=published_plans.head_norms_left_plain, only=ONCE)
+        assert_plan_is_exact(qwen3(), custom=published_plans.head_norms_left_plain, only=ONCE)
 
 
 def test_gradients_that_every_backward_reduces_again():
@@ -229,12 +229,12 @@ def test_function_of_the_running_script_is_refused():
 
     plan.__module__, plan.__qualname__ = "__main__", "plan"
     with pytest.raises(PlanError, match=r"plan lies in the running script.*put it into a module"):
-        verify(llama(), plan=plan, only=ONCE)
+        verify(llama(), custom=plan, only=ONCE)
 
 
 def test_function_that_cannot_be_sent_is_refused():
     with pytest.raises(PlanError, match="must be importable there"):
-        verify(llama(), plan=lambda _model: {}, only=ONCE)
+        verify(llama(), custom=lambda _model: {}, only=ONCE)
 
 
 def test_script_without_a_main_guard_verifies_a_plan_beside_it(tmp_path):
@@ -245,7 +245,7 @@ def test_script_without_a_main_guard_verifies_a_plan_beside_it(tmp_path):
         import my_plans
         from rl_parallel_plans import verify
 
-        report = verify("llama", plan=my_plans.plan)
+        report = verify("llama", custom=my_plans.plan)
         print(report.text())
         """)
     )

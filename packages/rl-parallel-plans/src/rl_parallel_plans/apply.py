@@ -13,9 +13,11 @@ from torch import nn
 
 from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from rl_parallel_plans.context_parallel.apply import apply_context_parallel
+from rl_parallel_plans.dtensor import submesh
+from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.expert_parallel import apply_expert_parallel
 from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
-from rl_parallel_plans.fsdp import apply_fsdp, fsdp_layout
+from rl_parallel_plans.fsdp import apply_fsdp, check_tokens_are_summed, fsdp_layout
 from rl_parallel_plans.plan import ParallelPlan
 from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
 
@@ -54,6 +56,11 @@ def parallelize(
 
     cp_axis: axis that rows are cut over; None cuts none.
     """
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(f"plan is a {type(plan).__name__}: make one with plan_for(model, tp=..., custom=...)")
+    if cp_axis is not None and submesh(mesh, cp_axis).size() > 1:
+        axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
+        check_tokens_are_summed(cp_axis, axes, dp_replicate_axis)
     fsdp_layout(
         model,
         mesh,

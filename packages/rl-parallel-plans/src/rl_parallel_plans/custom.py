@@ -1,6 +1,7 @@
 """A plan that the caller brings: a mapping, a function, or the import path of either."""
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
@@ -33,9 +34,12 @@ def built(plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, ask
 
     Hugging Face strings are translated, and the notes say where that departs from their letter.
     """
+    if isinstance(plan, Mapping):
+        _refuse_unheard(plan, asked)
     mapping = plan if isinstance(plan, Mapping) else _called(plan, model, asked)
     if not isinstance(mapping, Mapping):
-        raise PlanError(f"plan function {plan!r} returned a {type(mapping).__name__}: it must return a mapping")
+        name = plan if isinstance(plan, Mapping) else qualified(plan)
+        raise PlanError(f"plan function {name} returned a {type(mapping).__name__}: it must return a mapping")
     return _made(mapping, model)
 
 
@@ -56,9 +60,23 @@ def _made(mapping: Mapping[str, Any], model: nn.Module) -> "Made":
     return dict(mapping), ()
 
 
+def _refuse_unheard(mapping: Mapping[str, Any], asked: "Asked") -> None:
+    """A mapping is what it is: it cannot be asked for anything."""
+    from rl_parallel_plans.placements import cuts_sequence
+
+    cut = any(map(cuts_sequence, mapping.values()))
+    if asked.ep > 1 or asked.output_projections != "rowwise" or (asked.sequence_parallel and not cut):
+        raise PlanError(
+            f"a mapping of styles cannot do what was asked for ({asked}): pass a function that is told, or ask less"
+        )
+
+
 def _called(function: Callable[..., object], model: nn.Module, asked: "Asked") -> object:
     """Pass what the function has a parameter for; refuse to ask for what it cannot hear."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{qualified(function)} is no plan function: {error}") from error
     hears_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     options = {field.name: getattr(asked, field.name) for field in fields(asked)}
     unheard = [
@@ -68,10 +86,25 @@ def _called(function: Callable[..., object], model: nn.Module, asked: "Asked") -
     ]
     if unheard and not hears_all:
         raise PlanError(
-            f"plan function {function!r} has no parameter {unheard[0]!r}, and {asked} was asked for: give it one, or "
-            "do not ask"
+            f"plan function {qualified(function)} has no parameter {unheard[0]!r}, and {asked} was asked for: give it "
+            "one, or do not ask"
         )
-    return function(model, **{name: value for name, value in options.items() if hears_all or name in parameters})
+    try:
+        return function(model, **{name: value for name, value in options.items() if hears_all or name in parameters})
+    except PlanError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise PlanError(
+            f"plan function {qualified(function)} raised {type(error).__name__}: {error} ({last.filename}, line "
+            f"{last.lineno}); it is called with the model"
+        ) from error
+
+
+def qualified(function: Callable[..., object]) -> str:
+    """`module.name` of a function, as messages say it."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None)}.{name}"
 
 
 def _imported(path: str) -> object:

@@ -21,6 +21,12 @@ def is_dtensor(tensor: "Tensor") -> "TypeGuard[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def has_numbers(tensor: "Tensor") -> bool:
+    """False on the meta device and for torch's fake tensors, which say that they lie on a real one."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.device.type != "meta" and (fake is None or not isinstance(tensor, fake.FakeTensor))
+
+
 def to_local_if_dtensor(tensor: "Tensor") -> "Tensor":
     """This rank's piece of a DTensor; any other tensor as it is. Differentiable, moves no data."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
@@ -28,10 +34,13 @@ def to_local_if_dtensor(tensor: "Tensor") -> "Tensor":
 
 def submesh(mesh: "DeviceMesh", axis: str) -> "DeviceMesh":
     """The one-axis mesh named `axis`; PlanError where `mesh` has no such axis."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise PlanError(f"mesh is a {type(mesh).__name__}: make one with torch.distributed.init_device_mesh")
     names = mesh.mesh_dim_names or ()
     if axis not in names:
         raise PlanError(
             f"the mesh has no axis {axis!r}: its axes are {list(names)} and its shape {tuple(mesh.shape)}; make it "
-            f'with init_device_mesh(device, shape, mesh_dim_names=(..., "{axis}")) or pass the name that it has'
+            f'with init_device_mesh(device, shape, mesh_dim_names=(..., "{axis}")), where an axis of one rank is well, '
+            "or pass the name that it has"
         )
     return mesh[axis]

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.structure import joined
 
+MARK = "rows_ordered_for_tp"
+"""Buffer by which a state dict says in which order rows of fused weights lie; `styles.row_order_mark` writes it."""
+
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Tokens of dotted names that wrappers of torch put in."""
 
@@ -75,7 +78,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         transient = module._non_persistent_buffers_set  # noqa: SLF001 - no public one
         own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-        own += [(name, buffer) for name, buffer in buffers if name not in transient]
+        own += [(name, buffer) for name, buffer in buffers if name not in transient and name != MARK]
         for name, tensor in own:
             yield joined(_unwrapped(path), name), tensor, orders.get(name)
 

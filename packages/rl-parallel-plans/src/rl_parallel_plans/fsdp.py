@@ -102,6 +102,9 @@ def fsdp_layout(
     """The units of `apply_fsdp`, and the mesh of each by the axes that it is sharded over already; or its PlanError."""
     axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
     _check(model, offload_policy)
+    for module in model.modules():
+        if isinstance(cut := getattr(module, "context_parallel_axis", None), str):
+            check_tokens_are_summed(cut, axes, dp_replicate_axis)
     for axis in (*axes, *([] if dp_replicate_axis is None else [dp_replicate_axis])):
         submesh(mesh, axis)
     if not axes or dp_replicate_axis in axes:
@@ -114,6 +117,15 @@ def fsdp_layout(
     for each in meshes.values():
         _check_group_size(reshard_after_forward, each.size(each.ndim - 1))
     return units, meshes
+
+
+def check_tokens_are_summed(cp_axis: str, dp_axes: Sequence[str], dp_replicate_axis: str | None) -> None:
+    """PlanError where rows are cut over an axis that gradients are not summed over."""
+    if cp_axis not in (*dp_axes, dp_replicate_axis):
+        raise PlanError(
+            f"rows are cut over {cp_axis!r}, and dp_axis={dp_axes} leaves the gradients of their tokens unsummed over "
+            f"it: pass dp_axis={(*dp_axes, cp_axis)}"
+        )
 
 
 def _shard(model: nn.Module, unit: Unit, mesh: "DeviceMesh", *, offload_policy: Any, **options: Any) -> None:

@@ -51,9 +51,10 @@ def plan_for(
 
     Raises PlanError where no rule has a plan, with each rule's reason.
     """
-    for name, ranks in (("tp", tp), ("ep", ep)):
-        if not isinstance(ranks, int) or ranks < 1:
-            raise PlanError(f"{name} is {ranks!r}: it must be a whole number of ranks, at least 1")
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model is a {type(model).__name__}: plan_for takes an nn.Module, on the meta device if need be"
+        )
     asked = Asked(tp=tp, sequence_parallel=sequence_parallel, output_projections=output_projections, ep=ep)
     brought = resolve(custom) if custom is not None else None
     if tp == 1 and ep == 1:
@@ -89,11 +90,12 @@ def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPl
 
 
 def _by_structure(model: nn.Module, asked: Asked) -> "Made":
-    from rl_parallel_plans.families.decoder import decoder_plan
+    from rl_parallel_plans.families.decoder import decoder_plan, departures
 
     sequence_parallel = asked.sequence_parallel and asked.tp > 1
     styles = decoder_plan(model, sequence_parallel=sequence_parallel, projections=asked.output_projections)
-    return (styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)), ()
+    notes = tuple(departures(model, styles)) if asked.tp > 1 else ()
+    return (styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)), notes
 
 
 def _own_plan(model: nn.Module, asked: Asked) -> "Made":

@@ -48,6 +48,13 @@ def local_shape(shape: tuple[int, ...], placement: "Placement | None", tp: int) 
     return tuple(math.ceil(size / tp) if i == dim % len(shape) else size for i, size in enumerate(shape))
 
 
+def cuts_sequence(style: object) -> bool:
+    """Whether a style works on a residual stream that is cut along the sequence."""
+    if type(style).__name__ in ("SequenceParallel", "SplitSequence", "SequenceShardedParallel"):
+        return True
+    return bool(getattr(style, "sequence_parallel", False))
+
+
 def shards_features(style: "ParallelStyle | None") -> bool:
     """Whether a column-wise style leaves each rank with a slice of the output features."""
     from torch.distributed.tensor.parallel import ColwiseParallel

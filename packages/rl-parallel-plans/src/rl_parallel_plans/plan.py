@@ -37,6 +37,14 @@ class Asked:
     ep: int = 1
     """Ranks that experts are shared out over."""
 
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep"):
+            ranks = getattr(self, name)
+            if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+                raise PlanError(f"{name} is {ranks!r}: it must be a whole number of ranks, at least 1")
+        if self.output_projections not in ("rowwise", "colwise"):
+            raise PlanError(f"output_projections is {self.output_projections!r}: it is 'rowwise' or 'colwise'")
+
     def __str__(self) -> str:
         options = [f"tp={self.tp}"]
         if self.sequence_parallel:
@@ -121,6 +129,7 @@ def make_plan(
     allow: Collection[str] = (),
 ) -> ParallelPlan:
     """Describe `styles` for `model`."""
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
     if unknown := set(allow) - KINDS.keys():
         raise PlanError(f"allow={sorted(unknown)}: there are no such kinds of problem; known are {sorted(KINDS)}")
     return ParallelPlan(

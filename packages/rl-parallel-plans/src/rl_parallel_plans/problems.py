@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from rl_parallel_plans.dtensor import is_dtensor
@@ -42,10 +43,14 @@ KINDS = {
     "head_norm": "a norm that sees only its rank's heads has a gradient that nothing sums",
     "broken_tie": "tied parameters are parted",
     "gathered_lm_head": "every rank would hold full logits",
+    "quantized": "weights are not of a plain floating-point dtype",
+    "nothing_sharded": "no rule shards any parameter",
+    "local_lm_head": "each rank would return its own logits as if they were all",
     "large_replicated": "a large weight of a decoder layer stays whole on every rank",
 }
 """What can be wrong with a plan, by the name under which `plan_for(allow=...)` accepts it."""
 
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGE = 2**20
 """Elements of a weight in a decoder layer above which to leave it whole needs the caller's word: 2 MiB in bf16."""
 
@@ -70,6 +75,8 @@ def find_problems(model: nn.Module, styles: "Styles", tp: int, *, ep: int = 1) -
     styled, assigned = _assign(model, styles)
     found = [
         *assigned,
+        *_quantized(model),
+        *(_nothing(model, styled) if tp > 1 else ()),
         *_sharded_already(model, styled, ep),
         *_features(model, styled, tp),
         *_attention(model, styled, tp),
@@ -101,6 +108,26 @@ def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[Found]]":
     return styled, found
 
 
+def _quantized(model: nn.Module) -> "Iterator[Found]":
+    config = getattr(model, "config", None)
+    told = getattr(config, "quantization_config", None)
+    name = next((name for name, p in model.named_parameters() if p.dtype not in PLAIN), None)
+    if name is not None or told:
+        what = (
+            "its config has a quantization_config" if name is None else f"{name} is {model.get_parameter(name).dtype}"
+        )
+        yield "quantized", f"the model is quantized ({what}): a plan shards plain weights; load it dequantized"
+
+
+def _nothing(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
+    placements = (parameter_placements(style, model.get_submodule(path)) for path, style in styled.items())
+    if all(placed is not None and all(p.is_replicate() for p in placed.values()) for placed in placements):
+        yield (
+            "nothing_sharded",
+            "no rule shards any parameter: every rank would do the same work; name some, or use tp=1",
+        )
+
+
 def _sharded_already(model: nn.Module, styled: "Styled", ep: int) -> "Iterator[Found]":
     # Experts are shared out before the rest is sharded.
     experts = {path for path, style in styled.items() if ep > 1 and getattr(style, "ep", 1) == ep}
@@ -130,9 +157,24 @@ def _features(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
         else:
             size = module.in_features if isinstance(module, nn.Linear) else 0
             cut = isinstance(module, nn.Linear) and style.input_layouts[0].is_shard()
+        if isinstance(style, ColwiseParallel) and cut and _is_fused(model, name, styled):
+            message = f"{where} is several projections in one, and {kind} would cut one from another"
+            yield "unsupported_module", f"{message}: give it a style that keeps each of them, or none"
         if cut and size % tp:
             message = f"{where} ({kind}) has {size} features, which tp={tp} does not divide: choose one that does"
             yield "indivisible", message
+
+
+def _is_fused(model: nn.Module, name: str, styled: "Styled") -> bool:
+    """[q | k | v] or [gate | up], by its name or by twice the features that its row-wise sibling takes."""
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(name)
+    siblings = dict(model.get_submodule(path).named_children())
+    rows = [s for n, s in siblings.items() if isinstance(styled.get(joined(path, n)), RowwiseParallel)]
+    doubled = any(getattr(s, "in_features", 0) * 2 == getattr(module, "out_features", -1) for s in rows)
+    return own in ("qkv_proj", "gate_up_proj") or (doubled and "gate" in own and "up" in own)
 
 
 def _attention(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
@@ -153,9 +195,11 @@ def _attention(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]"
                 )
                 yield "indivisible", f"{message} divide: choose one that does"
         for child, submodule in children.items():
-            if "norm" in child and joined(path, child) not in styled and list(submodule.parameters()):
+            norm = styled.get(joined(path, child))
+            forgets = norm is None or getattr(norm, "partial_gradient", True) is False
+            if "norm" in child and forgets and list(submodule.parameters()):
                 message = f"{where}.{child} would see only its rank's heads and nothing would sum its gradient"
-                yield "head_norm", f"{message}: give it the style 'replicated_with_grad_allreduce'"
+                yield "head_norm", f"{message}: give it ReplicatedParallel(partial_gradient=True)"
 
 
 def _ties(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
@@ -189,6 +233,9 @@ def _head(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
 
     head = output_head(model)
     style = styled.get(head) if head is not None else None
+    if isinstance(style, ColwiseParallel) and shards_features(style) and style.use_local_output:
+        message = f"{head} would return this rank's logits as a plain tensor, which nothing tells from all of them"
+        yield "local_lm_head", f"{message}; use ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
     if isinstance(style, ColwiseParallel) and not shards_features(style):
         words = getattr(model.get_submodule(head), "out_features", 0) if head is not None else 0
         message = f"{head} would gather its output: {words:,} logits a token on every rank, and not {words // tp:,}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.structure import matching_modules
 from rl_parallel_plans.ties import retie, tied_names
 
@@ -27,6 +28,8 @@ def shard(
     from torch.distributed.tensor.parallel import parallelize_module
 
     ties = tied_names(model)
+    if any(type(style).__name__ == "BlockExperts" for style in styles.values()):
+        model.register_forward_pre_hook(_refuse_router_loss, with_kwargs=True)
     for pattern, style in styles.items():
         for _, module in matching_modules(model, pattern):
             if getattr(style, "ep", 1) == 1:  # experts that are shared out over another axis are sharded already
@@ -34,6 +37,16 @@ def shard(
     retie(model, ties)
     _replicate_the_rest(model, tp_mesh, src_data_rank=src_data_rank)
     retie(model, ties)
+
+
+def _refuse_router_loss(model: nn.Module, _args: object, kwargs: dict[str, object]) -> None:
+    """A router in a block gets the sum of all ranks' gradients: those of an auxiliary loss would count tp times."""
+    config = getattr(model, "config", None)
+    if kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        raise PlanError(
+            "output_router_logits is True: under a plan by structure the gradient of an auxiliary loss of the router "
+            "would be counted once per tp rank; pass False"
+        )
 
 
 def _replicate_the_rest(model: nn.Module, tp_mesh: "DeviceMesh", *, src_data_rank: int | None) -> None:

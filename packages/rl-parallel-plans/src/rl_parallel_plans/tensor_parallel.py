@@ -30,6 +30,8 @@ def apply_tensor_parallel(
     At tp=1 the model stays as it is. Raises PlanError where the axis is missing or has another size than the plan's
     tp, and, before any weight is touched, for every problem of the plan with the model.
     """
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(f"plan is a {type(plan).__name__}: make one with plan_for(model, tp=..., custom=...)")
     if plan.tp == 1 and tp_axis not in (mesh.mesh_dim_names or ()):
         return model
     tp_mesh = submesh(mesh, tp_axis)

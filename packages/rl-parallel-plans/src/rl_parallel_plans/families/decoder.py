@@ -12,6 +12,7 @@ four with sequence parallelism.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -56,6 +57,22 @@ def decoder_plan(
         **_final_norm(model, backbone, sequence_parallel=sequence_parallel),
         **_head(model),
     }
+
+
+def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iterator[str]":
+    """What a reader of the plan must know: a sentence each."""
+    for pattern, style in styles.items():
+        if type(style).__name__ == "WholeParallel":
+            yield f"{pattern} is computed whole on every rank: no rule shards what is inside"
+    dropout = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
+    config = text_config(model)
+    names = [name for name in getattr(config, "__dict__", {}) if "dropout" in name or name.endswith("_pdrop")]
+    dropout |= {p for name in names if isinstance(p := getattr(config, name), float) and p}
+    if dropout:
+        yield (
+            f"dropout of {sorted(dropout)} in training: outside of blocks the ranks of one tp group must drop "
+            "the same, so give them one seed, or train without"
+        )
 
 
 def text_config(model: nn.Module) -> Any:

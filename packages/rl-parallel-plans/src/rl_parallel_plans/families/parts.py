@@ -30,7 +30,8 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def linear(module: nn.Module, name: str) -> nn.Linear | None:
     """The child of that name where it is an nn.Linear."""
     child = getattr(module, name, None)
-    return child if isinstance(child, nn.Linear) else None
+    # A subclass that computes otherwise (a quantizing one) is not what its weight's shape says.
+    return child if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward else None
 
 
 def first_linear(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Linear] | None:

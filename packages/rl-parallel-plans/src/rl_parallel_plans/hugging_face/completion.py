@@ -129,6 +129,21 @@ def sum_activation_gradients(model: nn.Module, styles: "Styles") -> list[str]:
     return [f"the gradient of {name} is summed over the ranks' features: the plan forgets it" for name in added]
 
 
+def check_feed_forward(model: nn.Module, styles: "Styles") -> None:
+    """What stands beside a layer that cuts features and one that sums them sees its rank's: a rule must say."""
+    styled = _styled(model, styles)
+    for path, module in model.named_modules():
+        children = {name: styled.get(joined(path, name)) for name, _ in module.named_children()}
+        if path in styled or not any(map(_cuts, children.values())) or not any(map(_sums, children.values())):
+            continue
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            reason = (
+                f"it stands between layers that are cut ({sorted(n for n, s in children.items() if s)}), without a rule"
+            )
+            raise refusal(model, collapsed(joined(path, own[0])), reason)
+
+
 def check_attention(model: nn.Module, styles: "Styles") -> None:
     """What attention with cut heads holds itself is of all heads, or sees those of its rank: a rule must say."""
     styled = _styled(model, styles)

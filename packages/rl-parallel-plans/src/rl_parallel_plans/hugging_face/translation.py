@@ -16,6 +16,7 @@ from torch import nn
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.hugging_face.completion import (
     check_attention,
+    check_feed_forward,
     check_norms,
     heads,
     replicate_in_blocks,
@@ -107,6 +108,7 @@ def _translated(model: nn.Module, plan: Mapping[str, str]) -> "tuple[dict[str, P
     check_norms(model, styles)
     completions = (sum_norm_gradients, sum_rope_gradients, sum_activation_gradients, sum_embedding_gradients)
     notes = shard_head(model, styles, plan) + [note for complete in completions for note in complete(model, styles)]
+    check_feed_forward(model, styles)
     return styles, notes
 
 

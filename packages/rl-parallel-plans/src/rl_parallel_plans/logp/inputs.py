@@ -4,14 +4,13 @@ It knows placements, dtypes, padding and refusals; no softmax. Letters: N rows t
 H hidden, V vocabulary.
 """
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.vocabulary import VocabularySlice, local_slice, require_axis
 
@@ -158,7 +157,7 @@ def read_targets(targets: Tensor, leading: torch.Size, *, total: int, ignore_ind
     words_dim = targets.ndim == len(leading) + 1
     words = targets.shape[-1] if words_dim else 1
     token_ids, rows, asked = targets.reshape(leading.numel(), words).long(), None, None
-    if not _has_numbers(token_ids):  # a forecast: every row costs what a row can cost
+    if not has_numbers(token_ids):  # a forecast: every row costs what a row can cost
         return Targets(token_ids=token_ids, rows=None, asked=None, leading=leading, words_dim=words_dim)
     span = _span(token_ids)
     if ignore_index is not None and (span is None or span[0] <= ignore_index <= span[1]):
@@ -174,12 +173,6 @@ def read_targets(targets: Tensor, leading: torch.Size, *, total: int, ignore_ind
     return Targets(
         token_ids=token_ids, rows=rows, asked=None if words == 1 else asked, leading=leading, words_dim=words_dim
     )
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    """False on the meta device and for torch's fake tensors, which say that they lie on a real one."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.device.type != "meta" and (fake is None or not isinstance(tensor, fake.FakeTensor))
 
 
 def _span(token_ids: Tensor) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
@@ -78,6 +79,7 @@ class ExpertParallel(LocalParameters):
         dispatch = Dispatch(group=device_mesh.get_group(0), ep=self.ep, experts=experts)
         module.register_forward_pre_hook(partial(_dispatch, dispatch=dispatch))
         module.register_forward_hook(partial(_combine, dispatch=dispatch))
+        module.register_forward_hook(_forget, always_call=True)
         return module
 
     def __repr__(self) -> str:
@@ -141,10 +143,16 @@ def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -
 
 
 def _combine(module: nn.Module, _args: object, output: Tensor, *, dispatch: Dispatch) -> Tensor:
-    way: _Way = module.__dict__["ways"].pop()
+    way: _Way = module.__dict__["ways"][-1]
     rows = _AllToAll.apply(output[:-1], way.sent, way.received, dispatch.group)  # type: ignore[no-untyped-call]
     choices = torch.empty_like(rows).index_copy(0, way.order, rows).view(*way.weights.shape, -1)
     return (choices * way.weights[..., None].to(choices.dtype)).sum(1) + 0.0 * output[-1]
+
+
+def _forget(module: nn.Module, _args: object, _output: object) -> None:
+    """Also after an exception."""
+    if module.__dict__.get("ways"):
+        module.__dict__["ways"].pop()
 
 
 class _AllToAll(torch.autograd.Function):
@@ -163,6 +171,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, received: list[int], sent: list[int], *, group: dist.ProcessGroup) -> Tensor:
-    result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    # A functional collective: selective checkpointing sees it, and saves its result.
+    exchanged = funcol.all_to_all_single(rows.contiguous(), received, sent, group)
+    result: Tensor = funcol.wait_tensor(exchanged)  # type: ignore[no-untyped-call]
     return result

@@ -200,7 +200,8 @@ def _features_in(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh
 
 
 def _features_out(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-    return output.to_local() if is_dtensor(output) else output
+    # A tensor of its own: models change it in place (OLMoE's clip_qkv), which a view of a DTensor must not be.
+    return output.to_local().clone() if is_dtensor(output) else output
 
 
 def _gather_features(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:

@@ -8,9 +8,11 @@ A parameter that every rank holds whole while each computes with its own share o
 rank's is one term of the sum. `partial_gradients` completes it at the end of each backward; under FSDP2, FSDP does.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +22,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.partial_gradients import complete_after_backward
+from rl_parallel_plans.styles.row_order_mark import mark_row_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_numbers = itertools.count()  # all ranks apply one plan, in one order
 
 RowOrder = Callable[[int], Tensor]
 
@@ -97,6 +102,7 @@ def place_parameters(
     """
     if not rules:
         return
+    numbers: dict[str, int] = {}
     for name, rule in rules.items():
         old = module.get_parameter(name)
         data = old.detach()
@@ -104,18 +110,25 @@ def place_parameters(
             order = rule.row_order(mesh.size(-1))
             data = data[order.to(data.device)]
             module.__dict__.setdefault("row_orders", {})[name] = order
+            mark_row_order(module, mesh.size(-1))
         # A piece of its own memory: a whole copy of `data` must not stay alive behind it.
         new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.placement], src_data_rank=src_data_rank))
         if rule.gradient.is_partial():
-            complete_after_backward(new)  # a frozen one too: who thaws it later need not know
+            numbers[name] = next(_numbers)
+            complete_after_backward(new, numbers[name], aside=True)  # a frozen one too: it may thaw
         new.requires_grad_(old.requires_grad)
         module.register_parameter(name, new)
-    module.register_forward_pre_hook(partial(shadow, rules=dict(rules), leading=leading))
+    module.register_forward_pre_hook(partial(shadow, rules=dict(rules), leading=leading, numbers=numbers))
     module.register_forward_hook(unshadow, always_call=True)
 
 
 def shadow(
-    module: nn.Module, _args: object, *, rules: Mapping[str, ParameterRule], leading: tuple[Placement, ...] = ()
+    module: nn.Module,
+    _args: object,
+    *,
+    rules: Mapping[str, ParameterRule],
+    leading: tuple[Placement, ...] = (),
+    numbers: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Put local tensors in the place of the parameters that FSDP, where it is, has gathered."""
     axes = len(leading) + 1  # FSDP's own axes come on top: what has more is not gathered
@@ -128,6 +141,8 @@ def shadow(
             and is_dtensor(parameter)
             and parameter.device_mesh.ndim == axes
         ):
+            if name in numbers and parameter.requires_grad:  # `to_empty` may have made another parameter of it
+                complete_after_backward(parameter, numbers[name], aside=False)
             module.__dict__[name] = local_of(parameter, rules[name], leading)
             names.append(name)
     module.__dict__.setdefault("shadowed", []).append(names)

@@ -1,18 +1,18 @@
 """Gradients that each rank holds one term of, completed by one all-reduce at the end of each backward.
 
 Autograd leaves such a gradient as DTensor(Partial). All of one backward are flattened together, summed over the mesh
-and put back as whole DTensors, so that `.grad` is right whenever nobody is in the middle of a backward; what is
-accumulated later adds to it. Under FSDP2 the parameters here are not the registered ones: FSDP completes theirs.
+and put back as whole DTensors, so that `.grad` is right whenever nobody is in the middle of a backward. What had been
+accumulated before is set aside meanwhile: beside it, DTensor would sum each gradient by itself. Under FSDP2 the
+parameters here are not the registered ones: FSDP completes theirs.
 """
 
-import itertools
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -21,29 +21,48 @@ from rl_parallel_plans.dtensor import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_numbers = itertools.count()
 _lock = threading.Lock()
 _pending: dict[int, dict[int, Tensor]] = {}
 """Parameters by their number, by the backward that has reached them."""
+ASIDE = "gradient_set_aside"
+"""Attribute of a parameter: its whole gradient of earlier backwards, while a backward adds to it."""
 
 
-def complete_after_backward(parameter: nn.Parameter) -> None:
-    """Complete the Partial gradient of `parameter` at the end of every backward that reaches it."""
-    number = next(_numbers)  # the same on every rank, since all apply one plan: the order of the sum
+def complete_after_backward(parameter: Tensor, number: int, *, aside: bool) -> None:
+    """Complete the Partial gradient of `parameter` at the end of every backward that reaches it.
 
-    def note(reached: Tensor) -> None:
-        gradient = reached.grad
-        if gradient is None or not is_dtensor(gradient) or not gradient.placements[-1].is_partial():
-            return
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - no public one
-        with _lock:
-            if backward not in _pending:
-                _pending.clear()  # left by a backward that raised
-                _pending[backward] = {}
-                Variable._execution_engine.queue_callback(lambda: _complete(backward))  # noqa: SLF001 - no public one
-            _pending[backward][number] = reached
+    number: the same on every rank, and no two alike: the order of the sum.
+    aside: set aside what was accumulated before; not for a parameter that FSDP may have gathered, which takes its
+        gradient before the end of the backward.
 
-    parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    Does nothing the second time. A copy, or what `to` and `to_empty` make of a parameter, is another tensor.
+    """
+    if parameter.__dict__.get("completed") == id(parameter):
+        return
+    parameter.__dict__["completed"] = id(parameter)
+    if aside:
+        parameter.register_hook(lambda gradient: _set_aside(parameter, gradient))  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(lambda reached: _note(reached, number))  # type: ignore[no-untyped-call]
+
+
+def _set_aside(parameter: Tensor, gradient: Tensor) -> None:
+    before = parameter.grad
+    if before is None or not is_dtensor(before) or not is_dtensor(gradient):
+        return
+    if gradient.placements[-1].is_partial() and before.placements[-1].is_replicate():
+        parameter.__dict__[ASIDE], parameter.grad = before, None
+
+
+def _note(reached: Tensor, number: int) -> None:
+    gradient = reached.grad
+    if gradient is None or not is_dtensor(gradient) or not gradient.placements[-1].is_partial():
+        return
+    backward = torch._C._current_graph_task_id()  # noqa: SLF001 - no public one
+    with _lock:
+        if backward not in _pending:
+            _pending[backward] = {}
+            Variable._execution_engine.queue_callback(lambda: _complete(backward))  # noqa: SLF001 - no public one
+        _pending[backward][number] = reached
 
 
 def _complete(backward: int) -> None:
@@ -52,9 +71,8 @@ def _complete(backward: int) -> None:
     groups: dict[tuple[DeviceMesh, torch.dtype, torch.device], list[Tensor]] = {}
     for _, parameter in sorted(reached.items()):
         gradient = parameter.grad
-        assert gradient is not None
-        assert is_dtensor(gradient)
-        groups.setdefault((gradient.device_mesh, gradient.dtype, gradient.device), []).append(parameter)
+        if gradient is not None and is_dtensor(gradient) and gradient.placements[-1].is_partial():  # not FSDP's already
+            groups.setdefault((gradient.device_mesh, gradient.dtype, gradient.device), []).append(parameter)
     for (mesh, _, _), parameters in groups.items():
         _sum_over(mesh, parameters)
 
@@ -77,4 +95,5 @@ def _sum_over(mesh: "DeviceMesh", parameters: Iterable[Tensor]) -> None:
             shape=placed.shape,
             stride=placed.stride(),
         )
-        parameter.grad = whole
+        before = parameter.__dict__.pop(ASIDE, None)
+        parameter.grad = whole if before is None else whole + before

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -29,8 +30,9 @@ def with_summed_gradient(whole: Tensor, mesh: "DeviceMesh") -> Tensor:
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, term: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = term.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=group)
+        # A functional collective: selective checkpointing sees it, and saves its result.
+        reduced = funcol.all_reduce(term.contiguous(), "sum", group)
+        whole: Tensor = funcol.wait_tensor(reduced)  # type: ignore[no-untyped-call]
         return whole
 
     @staticmethod

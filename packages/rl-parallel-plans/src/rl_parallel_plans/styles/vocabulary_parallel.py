@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
 from rl_parallel_plans.styles.sums import sum_over_ranks
 from rl_parallel_plans.vocabulary import VocabularySlice
@@ -52,6 +53,11 @@ class VocabularyParallelEmbedding(LocalParameters):
 
 def _local_words(module: nn.Module, args: tuple[Any, ...], *, where: VocabularySlice) -> tuple[Any, ...]:
     words, *others = args
+    inside = ((words >= 0) & (words < where.total)).all()
+    if words.device.type == "cuda":
+        torch._assert_async(inside)  # noqa: SLF001 - no public one; without waiting for the device
+    elif has_numbers(words) and not inside:
+        raise IndexError(f"token ids must lie in 0 to {where.total - 1}, as an embedding's must on one rank")
     index, mine = where.owned(words)
     module.__dict__["own_words"] = mine
     return (index, *others)

@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
 
     output_projections: Literal["rowwise", "colwise"]
     """As `plan_for` takes it; "rowwise" by default."""
-    plan: CustomPlan | None
+    custom: CustomPlan | None
     """A plan of your own as `plan_for` takes it; None for the one that `plan_for` finds."""
     apply: Hook | None
     """Function (model, mesh) that shards by itself, or its import path: any other library's way."""
@@ -95,6 +95,8 @@ def verify(
     and for functions that other processes cannot import.
     """
     started = time.monotonic()
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise PlanError(f"verify has no option {sorted(unknown)}: there are {sorted(Options.__annotations__)}")
     config = _config(model, options)
     report = VerifyReport(
         model=f"{type(config).__name__.removesuffix('Config')} ({getattr(config, 'model_type', None)})",
@@ -128,7 +130,7 @@ def assert_plan_is_exact(
 
 PASSED_ON = (
     "output_projections",
-    "plan",
+    "custom",
     "apply",
     "check_first",
     "logp",

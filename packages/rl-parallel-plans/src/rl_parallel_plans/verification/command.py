@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             dp=arguments.dp,
             sequence_parallel=arguments.sequence_parallel,
             output_projections=arguments.output_projections,
-            plan=arguments.plan,
+            custom=arguments.plan,
             apply=arguments.apply,
             check_first=not arguments.force,
             shrink=not arguments.no_shrink,

@@ -50,7 +50,7 @@ class Question:
     """The configuration before it was made small: the plan must fit that model too. None not to look."""
     sequence_parallel: bool = False
     output_projections: Literal["rowwise", "colwise"] = "rowwise"
-    plan: Any = None
+    custom: Any = None
     """Custom plan as `plan_for` takes it."""
     apply: Callable[..., Any] | str | None = None
     """Function (model, mesh) that shards by itself, in the place of `parallelize`."""

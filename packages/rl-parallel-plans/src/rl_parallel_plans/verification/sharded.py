@@ -24,7 +24,7 @@ def plan_of(question: Question, model: nn.Module) -> "ParallelPlan":
         tp=question.tp,
         sequence_parallel=question.sequence_parallel,
         output_projections=question.output_projections,
-        custom=question.plan,
+        custom=question.custom,
     )
 
 
