@@ -8,14 +8,16 @@ from parallel_plans_cases.cases import gradient_errors, total_loss
 from parallel_plans_cases.models import tiny, token_ids
 
 
-def parity(architecture, shape, *, sequence_parallel=False, accumulate=1, same_tokens=False, checkpointing=False):
+def parity(
+    architecture, shape, *, sequence_parallel=False, accumulate=1, same_tokens=False, checkpointing=False, **changes
+):
     """Mesh (dp, ep, tp): gradients of every parameter, and the norm, against the sum over all rows."""
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "ep", "tp"))
     dp, ep, tp = shape
     ids = token_ids(2 * dp * ep * accumulate, 7)
     if same_tokens:  # every token goes to the same experts, and some ranks receive none
         ids = ids[:1, :1].expand_as(ids)
-    reference, model = tiny(architecture), tiny(architecture)
+    reference, model = tiny(architecture, **changes), tiny(architecture, **changes)
     plan = plans.plan_for(model, tp=tp, ep=ep, sequence_parallel=sequence_parallel)
     plans.parallelize(
         model,

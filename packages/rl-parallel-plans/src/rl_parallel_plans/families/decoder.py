@@ -20,7 +20,7 @@ from torch import nn
 from rl_parallel_plans.families.attention import Projections
 from rl_parallel_plans.families.layer import layer_styles, stream_styles
 from rl_parallel_plans.families.parts import NotRecognizedError
-from rl_parallel_plans.structure import input_embedding, joined, output_head, text_layers
+from rl_parallel_plans.structure import input_embedding, joined, matching_modules, output_head, text_layers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -64,6 +64,12 @@ def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iter
     for pattern, style in styles.items():
         if type(style).__name__ == "WholeParallel":
             yield f"{pattern} is computed whole on every rank: no rule shards what is inside"
+    ordered = [pattern for pattern, style in styles.items() if _orders_rows(model, pattern, style)]
+    if ordered:
+        yield (
+            f"rows of {', '.join(ordered)} are put in the order of the ranks: load weights before sharding, and take "
+            "them out by export_state_dict; torch's set_model_state_dict and full state dicts know nothing of the order"
+        )
     dropout = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
     config = text_config(model)
     names = [name for name in getattr(config, "__dict__", {}) if "dropout" in name or name.endswith("_pdrop")]
@@ -73,6 +79,13 @@ def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iter
             f"dropout of {sorted(dropout)} in training: outside of blocks the ranks of one tp group must drop "
             "the same, so give them one seed, or train without"
         )
+
+
+def _orders_rows(model: nn.Module, pattern: str, style: "ParallelStyle") -> bool:
+    rules = getattr(style, "rules", None)
+    if rules is None:
+        return False
+    return any(rule.row_order for _, module in matching_modules(model, pattern)[:1] for rule in rules(module).values())
 
 
 def text_config(model: nn.Module) -> Any:

@@ -8,6 +8,7 @@ parameters here are not the registered ones: FSDP completes theirs.
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,11 @@ def complete_after_backward(parameter: Tensor, number: int, *, aside: bool) -> N
     parameter.__dict__["completed"] = id(parameter)
     if aside:
         parameter.register_hook(lambda gradient: _set_aside(parameter, gradient))  # type: ignore[no-untyped-call]
-    parameter.register_post_accumulate_grad_hook(lambda reached: _note(reached, number))  # type: ignore[no-untyped-call]
+    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public one
+    if hooks and any(getattr(hook, "func", None) is _note for hook in hooks.values()):
+        # `to_empty` has put another tensor into this object, which its hooks do not reach; None forgets them.
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # noqa: SLF001
+    parameter.register_post_accumulate_grad_hook(partial(_note, number=number))  # type: ignore[no-untyped-call]
 
 
 def _set_aside(parameter: Tensor, gradient: Tensor) -> None:
@@ -53,7 +58,7 @@ def _set_aside(parameter: Tensor, gradient: Tensor) -> None:
         parameter.__dict__[ASIDE], parameter.grad = before, None
 
 
-def _note(reached: Tensor, number: int) -> None:
+def _note(reached: Tensor, *, number: int) -> None:
     gradient = reached.grad
     if gradient is None or not is_dtensor(gradient) or not gradient.placements[-1].is_partial():
         return
