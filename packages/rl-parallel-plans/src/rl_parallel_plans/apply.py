@@ -56,11 +56,7 @@ def parallelize(
 
     cp_axis: axis that rows are cut over; None cuts none.
     """
-    if not isinstance(plan, ParallelPlan):
-        raise PlanError(f"plan is a {type(plan).__name__}: make one with plan_for(model, tp=..., custom=...)")
-    if cp_axis is not None and submesh(mesh, cp_axis).size() > 1:
-        axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
-        check_tokens_are_summed(cp_axis, axes, dp_replicate_axis)
+    _check(mesh, plan, cp_axis=cp_axis, dp_axis=dp_axis, dp_replicate_axis=dp_replicate_axis)
     fsdp_layout(
         model,
         mesh,
@@ -88,3 +84,18 @@ def parallelize(
         offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
     )
+
+
+def _check(
+    mesh: "DeviceMesh",
+    plan: ParallelPlan,
+    *,
+    cp_axis: str | None,
+    dp_axis: str | tuple[str, ...],
+    dp_replicate_axis: str | None,
+) -> None:
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(f"plan is a {type(plan).__name__}: make one with plan_for(model, tp=..., custom=...)")
+    if cp_axis is not None and submesh(mesh, cp_axis).size() > 1:
+        axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
+        check_tokens_are_summed(cp_axis, axes, dp_replicate_axis)
