@@ -1,7 +1,11 @@
 """Experts shared out over ranks that have tokens of their own, against one process that has all tokens."""
 
 import pytest
+import transformers
 
+pytestmark = pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="experts are lists before transformers 5, and refused"
+)
 TOLERANCE = 1e-5
 
 

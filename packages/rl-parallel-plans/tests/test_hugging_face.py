@@ -291,6 +291,7 @@ def test_own_plan_makes_the_logits_and_gradients_of_one_rank(ranks, architecture
         assert found["local_parameters"] < 0.7 * found["parameters"]
 
 
+@pytest.mark.skipif(RELEASE < (5, 5), reason="experts in a list that a rank may not use, or a plan that is refused")
 @pytest.mark.parametrize(("architecture", "sync_last_only"), [("glm4_moe", False), ("deepseek_v2", True)])
 def test_own_plan_makes_the_gradients_of_one_rank_under_fsdp(ranks, architecture, sync_last_only):
     for found in ranks("hugging_face:own_plan_under_fsdp", 4, architecture=architecture, sync_last_only=sync_last_only):

@@ -28,7 +28,7 @@ def shard(
     from torch.distributed.tensor.parallel import parallelize_module
 
     ties = tied_names(model)
-    if any(type(style).__name__ == "BlockExperts" for style in styles.values()):
+    if any("experts" in pattern and type(style).__name__.startswith("Block") for pattern, style in styles.items()):
         model.register_forward_pre_hook(_refuse_router_loss, with_kwargs=True)
     for pattern, style in styles.items():
         for _, module in matching_modules(model, pattern):

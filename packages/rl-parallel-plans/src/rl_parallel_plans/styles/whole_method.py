@@ -42,6 +42,7 @@ class WholeMethod(LocalParameters):
 def _on_whole(
     method: Callable[..., Tensor], module: nn.Module, hidden: Tensor, *args: Any, mesh: "DeviceMesh", **kwargs: Any
 ) -> Tensor:
-    whole = hidden.redistribute(placements=[Replicate()]).to_local() if is_dtensor(hidden) else hidden
+    # A tensor of its own: the method may change it in place, which a view of a DTensor must not be.
+    whole = hidden.redistribute(placements=[Replicate()]).to_local().clone() if is_dtensor(hidden) else hidden
     changed = method(module, whole, *args, **kwargs)
     return DTensor.from_local(changed, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
