@@ -13,26 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import rl_parallel_plans as plans
+from parallel_plans_cases import models
 from parallel_plans_cases.cases import error, gradient_errors, total_loss, whole
 from parallel_plans_cases.models import VOCABULARY, token_ids
 from rl_parallel_plans.collectives import collective_rows
 from rl_parallel_plans.styles import WholeParallel
 
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "use_cache": False,
-    "tie_word_embeddings": False,
-}
+SHAPE = models.SHAPE | {"tie_word_embeddings": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],

@@ -7,21 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import error, gradient_errors, kinds, whole
+from parallel_plans_cases.models import SHAPE
 
-TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
+TEXT = {name: value for name, value in SHAPE.items() if name != "use_cache"} | {"tie_word_embeddings": False}
 SIGLIP = {
     "hidden_size": 32,
     "intermediate_size": 48,
