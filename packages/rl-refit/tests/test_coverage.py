@@ -1,12 +1,17 @@
+"""Names, shapes, dtypes and ties of two sides: what may be planned, and the list of all that may not."""
+
 from __future__ import annotations
 
 import pytest
 
-from rl_refit import CoverageError, Layout, Manifest, TensorMeta, plan_refit
+from rl_refit.errors import CoverageError
+from rl_refit.layout import Layout
+from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.plan import plan_refit
 
 
-def manifest(*names, shape=(2,), dtype="float32", **ties):
-    given = {"shape": shape, "dtype": dtype, "layout": Layout.whole()}
+def manifest(*names, shape=(2,), dtype="float32", feeding="fed", **ties):
+    given = {"shape": shape, "dtype": dtype, "layout": Layout.whole(), "feeding": feeding}
     return Manifest(
         (
             *(TensorMeta(name=n, **given) for n in names),
@@ -31,6 +36,7 @@ def test_one_error_lists_every_difference():
         "2 tensors that differ:\n"
         "  wide: shape [2] in the source, [3] in the sink\n"
         "  half: dtype float32 in the source, bfloat16 in the sink\n"
+        "what the engine recomputes or never changes is declared to the sink as derived or constant\n"
         "nothing is cast, reshaped or untied on the way: give both sides one dtype, one shape and the same ties"
     )
 
@@ -66,3 +72,38 @@ def test_a_tie_whose_root_is_missing_is_not_fed():
     with pytest.raises(CoverageError) as caught:
         plan_refit(manifest("head"), manifest("embed", head="embed"))
     assert caught.value.unfed == ("embed",)
+
+
+def both(*manifests):
+    return Manifest(tuple(meta for one in manifests for meta in one.tensors))
+
+
+@pytest.mark.parametrize("feeding", ["derived", "constant"])
+def test_what_the_sink_makes_itself_needs_no_source(feeding):
+    assert sent(manifest("w"), both(manifest("w"), manifest("cos", feeding=feeding))) == ["w"]
+
+
+@pytest.mark.parametrize("feeding", ["derived", "constant"])
+def test_what_the_sink_makes_itself_is_not_sent_even_where_the_source_has_it(feeding):
+    """And may differ in shape and dtype, since no byte of it moves."""
+    other = manifest("cos", shape=(9,), dtype="float64")
+    assert sent(both(manifest("w"), other), both(manifest("w"), manifest("cos", feeding=feeding))) == ["w"]
+
+
+def test_what_is_tied_to_a_constant_is_constant():
+    sink = manifest("embed", feeding="constant", head="embed")
+    assert sent(manifest(), sink) == []
+    assert sent(manifest("embed", "head", dtype="int8"), sink) == []
+
+
+def test_a_source_tensor_without_a_place_is_an_error_whatever_else_is_constant():
+    with pytest.raises(CoverageError) as caught:
+        plan_refit(manifest("w", "cos"), both(manifest("w"), manifest("sin", feeding="constant")))
+    assert caught.value.unmapped == ("cos",)
+    assert caught.value.unfed == ()
+
+
+def test_a_buffer_that_is_neither_fed_nor_declared_is_named():
+    """Gemma-3's embedding normalizer under dummy loading: no checkpoint has it, and no loader ever writes it."""
+    with pytest.raises(CoverageError, match="1 sink tensors that the source does not feed:\n  model.normalizer\n"):
+        plan_refit(manifest("model.embed"), manifest("model.embed", "model.normalizer"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_refit import DeadlineError, ModuleSink, ModuleSource, Refit, RefitConfig, progress
+from rl_refit import DeadlineError, ModuleSink, ModuleSource, Refit, RefitConfig, watch
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(progress, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watch, "monotonic", lambda: self.now)
 
 
 def slow(clock, method, seconds):

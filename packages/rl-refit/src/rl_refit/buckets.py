@@ -7,12 +7,13 @@ pieces, in order, are the box flattened row by row.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rl_refit.layout import Region
 
-__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "Bucket", "Piece", "pack", "split"]
+__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "Bucket", "Piece", "pack", "size_of", "split"]
 
 ALIGNMENT = 512
 """Bytes between the starts of pieces are a multiple of this: whole cache lines, and what copy engines of GPUs like."""
@@ -34,12 +35,21 @@ Bucket = tuple[Piece, ...]
 """Pieces that travel together, each at its own place."""
 
 
-def pack(regions: Iterable[tuple[Region, int]], *, bucket_bytes: int) -> tuple[Bucket, ...]:
+def size_of(bucket: Bucket) -> int:
+    """Bytes from the start of a bucket to the end of its last piece."""
+    return bucket[-1].start + bucket[-1].nbytes
+
+
+def pack(regions: Iterable[tuple[Region, int]], *, bucket_bytes: int | None) -> tuple[Bucket, ...]:
     """Pack regions, given with the bytes of one of their elements, into buckets in order; empty ones take no place.
+
+    None puts all of them, uncut, into one bucket.
 
     Raises:
         ValueError: `bucket_bytes` is not a positive multiple of 512.
     """
+    if bucket_bytes is None:
+        bucket_bytes = sys.maxsize // ALIGNMENT * ALIGNMENT
     if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
         raise ValueError(f"a bucket is a positive multiple of {ALIGNMENT} bytes; got bucket_bytes={bucket_bytes}")
     buckets: list[list[Piece]] = [[]]

@@ -26,7 +26,7 @@ class Coverage:
     """Hash of the source's manifest as the sink understood it."""
 
     sink: Manifest
-    """What the sink holds and needs to be fed."""
+    """What this rank of the sink holds, and what of it needs to be fed."""
 
     version: int | None
     """The version of the weights that the sink last committed; None before the first."""
@@ -34,37 +34,42 @@ class Coverage:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Where fresh weights come from. Between two calls its tensors may change, its manifest may not."""
+    """Where fresh weights come from: one rank of it. Between two calls its tensors may change, its manifest may not."""
 
     def manifest(self) -> Manifest:
         """Every tensor by Hugging Face name, with global shape, dtype, layout and ties."""
 
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
-        """This rank's box of each tensor of `names`, in that order, with the tensor that holds just this box.
+        """This rank's boxes of each tensor of `names`, in that order, each with a tensor that holds just this box.
 
+        The boxes of one tensor come in the order of its layout; a name of which this rank holds nothing yields nothing.
         Tied names are answered like any other. Never gathers from other ranks. A tensor stays as it is until the next
-        one is asked for.
+        one is asked for; until the refit is over, where the source has an attribute `tensors_stay` that is true.
         """
 
 
 @runtime_checkable
 class WeightSink(Protocol):
-    """Where fresh weights go: `prepare`, `stage` …, `digest`, `commit`; or `abort` at any point."""
+    """Where fresh weights go, one rank of it: `prepare`, `stage` …, `digest`, `commit`; or `abort` at any point."""
 
     def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction with a source that has `manifest`, and say what this sink needs.
+        """Open a transaction with a source that has `manifest`, over all its ranks, and say what this rank needs.
 
         Memory is allocated the first time only. Nothing that generates may change.
         """
 
-    def stage(self, region: Region, tensor: Tensor) -> None:
-        """Keep a copy of `tensor`, the new values of `region`, apart from the weights that generate.
+    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
+        """Take `tensor`, the new values of `region`, apart from the weights that generate.
 
-        `tensor` is the caller's and is overwritten after the call.
+        `tensor` is the caller's and is overwritten after the call, unless it `stays` as it is until the transaction is
+        closed: then the sink may keep it instead of a copy.
         """
 
-    def digest(self) -> Digest:
-        """`digest_tensor` of every tensor that is staged; of the weights when no transaction is open."""
+    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
+        """What `digest_regions` makes of `regions`: as staged while a transaction is open, of the weights otherwise.
+
+        None means everything. A tensor that cannot be read back is left out of what comes after a commit.
+        """
 
     def commit(self, version: int) -> None:
         """Make the staged weights the weights, as of `version` optimizer steps, and close the transaction.

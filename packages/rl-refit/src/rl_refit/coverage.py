@@ -1,7 +1,8 @@
 """The proof that every tensor of the sink gets its bytes from the source, or the list of all that do not.
 
 Knows names, shapes, dtypes and ties, and no layouts. Weights that silently stay stale cost more than any crash, so both
-directions are checked: a sink tensor without a source, and a source tensor without a place.
+directions are checked: a sink tensor that nobody feeds, and a source tensor without a place. What the sink declares
+derived or constant needs no source; a source that has it all the same does not send it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ __all__ = ["prove_coverage"]
 
 
 def prove_coverage(source: Manifest, sink: Manifest) -> tuple[str, ...]:
-    """The names that must be sent, in the sink's order: its tensors without those tied to another.
+    """The names that must be sent, in the sink's order: its tensors that are fed and not tied to another.
+
+    A tensor that is tied to a derived or constant one is the same memory, and needs no source either.
 
     Raises:
         CoverageError: With every tensor of the sink that is not fed, every tensor of the source that has no place, and
             every shape, dtype or tie that differs.
     """
-    sent = tuple(meta.name for meta in sink.tensors if meta.tied_to is None)
+    sent = tuple(meta.name for meta in sink.tensors if meta.travels)
     unfed = tuple(name for name in sent if name not in source.by_name)
     placed = {_root(meta) for meta in source.tensors if meta.name in sink.by_name}  # ties have the place of their root
     unmapped = tuple(meta.name for meta in source.tensors if _root(meta) not in placed)
     mismatched = tuple(
-        line for meta in sink.tensors if meta.name in source.by_name for line in _differences(meta, source)
+        line
+        for meta in sink.tensors
+        if meta.name in source.by_name and sink.by_name[_root(meta)].travels
+        for line in _differences(meta, source)
     )
     if unfed or unmapped or mismatched:
         raise CoverageError(
@@ -57,5 +63,9 @@ def _describe(unfed: tuple[str, ...], unmapped: tuple[str, ...], mismatched: tup
         ("tensors that differ", mismatched),
     ]
     lists = [f"{len(names)} {title}:" + "".join(f"\n  {name}" for name in names) for title, names in parts if names]
-    remedy = ["nothing is cast, reshaped or untied on the way: give both sides one dtype, one shape and the same ties"]
-    return "source and sink do not hold the same tensors.\n" + "\n".join(lists + remedy * bool(mismatched))
+    remedies = [_FEED] * bool(unfed) + [_AGREE] * bool(mismatched)
+    return "\n".join(["source and sink do not hold the same tensors.", *lists, *remedies])
+
+
+_FEED = "what the engine recomputes or never changes is declared to the sink as derived or constant"
+_AGREE = "nothing is cast, reshaped or untied on the way: give both sides one dtype, one shape and the same ties"

@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROW_WORDS", "Digest", "digest_tensor"]
+from rl_refit.layout import Region
+
+__all__ = ["ROW_WORDS", "Digest", "combine_digests", "digest_regions", "digest_tensor"]
 
 ROW_WORDS = 256
 """8-byte words of a row."""
@@ -54,6 +57,32 @@ class Digest:
         """The tensors of either whose digests differ or are missing on one side, in order."""
         names = dict.fromkeys((*self.tensors, *other.tensors))
         return tuple(name for name in names if self.tensors.get(name) != other.tensors.get(name))
+
+
+def digest_regions(regions: Iterable[Region], read: Callable[[Region], Tensor | None]) -> Digest:
+    """One digest a tensor name, over the boxes of `regions` that bear it, in their order.
+
+    Args:
+        regions: The boxes; those of one name need not follow one another.
+        read: From a box to a tensor that holds just it; None leaves the whole tensor out, as one that cannot be read.
+    """
+    regions = tuple(regions)
+    tensors = ((region, read(region)) for region in regions)
+    return combine_digests(regions, {box: None if view is None else digest_tensor(view) for box, view in tensors})
+
+
+def combine_digests(regions: Iterable[Region], digests: Mapping[Region, str | None]) -> Digest:
+    """One digest a tensor name, from the digests of its boxes, in the order of `regions`; None leaves the name out."""
+    totals: dict[str, Any] = {}
+    unreadable: set[str] = set()
+    for region in regions:
+        value = digests[region]
+        if value is None:
+            unreadable.add(region.name)
+        else:
+            total = totals.setdefault(region.name, hashlib.blake2b(digest_size=16))
+            total.update(f"{region.offsets} {region.shape} {value}".encode())
+    return Digest({name: total.hexdigest() for name, total in totals.items() if name not in unreadable})
 
 
 def digest_tensor(tensor: Tensor) -> str:

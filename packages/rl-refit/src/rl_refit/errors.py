@@ -5,7 +5,15 @@ Every error has one message and keyword attributes, all with defaults, so that i
 
 from __future__ import annotations
 
-__all__ = ["CoverageError", "DeadlineError", "DigestError", "PoisonedError", "RefitError"]
+__all__ = [
+    "AbortedError",
+    "CoverageError",
+    "DeadlineError",
+    "DigestError",
+    "PeerError",
+    "PoisonedError",
+    "RefitError",
+]
 
 
 class RefitError(RuntimeError):
@@ -15,15 +23,23 @@ class RefitError(RuntimeError):
         phase: "prepare", "transfer", "verify" or "commit"; None outside of a refit.
         tensor: The tensor at which it happened, where one is to blame.
         bucket: The index of the bucket at which it happened, in transfer.
+        peer: The other party that is to blame or was waited for, as "source 0" or "sink 1".
     """
 
     def __init__(
-        self, message: str, *, phase: str | None = None, tensor: str | None = None, bucket: int | None = None
+        self,
+        message: str,
+        *,
+        phase: str | None = None,
+        tensor: str | None = None,
+        bucket: int | None = None,
+        peer: str | None = None,
     ) -> None:
         super().__init__(message)
         self.phase = phase
         self.tensor = tensor
         self.bucket = bucket
+        self.peer = peer
 
 
 class CoverageError(RefitError):
@@ -69,11 +85,25 @@ class DeadlineError(RefitError):
     """
 
     def __init__(
-        self, message: str, *, phase: str | None = None, bucket: int | None = None, seconds: float = 0.0
+        self,
+        message: str,
+        *,
+        phase: str | None = None,
+        bucket: int | None = None,
+        peer: str | None = None,
+        seconds: float = 0.0,
     ) -> None:
-        super().__init__(message, phase=phase, bucket=bucket)
+        super().__init__(message, phase=phase, bucket=bucket, peer=peer)
         self.seconds = seconds
 
 
 class PoisonedError(RefitError):
     """The sink's weights may be torn, because a commit failed half-way; only a refit that succeeds repairs them."""
+
+
+class PeerError(RefitError):
+    """Another party of the refit is dead, stopped or out of reach; `peer` names it."""
+
+
+class AbortedError(RefitError):
+    """Another party gave the refit up; `peer` names it, and the message its reason."""

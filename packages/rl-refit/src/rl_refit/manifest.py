@@ -5,18 +5,25 @@ Knows no tensor data: it is metadata, and small.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 
+from rl_refit.errors import RefitError
 from rl_refit.layout import Layout, Region
 
-__all__ = ["Manifest", "TensorMeta"]
+__all__ = ["Feeding", "Manifest", "TensorMeta", "merge_manifests"]
+
+Feeding = Literal["fed", "derived", "constant"]
+"""Whether a tensor of a sink needs bytes, is recomputed by the engine from others, or never changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +45,16 @@ class TensorMeta:
     tied_to: str | None = None
     """The tensor whose memory this one shares; that one is sent, this one follows."""
 
+    feeding: Feeding = "fed"
+    """In a sink: "derived" where the engine recomputes it from others, "constant" where it never changes."""
+
     def __post_init__(self) -> None:
         if type(getattr(torch, self.dtype, None)) is not torch.dtype:
             raise ValueError(f"{self.dtype!r} is no torch dtype; {self.name!r} needs one, such as 'bfloat16'")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"a shape has no negative size; {self.name!r} has {self.shape}")
+        if self.feeding not in get_args(Feeding):
+            raise ValueError(f"feeding is one of {get_args(Feeding)}; {self.name!r} has {self.feeding!r}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -53,9 +67,18 @@ class TensorMeta:
         """Bytes of the global tensor, counted once."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
-    def regions(self) -> dict[int, Region]:
-        """The box that each rank holds; boxes may be empty."""
+    @property
+    def travels(self) -> bool:
+        """Whether bytes of it are sent: it is fed, and tied to no other."""
+        return self.feeding == "fed" and self.tied_to is None
+
+    def regions(self) -> dict[int, tuple[Region, ...]]:
+        """The boxes that each rank holds, none of them empty."""
         return self.layout.regions(self.name, self.shape)
+
+    def regions_on(self, rank: int) -> tuple[Region, ...]:
+        """The boxes that `rank` holds, none of them empty."""
+        return self.layout.regions_on(rank, self.name, self.shape)
 
 
 @dataclass(frozen=True)
@@ -88,15 +111,128 @@ class Manifest:
         """Every rank that holds anything, ascending."""
         return tuple(sorted({rank for layout in {meta.layout for meta in self.tensors} for rank in layout.ranks}))
 
+    def on_rank(self, rank: int) -> Manifest:
+        """This manifest as that of rank `rank`, where it knows of a single rank that it calls otherwise."""
+        if len(self.ranks) != 1 or self.ranks == (rank,):
+            return self
+        return Manifest(
+            tuple(
+                dataclasses.replace(meta, layout=dataclasses.replace(meta.layout, ranks=(rank,)))
+                for meta in self.tensors
+            )
+        )
+
     def hash(self) -> str:
         """sha256 over the manifest as canonical JSON, in hex: equal on every machine for equal manifests."""
         return self._hash
 
+    def to_json(self) -> str:
+        """The manifest as canonical JSON, every layout written once."""
+        return self._json
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that `to_json` wrote.
+
+        Raises:
+            RefitError: The text is of another format.
+        """
+        try:
+            title, layouts, rows = json.loads(text)
+            if title != _TITLE:
+                raise RefitError(f"expected {_TITLE!r}, got {title!r}: both sides need the same release of rl-refit")
+            read = [_layout_from_plain(plain) for plain in layouts]
+            return cls(tuple(_meta_from_row(row, read) for row in rows))
+        except (TypeError, IndexError, ValueError) as error:
+            raise RefitError(f"no manifest: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def _json(self) -> str:
+        layouts = {layout: number for number, layout in enumerate(dict.fromkeys(meta.layout for meta in self.tensors))}
+        rows = [[m.name, m.shape, m.dtype, layouts[m.layout], m.tied_to, m.feeding] for m in self.tensors]
+        return json.dumps([_TITLE, [_plain_layout(layout) for layout in layouts], rows], separators=(",", ":"))
+
     @cached_property
     def _hash(self) -> str:
-        rows = [(meta.name, meta.shape, meta.dtype, meta.tied_to, *_plain(meta.layout)) for meta in self.tensors]
-        return hashlib.sha256(json.dumps(["rl-refit manifest 1", rows], separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(self._json.encode()).hexdigest()
 
 
-def _plain(layout: Layout) -> tuple[tuple[int | None, ...], ...]:
-    return layout.mesh_shape, layout.sharded_dims, layout.ranks
+_TITLE = "rl-refit manifest 2"
+
+
+def _plain_layout(layout: Layout) -> list[Any]:
+    return [layout.mesh_shape, layout.sharded_dims, layout.strided_axes, layout.ranks, layout.boxes]
+
+
+def _layout_from_plain(plain: list[Any]) -> Layout:
+    mesh_shape, sharded_dims, strided_axes, ranks, boxes = plain
+    return Layout(
+        mesh_shape=_integers(mesh_shape),
+        sharded_dims=tuple(None if dim is None else _integer(dim) for dim in sharded_dims),
+        strided_axes=_integers(strided_axes),
+        ranks=_integers(ranks),
+        boxes=None if boxes is None else tuple(tuple((_integers(a), _integers(n)) for a, n in held) for held in boxes),
+    )
+
+
+def _meta_from_row(row: list[Any], layouts: list[Layout]) -> TensorMeta:
+    name, shape, dtype, layout, tied_to, feeding = row
+    if not isinstance(name, str) or not isinstance(tied_to, str | None):
+        raise TypeError(f"names of tensors are strings; got {name!r} tied to {tied_to!r}")
+    return TensorMeta(
+        name=name,
+        shape=_integers(shape),
+        dtype=dtype,
+        layout=layouts[_integer(layout)],
+        tied_to=tied_to,
+        feeding=feeding,
+    )
+
+
+def _integers(plain: Any) -> tuple[int, ...]:
+    return tuple(map(_integer, plain))
+
+
+def _integer(plain: Any) -> int:
+    if type(plain) is not int or plain < 0:
+        raise TypeError(f"expected a whole number that is not negative, got {plain!r}")
+    return plain
+
+
+def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    """One side's manifest, from what each of its ranks, in order, says that it holds.
+
+    A rank may know only of itself: what is on several ranks then becomes the boxes of them all. So a plain tensor that
+    every rank has whole is replicated, and the stages of a pipeline add up.
+
+    Raises:
+        RefitError: Two ranks disagree about a tensor's shape, dtype, tie, feeding, or about one rank's boxes.
+    """
+    by_name: dict[str, list[tuple[int, TensorMeta]]] = {}
+    for rank, manifest in enumerate(manifests):
+        for meta in manifest.tensors:
+            by_name.setdefault(meta.name, []).append((rank, meta))
+    return Manifest(tuple(_merge_metas(said) for said in by_name.values()))
+
+
+def _merge_metas(said: list[tuple[int, TensorMeta]]) -> TensorMeta:
+    (first_rank, first), *others = said
+    for rank, meta in others:
+        if _identity(meta) != _identity(first):
+            raise RefitError(
+                f"rank {first_rank} and rank {rank} disagree on {first.name!r}: {_identity(first)} and "
+                f"{_identity(meta)} (shape, dtype, tied to, feeding)",
+                tensor=first.name,
+            )
+    if all(meta.layout == first.layout for _, meta in others):
+        return first
+    boxes: dict[int, tuple[Region, ...]] = {}
+    for _, meta in said:
+        for holder, held in meta.regions().items():
+            if boxes.setdefault(holder, held) != held:
+                raise RefitError(f"two ranks disagree on what rank {holder} holds of {first.name!r}", tensor=first.name)
+    return dataclasses.replace(first, layout=Layout.from_boxes(dict(sorted(boxes.items()))))
+
+
+def _identity(meta: TensorMeta) -> tuple[object, ...]:
+    return meta.shape, meta.dtype, meta.tied_to, meta.feeding

@@ -1,89 +1,225 @@
 """The tensors of an `nn.Module` as both sides of a refit see them: every parameter and every buffer, persistent or not.
 
 Knows no transaction. DTensors appear as their local tensor, without a gather; names that share memory are ties.
+Bindings put names to storage that has other names, or several, in the module.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.errors import RefitError
-from rl_refit.layout import Layout, this_rank
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.bindings import Bindings
+from rl_refit.bound_storage import uncovered_by
+from rl_refit.errors import CoverageError, RefitError
+from rl_refit.layout import Layout, Region, this_rank
+from rl_refit.manifest import Feeding, Manifest, TensorMeta
 
-__all__ = ["ModuleTensors", "Rename", "local_part", "named_tensors", "read_module"]
+__all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename"]
 
 Rename = Callable[[str], str]
 """From the module's own name of a tensor to its Hugging Face name."""
+
+Holding = tuple[Region, Tensor]
+"""A box of a named tensor, and this rank's memory of it, detached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensors:
     """A module's tensors at one moment."""
 
-    local: dict[str, Tensor]
-    """This rank's part of each tensor, detached, in the module's own memory."""
+    held: dict[str, tuple[Holding, ...]]
+    """What this rank has of each tensor."""
 
-    metas: tuple[TensorMeta, ...]
+    manifest: Manifest
     """The same tensors' descriptions, in the same order."""
 
-    def manifest(self, previous: Manifest | None) -> Manifest:
-        """The manifest; the very `previous` one where nothing changed, so that its hash is not computed again."""
-        return previous if previous is not None and previous.tensors == self.metas else Manifest(self.metas)
+    objects: dict[str, Tensor]
+    """The module's own parameters and buffers, by their Hugging Face names; bound ones by the module's."""
 
 
-def read_module(module: nn.Module, rename: Rename | None = None) -> ModuleTensors:
-    """Describe the parameters, then the buffers, of `module`, in its own order.
+@final
+class ModuleReader:
+    """Describes a module, as often as it is asked to; what has not changed since is not described again.
 
-    Raises:
-        RefitError: Two tensors get the same name, a tensor has no memory (meta device), or a placement is not known.
+    Args:
+        module: What to describe.
+        rename: From the module's names to Hugging Face names; nothing is stripped without it.
+        bindings: The boxes of named tensors that lie in storage of other names.
+        feeding: For a sink: patterns, as of `fnmatch`, of the names that are "derived" or "constant".
+        exclude: Patterns of the names that do not take part.
+        complete: Whether bindings must cover every element of the tensors that they touch, for a sink.
     """
-    tensors = named_tensors(module, rename)
-    local = {name: local_part(tensor) for name, tensor in tensors.items()}
-    whole = Layout.whole(this_rank())
-    metas: list[TensorMeta] = []
-    roots: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        root = roots.setdefault(_memory(local[name]), name)
-        metas.append(
-            TensorMeta(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                layout=Layout.from_tensor(tensor) if _is_dtensor(tensor) else whole,
-                tied_to=None if root == name else root,
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rename: Rename | None = None,
+        bindings: Bindings | None = None,
+        feeding: dict[Feeding, tuple[str, ...]] | None = None,
+        exclude: tuple[str, ...] = (),
+        complete: bool = False,
+    ) -> None:
+        self._module = module
+        self._rename = rename
+        self._bindings = bindings
+        self._feeding = feeding or {}
+        self._exclude = exclude
+        self._complete = complete
+        self._signature: list[object] = []
+        self._last: ModuleTensors | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's first tensor is."""
+        tensors = itertools.chain(self._module.parameters(), self._module.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def read(self) -> ModuleTensors:
+        """The module's tensors now.
+
+        Raises:
+            RefitError: Two tensors get the same name, a tensor has no memory (meta device), a placement is not known,
+                or a pattern fits no name.
+            CoverageError: Of a sink, elements that no binding feeds and no pattern declares constant or derived.
+        """
+        _reshard(self._module)
+        tensors = self._named_tensors()
+        signature: list[object] = [
+            (name, id(tensor), local.data_ptr(), local.shape, local.dtype)
+            for name, tensor in tensors.items()
+            for local in (_local_part(tensor),)
+        ]
+        if self._last is None or signature != self._signature:
+            previous = self._last
+            self._last = self._describe(tensors)
+            if previous is not None and previous.manifest == self._last.manifest:  # its hash is computed already
+                self._last = ModuleTensors(self._last.held, previous.manifest, tensors)
+            self._signature = signature
+        return self._last
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for own_name, tensor in itertools.chain(
+            self._module.named_parameters(remove_duplicate=False), self._module.named_buffers(remove_duplicate=False)
+        ):
+            name = self._rename(own_name) if self._rename else own_name
+            if name in tensors:
+                raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
+            if tensor.is_meta:
+                raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
+            tensors[name] = tensor
+        return tensors
+
+    def _describe(self, tensors: dict[str, Tensor]) -> ModuleTensors:
+        held: dict[str, list[Holding]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        layouts: dict[str, Layout] = {}
+        rank = this_rank()
+        bound = self._bind(tensors, held, shapes)
+        for name, tensor in tensors.items():
+            if name not in bound:
+                layouts[name] = Layout.from_tensor(tensor) if _is_dtensor(tensor) else Layout.whole(rank)
+                shapes[name] = tuple(tensor.shape)
+                mine = layouts[name].regions(name, shapes[name]).get(rank, ())
+                held[name] = [(region, _local_part(tensor)) for region in mine]
+        feeding = self._declared([*held, *bound])
+        excluded = _matching(self._exclude, held)
+        metas: list[TensorMeta] = []
+        roots: dict[object, str] = {}
+        for name in (name for name in held if name not in excluded):
+            root = roots.setdefault(_memory(held[name]), name)
+            metas.append(
+                TensorMeta(
+                    name=name,
+                    shape=shapes[name],
+                    dtype=_dtype(held[name], tensors.get(name)),
+                    layout=layouts.get(name) or _layout_of(held[name], rank),
+                    tied_to=None if root == name else root,
+                    feeding=feeding.get(root, "fed"),
+                )
             )
-        )
-    return ModuleTensors(local, tuple(metas))
+        kept = {meta.name: tuple(held[meta.name]) for meta in metas}
+        return ModuleTensors(kept, Manifest(tuple(metas)), tensors)
+
+    def _bind(
+        self, tensors: dict[str, Tensor], held: dict[str, list[Holding]], shapes: dict[str, tuple[int, ...]]
+    ) -> set[str]:
+        """Fill in what the bindings say; return the module's tensors whose storage they describe."""
+        if self._bindings is None:
+            return set()
+        views: list[Tensor] = []
+        for binding in self._bindings(self._module):
+            name = binding.region.name
+            if shapes.setdefault(name, binding.shape) != binding.shape:
+                raise RefitError(f"bindings give {name!r} two shapes: {shapes[name]} and {binding.shape}", tensor=name)
+            held.setdefault(name, []).append((binding.region, binding.tensor.detach()))
+            views.append(binding.tensor.detach())
+        storages = {view.untyped_storage().data_ptr() for view in views}
+        locals_ = {name: _local_part(tensor) for name, tensor in tensors.items()}
+        bound = {
+            name: local
+            for name, local in locals_.items()
+            if local.numel() and local.untyped_storage().data_ptr() in storages
+        }
+        for name in bound:
+            if name in held and not any(view.shape == bound[name].shape for _, view in held[name]):
+                raise RefitError(f"{name!r} is a tensor of the module, and bindings give the name to others", tensor=name)
+        if self._complete:
+            self._require_covered(bound, views)
+        return set(bound)
+
+    def _require_covered(self, bound: dict[str, Tensor], views: list[Tensor]) -> None:
+        declared = self._declared([*bound], strict=False)
+        loose = {name: count for name, count in uncovered_by(views, bound).items() if name not in declared}
+        if loose:
+            lines = tuple(f"{name}: {count:,} of {bound[name].numel():,} elements" for name, count in loose.items())
+            raise CoverageError(
+                f"{len(lines)} tensors of the engine that bindings feed in part only; bind the rest, or declare the "
+                f"names constant, as padding is:" + "".join(f"\n  {line}" for line in lines),
+                unfed=tuple(loose),
+            )
+
+    def _declared(self, names: Iterable[str], *, strict: bool = True) -> dict[str, Feeding]:
+        names = list(names)
+        return {
+            name: feeding
+            for feeding, patterns in self._feeding.items()
+            for name in _matching(patterns, names, strict=strict)
+        }
 
 
-def named_tensors(module: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
-    """The parameters, then the buffers, of `module` under their Hugging Face names, as they are.
-
-    Raises:
-        RefitError: Two tensors get the same name, or a tensor has no memory (meta device).
-    """
-    _reshard(module)
-    tensors: dict[str, Tensor] = {}
-    for own_name, tensor in itertools.chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    ):
-        name = rename(own_name) if rename else own_name
-        if name in tensors:
-            raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
-        if tensor.is_meta:
-            raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
-        tensors[name] = tensor
-    return tensors
+def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool = True) -> set[str]:
+    names = list(names)
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches and strict:
+            raise RefitError(f"the pattern {pattern!r} fits no tensor of the module; names look like {names[:3]}")
+        found.update(matches)
+    return found
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def _layout_of(holdings: list[Holding], rank: int) -> Layout:
+    return Layout.from_boxes({rank: dict.fromkeys(region for region, _ in holdings)})
+
+
+def _dtype(holdings: list[Holding], tensor: Tensor | None) -> str:
+    dtypes = {view.dtype for _, view in holdings} or {tensor.dtype if tensor is not None else torch.float32}
+    if len(dtypes) > 1:
+        raise RefitError(f"{holdings[0][0].name!r} is bound to memory of several dtypes: {sorted(map(str, dtypes))}")
+    return str(dtypes.pop()).removeprefix("torch.")
+
+
+def _local_part(tensor: Tensor) -> Tensor:
     """This rank's part, detached, in the same memory."""
     if _is_dtensor(tensor):
         from torch.distributed.tensor import DTensor
@@ -102,12 +238,22 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _memory(tensor: Tensor) -> object:
+def _memory(holdings: list[Holding]) -> object:
     """Equal for tensors that are the same memory seen the same way; tensors without elements share nothing."""
-    if tensor.numel() == 0:
+    if not any(view.numel() for _, view in holdings):
         return object()
-    storage = tensor.untyped_storage().data_ptr()
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tuple(
+        (
+            view.untyped_storage().data_ptr(),
+            view.storage_offset(),
+            view.shape,
+            view.stride(),
+            view.dtype,
+            view.device,
+            region.offsets,
+        )
+        for region, view in holdings
+    )
 
 
 def _reshard(module: nn.Module) -> None:

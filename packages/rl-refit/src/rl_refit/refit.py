@@ -1,216 +1,313 @@
-"""The transaction: prepare, transfer, verify, commit; or abort, with the old weights as they were.
+"""`Refit`: brings the weights of a source into a sink, all or nothing, in one process or over many.
 
-    PREPARE    the manifests agree, every tensor is covered, the version is new     planned once, checked every time
-    TRANSFER   bucket after bucket into the sink's stage                            deadline looked at after each
-    VERIFY     digest of each staged tensor == digest of what the source gave
-    COMMIT     the sink makes the staged weights the weights
-
-Knows neither models nor engines: any `WeightSource` and `WeightSink` of one rank each, in this process. Not safe to
-call from two threads at once.
+The public face of `rl_refit.transaction`. Knows neither models nor engines nor wires: any `WeightSource`, `WeightSink`
+and `Transport`. Not safe to call from two threads at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, final
+import time
+from typing import Any, final
 
-from rl_refit.buckets import ALIGNMENT, DEFAULT_BUCKET_BYTES
-from rl_refit.contracts import Coverage, WeightSink, WeightSource
-from rl_refit.digest import Digest
-from rl_refit.errors import DigestError, RefitError
-from rl_refit.manifest import Manifest
-from rl_refit.plan import RefitPlan, plan_refit
-from rl_refit.progress import Progress
+import torch
+
+from rl_refit.config import RefitConfig, Verify
+from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.errors import DeadlineError, RefitError
+from rl_refit.plan import RefitPlan
+from rl_refit.rendezvous import Rendezvous
 from rl_refit.report import RefitReport
-from rl_refit.transfer import InProcessTransfer
+from rl_refit.sampling import Sample
+from rl_refit.schedule import make_schedule
+from rl_refit.transaction.agreement import Sides, agree, agree_in_process
+from rl_refit.transaction.control import Control
+from rl_refit.transaction.party import Outcome, Party, abort_message
+from rl_refit.transports.base import Channel, Inbox, Outbox, Transport
+from rl_refit.transports.in_process import InProcess
+from rl_refit.verification_share import VerificationShare
+from rl_refit.watch import PATIENCE_S, Watch
 
-__all__ = ["Refit", "RefitConfig"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefitConfig:
-    """What a refit may choose. `Refit` takes the same names."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """Bytes of a slot of the ring. Smaller takes less memory and looks at the deadline more often; on a CPU, much
-    larger falls out of the cache and is slower."""
-
-    buckets: int = 2
-    """Slots of the ring; `buckets * bucket_bytes` is all the memory that a refit takes beside the sink's stage."""
-
-    deadline_s: float = 600.0
-    """Seconds that each phase may take before the refit is aborted. It is looked at between buckets and after prepare
-    and verify; a commit that has begun is let finish."""
-
-    verify: bool = True
-    """False leaves out the digests, and with them the proof that the sink holds what the source gave."""
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < ALIGNMENT or self.bucket_bytes % ALIGNMENT:
-            raise ValueError(f"bucket_bytes must be a positive multiple of {ALIGNMENT}; got {self.bucket_bytes}")
-        if self.buckets < 1:
-            raise ValueError(f"buckets must be at least 1; got buckets={self.buckets}")
-        if not self.deadline_s > 0:
-            raise ValueError(f"deadline_s must be positive; got deadline_s={self.deadline_s}")
-
+__all__ = ["Refit"]
 
 _DEFAULTS = RefitConfig()
 
 
 @final
 class Refit:
-    """Brings the weights of `source` into `sink`, all or nothing, whenever it is called.
+    """Brings the weights of `source` into `sink` whenever it is called.
+
+    In one process it needs both. Over several, every rank of the trainer makes one with its `source`, every rank of the
+    engine one with its `sink`, a process that is both one with both, and all give the same transport and a rendezvous:
+    then the trainer's ranks call it, and the engine's `receive`.
 
     Args:
-        source: Where fresh weights come from, whole on one rank.
-        sink: Where they go.
+        source: Where fresh weights come from: this process's rank of it.
+        sink: Where they go: this process's rank of it.
+        transport: The way of the bytes between processes; left out in one process.
+        rendezvous: Who takes part; left out in one process.
         bucket_bytes: See `RefitConfig`, as for the arguments that follow.
         buckets: Slots of the ring.
         deadline_s: Seconds a phase may take.
-        verify: Whether to compare digests before the commit.
+        verify: How much is digested: "auto", "full", "sampled", "off". The leader's choice holds for all.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or source, sink, transport and rendezvous do not go together.
     """
 
     def __init__(
         self,
-        source: WeightSource,
-        sink: WeightSink,
+        source: WeightSource | None = None,
+        sink: WeightSink | None = None,
+        transport: Transport | None = None,
         *,
+        rendezvous: Rendezvous | None = None,
         bucket_bytes: int = _DEFAULTS.bucket_bytes,
         buckets: int = _DEFAULTS.buckets,
         deadline_s: float = _DEFAULTS.deadline_s,
-        verify: bool = _DEFAULTS.verify,
+        verify: Verify = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
-        self._source = source
-        self._sink = sink
-        self._plan: RefitPlan | None = None
-        self._transfer: InProcessTransfer | None = None
+        _check_sides(source, sink, transport, rendezvous)
+        self._sides = Sides(source, sink)
+        self._transport: Transport = transport or InProcess()
+        self._rendezvous = rendezvous
+        self._control = None if rendezvous is None else Control(rendezvous)
+        self._share = VerificationShare(verify)
+        self._party: Party | None = None
+        self._refits = 0
+        self._closed = False
 
     @property
     def plan(self) -> RefitPlan:
-        """What a call will move. Made at the first look or the first call; the sink allocates its stage then.
+        """What a call will move. Made at the first look or the first call; over several processes all must ask for it.
 
         Raises:
             CoverageError: Source and sink do not hold the same tensors.
-            RefitError: One of them spans several ranks, or cannot take part.
+            RefitError: One of them cannot take part.
         """
-        if self._plan is None:
-            try:
-                manifest = self._source.manifest()
-                self._agree(manifest, self._sink.prepare(manifest))
-            finally:
-                self._sink.abort()
-        assert self._plan is not None
-        return self._plan
+        return self._agreed(self._watch()).agreement.plan
 
     def explain(self) -> str:
         """The plan as text, with the buckets of this refit."""
-        return self.plan.explain(bucket_bytes=self._config.bucket_bytes)
+        return self.plan.explain(bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None)
 
     def __call__(self, version: int) -> RefitReport:
         """Bring the source's present weights into the sink as `version`, the number of optimizer steps they have seen.
 
-        Whatever is raised, the sink has been aborted before: up to and including verify it keeps its old weights, bit
-        for bit, and its old version. What a source or sink raises comes through as it is, with a note of phase, bucket
-        and tensor.
+        Whatever is raised, the refit has been aborted at all parties before: up to and including verify every sink
+        keeps its old weights, bit for bit, and its old version, or is poisoned where it writes in place. What a source
+        or sink raises comes through as it is, with a note of phase, bucket and tensor; at the other parties an error of
+        the same kind says which of them gave up, where, and why.
 
         Raises:
             RefitError: `version` is no integer ≥ 0 or not newer than the sink's, or a side broke its promises.
             CoverageError: The two sides do not hold the same tensors.
             DeadlineError: A phase took longer than `deadline_s`.
-            DigestError: What was staged is not what the source gave.
+            DigestError: What was staged, or serves after the commit, is not what the source gave.
+            PeerError: A party is dead, silent, or out of reach.
+            AbortedError: A party gave up for a reason of its own.
         """
-        progress = Progress(deadline_s=self._config.deadline_s)
-        try:
-            return self._run(version, progress)
-        except BaseException as error:
-            self._sink.abort()
-            _annotate(error, version, progress)
-            raise
-
-    def _run(self, version: int, progress: Progress) -> RefitReport:
-        with progress.phase("prepare"):
-            transfer = self._prepare(version)
-            progress.check_deadline()
-        with progress.phase("transfer"):
-            sent = transfer.run(self._source, self._sink, progress, verify=self._config.verify)
-        with progress.phase("verify"):
-            if self._config.verify:
-                _compare(sent, self._sink.digest())
-            progress.check_deadline()
-        with progress.phase("commit"):
-            self._sink.commit(version)
-        plan = self.plan
-        return RefitReport(
-            version=version,
-            tensors=sum(meta.tied_to is None for meta in plan.sink.tensors),
-            bytes=sum(route.nbytes for route in plan.routes),
-            buckets=transfer.num_buckets,
-            seconds=progress.seconds,
-            digest=sent.hex if self._config.verify else None,
-            manifest_hash=plan.source.hash(),
-            extra_bytes=transfer.ring_bytes,
-        )
-
-    def _prepare(self, version: int) -> InProcessTransfer:
+        if self._sides.source is None:
+            raise RefitError("this process has no source of weights; wait for a refit with receive()")
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
-        manifest = self._source.manifest()
-        coverage = self._sink.prepare(manifest)
-        if coverage.version is not None and version <= coverage.version:
+        return self._take_part(version)
+
+    def receive(self, *, timeout_s: float | None = None) -> RefitReport:
+        """Wait for the trainer to call its `Refit`, and take part; for a process that has a sink alone.
+
+        Args:
+            timeout_s: Seconds to wait for the refit to begin; None waits as long as the trainer lives.
+
+        Raises:
+            DeadlineError: None began within `timeout_s`; the sink is as it was.
+            RefitError: As for a call.
+        """
+        if self._sides.source is not None or self._control is None:
+            raise RefitError("this process has a source of weights, which gives the version: call refit(version=…)")
+        self._agreed(self._watch())
+        began = time.monotonic()
+        while not self._control.next_has_begun():
+            self._control.look_around()
+            if timeout_s is not None and time.monotonic() - began > timeout_s:
+                raise DeadlineError(
+                    f"no refit began within timeout_s={timeout_s}",
+                    phase="prepare",
+                    peer=self._control.rendezvous.leader,
+                    seconds=timeout_s,
+                )
+            time.sleep(PATIENCE_S / 50)
+        return self._take_part(None)
+
+    def close(self) -> None:
+        """Free what the transport holds, and leave; others that still wait for this process are told."""
+        self._closed = True
+        self._transport.close()
+        if self._control is not None:
+            self._control.close()
+
+    def _take_part(self, version: int | None) -> RefitReport:
+        if self._closed:
+            raise RefitError("this Refit is closed; make a new one")
+        party = self._agreed(self._watch())
+        watch = self._watch()
+        try:
+            with watch.phase("prepare"):
+                version, sample = self._begin(version, watch)
+            for box in (party.outbox, party.inbox):
+                if box is not None:
+                    box.watch, box.version, box.refit = watch, version, self._refits
+            outcome = party.run(version, sample, watch)
+        except BaseException as error:
+            self._abort(error, version, watch)
+            raise
+        self._transport.finish()
+        self._share.learn(watch.seconds)
+        return self._report(party, version, sample, outcome, watch)
+
+    def _begin(self, version: int | None, watch: Watch) -> tuple[int, Sample]:
+        """Number the refit, and agree on its version and sample."""
+        self._refits += 1
+        sample = self._share.sample(self._refits)
+        if self._control is None:
+            assert version is not None
+            return version, sample
+        message = {"version": version, "stride": sample.stride, "phase": sample.phase}
+        said = self._control.begin(message if self._control.rendezvous.leads else None, watch)
+        if version is not None and said["version"] != version:
             raise RefitError(
-                f"version {version} is not newer than the sink's {coverage.version}; "
-                f"a version is the number of optimizer steps that the weights have seen, never a count of calls"
+                f"{' and '.join(self._control.rendezvous.mine)} is called with version {version}, and "
+                f"{self._control.rendezvous.leader} with {said['version']}: all ranks of a trainer give the same"
             )
-        return self._agree(manifest, coverage)
+        return said["version"], Sample(stride=said["stride"], phase=said["phase"])
 
-    def _agree(self, manifest: Manifest, coverage: Coverage) -> InProcessTransfer:
-        """Plan the first time; afterwards hold both sides to what was planned."""
-        if coverage.manifest_hash != manifest.hash():
-            raise RefitError(
-                f"the sides disagree on the manifest: the source's hash is {manifest.hash()}, "
-                f"the sink answers {coverage.manifest_hash}"
-            )
-        if self._plan is None or self._transfer is None:
-            plan = plan_refit(manifest, coverage.sink)
-            self._transfer = InProcessTransfer(plan, bucket_bytes=self._config.bucket_bytes, slots=self._config.buckets)
-            self._plan = plan
-        _require_unchanged("source", planned=self._plan.source, now=manifest)
-        _require_unchanged("sink", planned=self._plan.sink, now=coverage.sink)
-        return self._transfer
+    def _agreed(self, watch: Watch) -> Party:
+        """Plan the first time, and open the transport."""
+        if self._party is None:
+            watch.phase_name = "prepare"
+            try:
+                self._party = self._make_party(watch)
+            except BaseException as error:
+                self._abort(error, None, watch)
+                raise
+        return self._party
 
-
-def _require_unchanged(side: str, *, planned: Manifest, now: Manifest) -> None:
-    if planned.hash() == now.hash():
-        return
-    before, after = set(planned.tensors), set(now.tensors)
-    changed = sorted({meta.name for meta in before ^ after}) or ["their order"]
-    raise RefitError(
-        f"the manifest of the {side} is not the one that was planned: "
-        f"{planned.hash()[:12]} then, {now.hash()[:12]} now; changed: {', '.join(changed)}; make a new Refit"
-    )
-
-
-def _compare(sent: Digest, staged: Digest) -> None:
-    differing = sent.differing(staged)
-    if differing:
-        lines = (f"\n  {name}: {sent.tensors.get(name)} sent, {staged.tensors.get(name)} staged" for name in differing)
-        raise DigestError(
-            f"{len(differing)} tensors are not staged as they were sent:{''.join(lines)}", tensors=differing
+    def _make_party(self, watch: Watch) -> Party:
+        settings = self._settings()
+        if self._control is None:
+            agreement = agree_in_process(self._sides)
+        else:
+            agreement = agree(self._control, self._sides, settings, watch)
+        schedule = make_schedule(
+            agreement.plan,
+            routing=self._transport.routing,
+            bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None,
+        )
+        meeting = self._rendezvous
+        in_process = agreement.plan.source.ranks[:1] + agreement.plan.sink.ranks[:1]
+        source_rank, sink_rank = in_process if meeting is None else (meeting.source_rank, meeting.sink_rank)
+        channel = Channel(
+            schedule=schedule,
+            source_rank=source_rank,
+            sink_rank=sink_rank,
+            slots=self._config.buckets,
+            device=_device_of(self._sides),
+            store=None if self._control is None else self._control.namespace("transport"),
+        )
+        self._transport.open(channel, watch)
+        outbox = inbox = None
+        if self._sides.source is not None:
+            outbox = Outbox(self._sides.source, schedule, watch, version=0, refit=0)
+        if self._sides.sink is not None:
+            inbox = Inbox(self._sides.sink, schedule, sink_rank or 0, watch, version=0, refit=0)
+        return Party(
+            sides=self._sides,
+            agreement=agreement,
+            transport=self._transport,
+            outbox=outbox,
+            inbox=inbox,
+            control=self._control,
+            schedule=schedule,
+            source_rank=source_rank,
+            sink_rank=sink_rank,
         )
 
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"transport": self._transport.name}
+        if self._transport.bounded:
+            settings |= {"bucket_bytes": self._config.bucket_bytes, "buckets": self._config.buckets}
+        return settings
 
-def _annotate(error: BaseException, version: int, progress: Progress) -> None:
+    def _abort(self, error: BaseException, version: int | None, watch: Watch) -> None:
+        """Have all parties abort, and this one first of all."""
+        if self._sides.sink is not None:
+            self._sides.sink.abort()
+        if self._control is not None and self._control.store is not None and self._control.refit:
+            try:
+                self._control.decide(abort_message(error, self._control, watch))
+            except RefitError as lost:
+                error.add_note(f"the others could not be told: {lost}")
+        if self._party is not None:
+            self._transport.finish()
+        _annotate(error, version, watch)
+
+    def _report(
+        self, party: Party, version: int, sample: Sample, outcome: Outcome, watch: Watch
+    ) -> RefitReport:
+        plan = party.agreement.plan
+        schedule = party.schedule
+        return RefitReport(
+            version=version,
+            transport=self._transport.name,
+            tensors=sum(meta.travels for meta in plan.sink.tensors),
+            bytes=sum(route.nbytes * len(route.sink_ranks) for route in plan.routes),
+            buckets=schedule.num_buckets,
+            seconds={name: seconds for name, seconds in watch.seconds.items() if name != "confirm"},
+            verified=sample.text,
+            digest=outcome.digest,
+            unreadable=outcome.unreadable,
+            manifest_hash=plan.source.hash(),
+            extra_bytes=self._transport.extra_bytes,
+        )
+
+    def _watch(self) -> Watch:
+        look_around = None if self._control is None else self._control.look_around
+        return Watch(deadline_s=self._config.deadline_s, look_around=look_around)
+
+
+def _check_sides(
+    source: WeightSource | None, sink: WeightSink | None, transport: Transport | None, rendezvous: Rendezvous | None
+) -> None:
+    if rendezvous is None:
+        if transport is not None or source is None or sink is None:
+            raise ValueError(
+                "without a rendezvous a Refit works in one process: give it a source and a sink, and no transport; "
+                "over several processes give all parties a transport and a rendezvous"
+            )
+        return
+    if transport is None:
+        raise ValueError("a Refit over several processes needs a transport, the same at all parties")
+    for side, given, rank in (("source", source, rendezvous.source_rank), ("sink", sink, rendezvous.sink_rank)):
+        if (given is None) != (rank is None):
+            raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
+
+
+def _device_of(sides: Sides) -> torch.device:
+    """Where this process's tensors are; a source or sink that is not of a module says so in `device`."""
+    for side in (sides.sink, sides.source):
+        device = getattr(side, "device", None)
+        if device is not None:
+            return torch.device(device)
+    return torch.device("cpu")
+
+
+def _annotate(error: BaseException, version: int | None, watch: Watch) -> None:
     if isinstance(error, RefitError):
-        error.phase = error.phase or progress.phase_name
-        error.tensor = error.tensor or progress.tensor
-        error.bucket = progress.bucket if error.bucket is None else error.bucket
+        error.phase = error.phase or watch.phase_name
+        error.tensor = error.tensor or watch.tensor
+        error.bucket = watch.bucket if error.bucket is None else error.bucket
+        error.peer = error.peer or watch.peer
     outcome = "the commit had begun, so ask the sink whether it is poisoned"
-    if progress.phase_name != "commit":
-        outcome = "the old weights and the old version are intact"
-    error.add_note(f"refit to version {version!r} aborted in {progress.where()}: {outcome}")
+    if watch.phase_name != "commit":
+        outcome = "the old weights and the old version are intact, or the sink is poisoned where it writes in place"
+    error.add_note(f"refit to version {version!r} aborted in {watch.where()}: {outcome}")

@@ -1,62 +1,114 @@
-"""An `nn.Module` as the sink of weights: the old ones serve until all of the new ones have arrived.
+"""An `nn.Module` as the sink of weights, in one of four modes.
 
-Knows nothing of the source. New weights are staged in a second bank of the same bytes; `commit` copies the bank into
-the module's own tensors, which keep their identity and their addresses, so that ties, captured graphs and whoever else
-refers to them see the new values.
+Knows nothing of the source. What the modes do with new weights until all of them have arrived:
+
+    staged      a copy of their own (or the transport's memory, where that stays); commit copies it into the module
+    swap        a second set of tensors; commit gives the module these and keeps the old ones for the next refit
+    in_place    the module's own memory at once; a refit that fails after its first byte leaves the sink poisoned
+    shadow      a copy that is verified and forgotten; the module never changes
+
+With "staged" the module's tensors keep their identity and their addresses, so that ties, captured graphs and whoever
+else refers to them see the new values. "swap" keeps the identity of parameters and buffers, and changes addresses.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
+from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_tensor
+from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import read_module
+from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename
+from rl_refit.writable import check_writable
 
-__all__ = ["ModuleSink"]
+__all__ = ["CommitMode", "ModuleSink"]
+
+CommitMode = Literal["staged", "swap", "in_place", "shadow"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Transaction:
-    """What an open transaction knows, of the tensors that are not tied to another."""
+    """What an open transaction knows, of the tensors that travel."""
 
-    live: dict[str, Tensor]
+    tensors: ModuleTensors
+    live: dict[str, tuple[Holding, ...]]
     """The module's own memory."""
 
     missing: dict[str, int]
     """Elements still to be staged."""
+
+    kept: dict[str, list[Holding]] = field(default_factory=dict)
+    """Pieces in memory of the caller's that stays until the transaction is closed."""
+
+    touched: bool = False
+    """Whether the module's own memory was written."""
 
 
 @final
 class ModuleSink:
     """Every parameter and every buffer of `module`, persistent or not. A `WeightSink`.
 
-    Costs one more copy of the weights, from the first `prepare` on. One thread at a time, and none may run the module
-    while `commit` copies.
+    "staged", "swap" and "shadow" cost one more copy of the weights, from the first piece that does not stay. One thread
+    at a time, and none may run the module while `commit` works, or during all of a refit "in_place".
 
     Args:
         module: The engine's own model, which nothing else trains.
+        mode: When the module gets the new weights: "staged", "swap", "in_place", "shadow".
         on_commit: Called with the version at the end of every commit, when the module has the new weights: to tell an
             engine its version, or to drop its caches. If it raises, the sink is poisoned.
+        rename: From a name in the module to its Hugging Face name. Nothing is stripped without it.
+        bindings: Where the module keeps boxes of named tensors in fused, stacked, padded or permuted storage.
+        derived: Patterns, as of `fnmatch`, of tensors that the engine computes from others, and `on_commit` anew.
+        constant: Patterns of tensors that never change; of bound ones, the elements that no binding reaches.
     """
 
-    def __init__(self, module: nn.Module, *, on_commit: Callable[[int], object] | None = None) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mode: CommitMode = "staged",
+        on_commit: Callable[[int], object] | None = None,
+        rename: Rename | None = None,
+        bindings: Bindings | None = None,
+        derived: Iterable[str] = (),
+        constant: Iterable[str] = (),
+    ) -> None:
+        if mode not in get_args(CommitMode):
+            raise ValueError(f"mode={mode!r} is none of {', '.join(get_args(CommitMode))}")
+        self._reader = ModuleReader(
+            module,
+            rename=rename,
+            bindings=bindings,
+            feeding={"derived": tuple(derived), "constant": tuple(constant)},
+            complete=True,
+        )
+        if mode == "swap" and bindings is not None:
+            raise ValueError("mode='swap' exchanges whole tensors, which bindings look into; use mode='staged'")
+        self._mode = mode
+        self._bound = bindings is not None
         self._on_commit = on_commit
-        self._manifest: Manifest | None = None
-        self._bank: dict[str, Tensor] = {}
+        self._bank: dict[str, list[Holding]] = {}
         self._open: _Transaction | None = None
         self._version: int | None = None
         self._poison: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._reader.device
+
+    @property
+    def verifies_only(self) -> bool:
+        """Whether a commit leaves the module as it is."""
+        return self._mode == "shadow"
 
     @property
     def version(self) -> int | None:
@@ -65,85 +117,103 @@ class ModuleSink:
 
     @property
     def poisoned(self) -> bool:
-        """Whether a commit failed half-way, and none has succeeded since."""
+        """Whether the weights may be torn: a commit, or a refit in place, failed and none has succeeded since."""
         return self._poison is not None
 
     def check(self) -> None:
         """Pass if the weights are whole: what an engine calls before it generates.
 
         Raises:
-            PoisonedError: They may be torn.
+            PoisonedError: They may be torn, or are being written in place.
         """
         if self._poison is not None:
             raise PoisonedError(
-                f"the commit of {self._poison}, so the weights may be part old and part new; "
-                f"refit successfully before using them",
+                f"{self._poison}, so the weights may be part old and part new; refit successfully before using them",
                 phase="commit",
             )
+        if self._open is not None and self._open.touched:
+            raise PoisonedError("a refit in place is under way; generate when it has been committed", phase="transfer")
+
+    def poison(self, reason: str) -> None:
+        """Refuse to be used until a refit succeeds: for whoever knows that this rank is not what its peers are."""
+        self._poison = reason
 
     def manifest(self) -> Manifest:
         """What the module holds now.
 
         Raises:
             RefitError: As for `ModuleSource.manifest`.
+            CoverageError: Elements of bound storage that nothing feeds and nothing declares constant.
         """
-        self._manifest = read_module(self._module).manifest(self._manifest)
-        return self._manifest
+        return self._reader.read().manifest
 
     def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction; the first time, allocate the bank. Allowed, and needed, when the sink is poisoned.
+        """Open a transaction. Allowed, and needed, when the sink is poisoned.
 
         Raises:
-            RefitError: A transaction is open already, or a tensor of the module cannot be written in place.
+            RefitError: A transaction is open already, or a tensor of the module cannot be written.
         """
         if self._open is not None:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        tensors = read_module(self._module)
-        self._manifest = tensors.manifest(self._manifest)
-        live = {meta.name: tensors.local[meta.name] for meta in tensors.metas if meta.tied_to is None}
-        _check_writable(live)
-        self._allocate(live)
-        self._open = _Transaction(live, {name: tensor.numel() for name, tensor in live.items()})
-        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._version)
+        tensors = self._reader.read()
+        live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
+        check_writable(live, tensors=tensors, bound=self._bound, swap=self._mode == "swap")
+        missing = {name: _needed(held) for name, held in live.items()}
+        self._open = _Transaction(tensors, live, missing)
+        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version)
 
-    def stage(self, region: Region, tensor: Tensor) -> None:
-        """Copy `tensor` into the bank at `region`.
+    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
+        """Take `tensor` as the new values of `region`; without a copy where it `stays` and the mode allows it.
 
         Raises:
-            RefitError: No transaction is open, the sink has no such tensor, or it is of another dtype or shape.
+            RefitError: No transaction is open, the sink has no such box, or `tensor` is of another dtype or shape.
         """
-        missing = self._transaction("stage").missing
-        if region.name not in missing:
+        transaction = self._transaction("stage")
+        live = transaction.live.get(region.name)
+        if live is None:
             raise RefitError(
                 f"cannot stage {region}: the sink has no such tensor", phase="transfer", tensor=region.name
             )
-        bank = self._bank[region.name]
-        place = _place(bank, region)
-        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+        inside = [holding for holding in live if holding[0].intersect(region) == region]
+        if not inside or tensor.shape != region.shape or tensor.dtype != inside[0][1].dtype:
             raise RefitError(
-                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: "
-                f"the sink has {list(bank.shape)} in {bank.dtype}",
+                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: the sink has "
+                f"{[list(box.shape) for box, _ in live]} in {live[0][1].dtype if live else 'nothing'}",
                 phase="transfer",
                 tensor=region.name,
             )
-        place.copy_(tensor)
-        missing[region.name] -= region.numel
+        transaction.missing[region.name] -= region.numel
+        if self._mode == "in_place":
+            transaction.touched = True
+            with torch.no_grad():
+                _write(inside, region, tensor)
+        elif stays and self._mode != "swap":
+            transaction.kept.setdefault(region.name, []).append((region, tensor))
+        else:
+            with torch.no_grad():
+                _write(self._banked(region.name, live), region, tensor)
 
-    def digest(self) -> Digest:
-        """Of each tensor in the bank while a transaction is open; of the module's own otherwise.
+    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
+        """Of the staged boxes while a transaction is open; of the module's own otherwise.
 
         Raises:
             PoisonedError: No transaction is open, and the weights may be torn.
         """
-        if self._open is not None:
-            return Digest({name: digest_tensor(self._bank[name]) for name in self._open.live})
-        self.check()
-        tensors = read_module(self._module)
-        names = [meta.name for meta in tensors.metas if meta.tied_to is None]
-        return Digest({name: digest_tensor(tensors.local[name]) for name in names})
+        transaction = self._open
+        if transaction is None:
+            self.check()
+            tensors = self._reader.read()
+            live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
+            staged = live
+        else:
+            live = transaction.live
+            staged = {name: self._staged(name, transaction) for name in live}
+        if regions is None:
+            regions = [region for held in live.values() for region in dict.fromkeys(region for region, _ in held)]
+        return digest_regions(regions, lambda region: _read(staged[region.name], region))
 
     def commit(self, version: int) -> None:
-        """Copy the bank into the module in place, then call `on_commit(version)`.
+        """Give the module the staged weights, as its mode says, then call `on_commit(version)`.
 
         Raises:
             RefitError: Nothing was touched: no transaction is open, `version` is not newer than the committed one, or
@@ -158,65 +228,99 @@ class ModuleSink:
                 f"version {version} is not newer than the committed {self._version}; a version counts optimizer steps",
                 phase="commit",
             )
+        if self._mode == "shadow":
+            self._open = None
+            return
         try:
             with torch.no_grad():
-                for name, tensor in transaction.live.items():
-                    _overwrite(tensor, self._bank[name])
+                self._move(transaction)
             if self._on_commit is not None:
                 self._on_commit(version)
             self._version, self._poison, self._open = version, None, None
         except BaseException as error:
-            self._poison = f"version {version} failed with {type(error).__name__}: {error}"
+            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
 
     def abort(self) -> None:
-        """Close the transaction; the module keeps what it has, and the bank is kept for the next one."""
+        """Close the transaction; the module keeps what it has, unless it was written in place, and the bank is kept."""
+        if self._open is not None and self._open.touched:
+            self._poison = self._poison or "a refit in place was given up after its first byte"
         self._open = None
+
+    def _move(self, transaction: _Transaction) -> None:
+        if self._mode == "staged":
+            for name, live in transaction.live.items():
+                for region, piece in self._staged(name, transaction):
+                    _overwrite(live, region, piece)
+        elif self._mode == "swap":
+            for name, held in transaction.live.items():
+                for (region, old), (_, fresh) in zip(held, self._banked(name, held), strict=True):
+                    transaction.tensors.objects[name].data = fresh
+                    self._bank[name] = [(region, old)]
+
+    def _staged(self, name: str, transaction: _Transaction) -> list[Holding] | tuple[Holding, ...]:
+        if self._mode == "in_place":
+            return transaction.live[name]
+        kept = transaction.kept.get(name)
+        if kept is None:
+            return self._banked(name, transaction.live[name])
+        covered = sum(region.numel for region, _ in kept)
+        if covered == _needed(transaction.live[name]):
+            return kept
+        bank = self._banked(name, transaction.live[name])  # part of it stays, part was copied
+        for region, piece in kept:
+            _write(bank, region, piece)
+        return bank
+
+    def _banked(self, name: str, live: tuple[Holding, ...]) -> list[Holding]:
+        """The stage of a tensor, allocated once: a copy of each distinct box."""
+        boxes = {region: view for region, view in live}  # noqa: C416  (of equal boxes the last)
+        bank = self._bank.get(name)
+        if bank is None or [(r, t.dtype, t.device) for r, t in bank] != [
+            (region, view.dtype, view.device) for region, view in boxes.items()
+        ]:
+            bank = [
+                (region, torch.empty(region.shape, dtype=view.dtype, device=view.device))
+                for region, view in boxes.items()
+            ]
+            self._bank[name] = bank
+        return bank
 
     def _transaction(self, action: str) -> _Transaction:
         if self._open is None:
             raise RefitError(f"cannot {action}: no transaction is open; prepare comes first")
         return self._open
 
-    def _allocate(self, live: dict[str, Tensor]) -> None:
-        for name, tensor in live.items():
-            bank = self._bank.get(name)
-            if bank is None or (bank.shape, bank.dtype, bank.device) != (tensor.shape, tensor.dtype, tensor.device):
-                self._bank[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+def _needed(held: tuple[Holding, ...]) -> int:
+    return sum(region.numel for region in {region for region, _ in held})
 
 
-def _overwrite(tensor: Tensor, staged: Tensor) -> None:
-    tensor.copy_(staged)
+def _overwrite(live: tuple[Holding, ...], region: Region, piece: Tensor) -> None:
+    _write([holding for holding in live if holding[0].intersect(region) == region], region, piece)
 
 
-def _place(bank: Tensor, region: Region) -> Tensor | None:
-    """The part of `bank` that is `region`; None where it is not all inside."""
-    if len(region.shape) != bank.dim():
-        return None
-    place = bank[region.index_within(Region(region.name, (0,) * bank.dim(), tuple(bank.shape)))]
-    return place if place.shape == region.shape else None
+def _write(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
+    """Copy `tensor` to every place of `region`; places that do not hold all of it are left alone."""
+    for box, memory in holdings:
+        if box == region:
+            memory.copy_(tensor)
+        elif box.intersect(region) == region:
+            memory[region.index_within(box)].copy_(tensor)
 
 
-def _check_writable(tensors: dict[str, Tensor]) -> None:
-    """Refuse now what would fail, or overwrite another tensor, in the middle of a commit."""
-    extents: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_inference():
-            raise RefitError(
-                f"{name!r} was made under torch.inference_mode, which forbids to overwrite it", tensor=name
-            )
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise RefitError(f"{name!r} is expanded: several of its elements are one; make it contiguous", tensor=name)
-        if tensor.numel():
-            extents.setdefault(tensor.untyped_storage().data_ptr(), []).append((*_extent(tensor), name))
-    for in_storage in extents.values():
-        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(in_storage)):
-            if start < end:
-                raise RefitError(f"{name!r} and {other!r} overlap in memory without being tied", tensor=other)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte, and the byte behind the last one, in the storage."""
-    first, itemsize = int(tensor.storage_offset()), tensor.element_size()
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * itemsize, (last + 1) * itemsize
+def _read(holdings: Iterable[Holding], region: Region) -> Tensor:
+    """The values of `region`: a view where one holding has all of it, assembled from several otherwise."""
+    parts: list[tuple[Region, Region, Tensor]] = []
+    for box, memory in holdings:
+        shared = region.intersect(box)
+        if shared == region:
+            return memory[region.index_within(box)]
+        if shared is not None:
+            parts.append((shared, box, memory))
+    if sum(shared.numel for shared, _, _ in parts) != region.numel:
+        raise RefitError(f"{region} is not staged", phase="verify", tensor=region.name)
+    whole = torch.empty(region.shape, dtype=parts[0][2].dtype, device=parts[0][2].device)
+    for shared, box, memory in parts:
+        whole[shared.index_within(region)].copy_(memory[shared.index_within(box)])
+    return whole

@@ -1,0 +1,45 @@
+"""How much of the storage behind bindings they reach, and whether two of them reach the same element.
+
+Knows no names but those it reports. Exact for any strides: every element is counted once, in a mask of bytes that is
+made for one storage at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_refit.errors import RefitError
+
+__all__ = ["uncovered_by"]
+
+
+def uncovered_by(views: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The elements of each of `tensors` that no view reaches; names without any are left out.
+
+    Views that are the same memory seen the same way, such as ties, count as one.
+
+    Raises:
+        RefitError: Two different views reach the same element.
+    """
+    by_storage: dict[int, dict[object, Tensor]] = {}
+    for view in views:
+        place = (view.storage_offset(), view.shape, view.stride())
+        by_storage.setdefault(view.untyped_storage().data_ptr(), {})[place] = view
+    loose: dict[str, int] = {}
+    for storage, seen in by_storage.items():
+        inside = {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() == storage}
+        any_view = next(iter(seen.values()))
+        mask = torch.zeros(any_view.untyped_storage().nbytes() // any_view.element_size(), dtype=torch.uint8)
+        for view in seen.values():
+            place = mask.as_strided(view.shape, view.stride(), view.storage_offset())
+            if place.numel() and int(place.max()) > 0:
+                raise RefitError(f"two bindings reach the same elements of {', '.join(inside) or 'one storage'}")
+            place.fill_(1)
+        for name, tensor in inside.items():
+            missing = int((mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) == 0).sum())
+            if missing:
+                loose[name] = missing
+    return loose

@@ -1,0 +1,148 @@
+"""Who takes part in a refit over several processes, which of them this process is, and where they meet.
+
+Knows no weights and sends no messages. Parties are named "source 0", "sink 1"; a process may be one of each. They meet
+in a `torch.distributed` store: one that the caller has, or one that an address names. Its keys hold JSON.
+
+The store is best hosted by who must survive the others: by default sink 0, so that an engine that loses its trainer
+still learns, from the store, what was decided.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import final
+from urllib.parse import urlsplit
+
+from torch.distributed import FileStore, Store, TCPStore
+
+from rl_refit.errors import RefitError
+
+__all__ = ["Rendezvous"]
+
+
+@final
+class Rendezvous:
+    """Where the parties of a refit meet. All of them construct one, alike but for their own ranks.
+
+    Args:
+        address: "tcp://127.0.0.1:29555", a free port of an address that all parties reach; "file:///private/dir/store",
+            a file that does not exist yet, on one host; or a store. Whoever reaches it can make an engine take other
+            weights: keep it on loopback, in a private directory, or on a network of your own.
+        num_sources: Ranks of the source.
+        num_sinks: Ranks of the sink.
+        source_rank: This process's rank of the source; None where it has none.
+        sink_rank: This process's rank of the sink; None where it has none.
+        hosts: Whether this process hosts the store of a "tcp://" address; by default sink 0 does.
+        timeout_s: Seconds to wait for the store to appear.
+        liveness_s: Seconds without a sign of life after which a party counts as dead; on one host a dead process is
+            seen at once.
+        name: Of this refit, where one store serves several, or a second one after a party was restarted.
+
+    Raises:
+        ValueError: The numbers do not fit one another, or the address is of no known kind.
+    """
+
+    def __init__(
+        self,
+        address: str | Store,
+        *,
+        num_sources: int,
+        num_sinks: int,
+        source_rank: int | None = None,
+        sink_rank: int | None = None,
+        hosts: bool | None = None,
+        timeout_s: float = 60.0,
+        liveness_s: float = 30.0,
+        name: str = "rl-refit",
+    ) -> None:
+        for side, rank, count in (("source", source_rank, num_sources), ("sink", sink_rank, num_sinks)):
+            if count < 1 or (rank is not None and not 0 <= rank < count):
+                raise ValueError(f"{side}_rank={rank} is no rank of num_{side}s={count}")
+        if source_rank is None and sink_rank is None:
+            raise ValueError("a party has a source_rank, a sink_rank, or both; got neither")
+        if not liveness_s > 0 or not timeout_s > 0:
+            raise ValueError(f"liveness_s and timeout_s must be positive; got {liveness_s} and {timeout_s}")
+        self.address = address if isinstance(address, str) else type(address).__name__
+        self.num_sources, self.num_sinks = num_sources, num_sinks
+        self.source_rank, self.sink_rank = source_rank, sink_rank
+        self.liveness_s = liveness_s
+        self.name = name
+        self.host = "sink 0" if hosts is None else "the party told to"
+        self._hosts = sink_rank == 0 if hosts is None else hosts
+        self._timeout_s = timeout_s
+        self._store = None if isinstance(address, str) else address
+        if isinstance(address, str) and urlsplit(address).scheme not in ("tcp", "file"):
+            raise ValueError(f"address={address!r} is neither tcp://host:port nor file:///path, nor a store")
+
+    @property
+    def parties(self) -> tuple[str, ...]:
+        """Everyone: "source 0", …, "sink 0", …"""
+        sources = (f"source {rank}" for rank in range(self.num_sources))
+        return (*sources, *(f"sink {rank}" for rank in range(self.num_sinks)))
+
+    @property
+    def mine(self) -> tuple[str, ...]:
+        """The one or two parties that this process is."""
+        source = () if self.source_rank is None else (f"source {self.source_rank}",)
+        return source if self.sink_rank is None else (*source, f"sink {self.sink_rank}")
+
+    @property
+    def leader(self) -> str:
+        """The party that begins refits and gathers answers."""
+        return "source 0"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader."""
+        return self.source_rank == 0
+
+    @property
+    def numbers(self) -> str:
+        """What all parties must agree on before anything else."""
+        return f"{self.num_sources} sources and {self.num_sinks} sinks"
+
+    def connect(self) -> Store:
+        """The store; made at the first call, and kept.
+
+        Raises:
+            RefitError: It cannot be reached within `timeout_s`, or its address is taken.
+        """
+        if self._store is None:
+            try:
+                self._store = self._open()
+            except (RuntimeError, OSError) as error:
+                role = "host" if self._hosts else "reach"
+                raise RefitError(
+                    f"{' and '.join(self.mine)} cannot {role} the store at {self.address}: "
+                    f"{str(error).splitlines()[0]}; {self.host} hosts it"
+                ) from error
+        return self._store
+
+    def _open(self) -> Store:
+        parts = urlsplit(self.address)
+        if parts.scheme == "file":
+            return FileStore(parts.path, self.num_sources + self.num_sinks)
+        if parts.hostname is None or parts.port is None:
+            raise OSError(f"no host or no port in {self.address!r}")
+        timeout = timedelta(seconds=self._timeout_s)
+        if not self._hosts:
+            return TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        listener = _listen(parts.hostname, parts.port)  # torch's own would listen on every interface
+        return TCPStore(
+            parts.hostname,
+            parts.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(1024)
+    return listener

@@ -1,0 +1,9 @@
+"""What an unmodified `load_weights` does with a checkpoint, found out by running it: where every element goes."""
+
+from __future__ import annotations
+
+from rl_refit.trace.dye import trace
+from rl_refit.trace.loader_map import LoaderMap
+from rl_refit.trace.writes import WriteCoverage, trace_writes
+
+__all__ = ["LoaderMap", "WriteCoverage", "trace", "trace_writes"]

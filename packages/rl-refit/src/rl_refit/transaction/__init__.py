@@ -1,0 +1,1 @@
+"""One refit over several processes: what they tell one another, and in which order."""

@@ -1,0 +1,110 @@
+"""Whether the other parties of a refit are alive, and the proof that this one is.
+
+Knows a store and process ids. Two signs:
+
+* every party counts up a number in the store, four times in `liveness_s`; whoever stands still for `liveness_s` is
+  silent: dead, stopped, or cut off;
+* a party on this host whose process is gone is dead, which is seen at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any, final
+
+from torch.distributed import Store
+
+from rl_refit.errors import PeerError
+
+__all__ = ["Heartbeat", "Peers", "this_process"]
+
+
+def this_process() -> dict[str, Any]:
+    """This process as others on the same host can find it: host, process id, and when it started."""
+    import os
+    import socket
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return {"host": host, "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+@final
+class Heartbeat:
+    """A thread that counts for some parties of this process until it is stopped."""
+
+    def __init__(self, store: Store, parties: tuple[str, ...], *, liveness_s: float) -> None:
+        self._store, self._parties, self._interval_s = store, parties, liveness_s / 4
+        self._stop = threading.Event()
+        self._beat(0)
+        self._thread = threading.Thread(target=self._run, name="rl-refit heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self._stop.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stop.wait(self._interval_s):
+            count += 1
+            try:
+                self._beat(count)
+            except RuntimeError:  # the store is gone: whoever waits for anything finds out, and says so
+                return
+
+    def _beat(self, count: int) -> None:
+        for party in self._parties:
+            self._store.set(f"alive/{party}", str(count))
+
+
+@final
+class Peers:
+    """The other parties, each with the process that it said it is."""
+
+    def __init__(self, store: Store, processes: Mapping[str, dict[str, Any]], *, liveness_s: float) -> None:
+        self._store, self._processes, self._liveness_s = store, processes, liveness_s
+        self._host = this_process()["host"]
+        self._counts: dict[str, tuple[bytes, float]] = {}
+        self._heard = 0.0
+
+    def check(self) -> None:
+        """Pass while every peer shows a sign of life.
+
+        Raises:
+            PeerError: One is dead or silent; names it.
+        """
+        for party, process in self._processes.items():
+            if process["host"] == self._host and _started(process["pid"]) != process["started"]:
+                raise PeerError(f"{party} is dead: its process {process['pid']} on this host is gone", peer=party)
+        now = monotonic()
+        if now - self._heard >= self._liveness_s / 4:
+            self._heard = now
+            self._listen(now)
+
+    def _listen(self, now: float) -> None:
+        for party, process in self._processes.items():
+            count = self._store.get(f"alive/{party}")
+            before, since = self._counts.get(party, (b"", now))
+            if count != before:
+                self._counts[party] = (count, now)
+            elif now - since > self._liveness_s:
+                where = f"process {process['pid']} on {process['host'].split()[0]}"
+                raise PeerError(
+                    f"{party} ({where}) has shown no sign of life for {now - since:.1f} s "
+                    f"(liveness_s={self._liveness_s}): it is dead, stopped or cut off",
+                    peer=party,
+                )
+
+
+def _started(pid: int) -> str | None:
+    """When a process of this host started, in ticks since boot; None if there is none, or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,299 @@
+"""One refit at one party: prepare, transfer, verify, commit; or abort, with the old weights as they were.
+
+    PREPARE    the manifests are those that were planned, the version is new; all say so before a byte moves
+    TRANSFER   the transport moves the buckets of this party's streams
+    VERIFY     digest of what a sink has staged == digest that the sources give of the boxes they routed to it
+    COMMIT     the decision is made once for all; sinks make the staged weights theirs, and digest these again
+
+Knows no wire. In one process there is no control, and the same phases run without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from rl_refit.digest import Digest, combine_digests, digest_tensor
+from rl_refit.errors import DigestError, PeerError, RefitError
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
+from rl_refit.plan import RefitPlan
+from rl_refit.sampling import Sample
+from rl_refit.schedule import Schedule
+from rl_refit.transaction.agreement import Agreement, Sides
+from rl_refit.transaction.control import COMMIT, Control
+from rl_refit.transaction.messages import error_from_message, error_to_message
+from rl_refit.transports.base import Inbox, Outbox, Transport
+from rl_refit.watch import Watch
+
+__all__ = ["Outcome", "Party", "abort_message"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a refit came to, for the report."""
+
+    digest: str | None
+    """One value for all that was verified at all sinks; None where nothing was."""
+
+    unreadable: tuple[str, ...]
+    """Tensors of this process's sink that cannot be read back after the commit."""
+
+
+@final
+@dataclass
+class Party:
+    """This process in every refit of one agreement."""
+
+    sides: Sides
+    agreement: Agreement
+    transport: Transport
+    outbox: Outbox | None
+    inbox: Inbox | None
+    control: Control | None
+    schedule: Schedule
+    source_rank: int | None
+    sink_rank: int | None
+    _boxes: dict[tuple[int, int], list[tuple[Region, int]]] = field(default_factory=dict)
+
+    def run(self, version: int, sample: Sample, watch: Watch) -> Outcome:
+        """All phases. Whatever is raised, the caller aborts.
+
+        Raises:
+            RefitError: Of any kind; see `Refit`.
+        """
+        with watch.phase("prepare"):
+            self._prepare(version, watch)
+        with watch.phase("transfer"):
+            self.transport.transfer(self.outbox, self.inbox, watch)
+            watch.check()
+        with watch.phase("verify"):
+            expected = self._verify(sample, watch)
+        with watch.phase("commit"):
+            self._decide(version, watch)
+            return self._commit(version, expected, sample, watch)
+
+    def _prepare(self, version: int, watch: Watch) -> None:
+        if self.sides.source is not None:
+            own = self.sides.source.manifest()
+            _require_unchanged("source", planned=self.agreement.source, now=own, rank=self.source_rank)
+        if self.sides.sink is not None:
+            coverage = self.sides.sink.prepare(self.agreement.plan.source)
+            if coverage.manifest_hash != self.agreement.plan.source.hash():
+                raise RefitError(
+                    f"the sides disagree on the manifest: the source's hash is {self.agreement.plan.source.hash()}, "
+                    f"the sink answers {coverage.manifest_hash}"
+                )
+            _require_unchanged("sink", planned=self.agreement.sink, now=coverage.sink, rank=self.sink_rank)
+            if coverage.version is not None and version <= coverage.version:
+                raise RefitError(
+                    f"version {version} is not newer than the sink's {coverage.version}; "
+                    f"a version is the number of optimizer steps that the weights have seen, never a count of calls"
+                )
+        self._barrier("prepared", watch, version)
+
+    def _barrier(self, step: str, watch: Watch, value: object = None) -> None:
+        """Wait until all parties are here, with the same value."""
+        watch.check()
+        if self.control is None:
+            return
+        said = self.control.gather(step, dict.fromkeys(self.control.rendezvous.mine, value), watch)
+        for party, other in (said or {}).items():
+            if other != value:
+                raise RefitError(f"{party} is at version {other}, and {self.control.rendezvous.leader} at {value}")
+        self.control.announce(step, None if said is None else value, watch)
+
+    def _verify(self, sample: Sample, watch: Watch) -> dict[int, Digest]:
+        """By source rank, the digests that this process's sink was found to have; empty without a sink."""
+        given = self._give_digests(sample, watch)
+        if self.sides.sink is None:
+            return {}
+        verified: dict[int, Digest] = {}
+        for source_rank, regions in self._regions_to(self.sink_rank, sample).items():
+            staged = self.sides.sink.digest(regions)
+            sent = given.get((source_rank, self.sink_rank))
+            if sent is None:
+                assert self.control is not None
+                key, peer = f"digest/{source_rank}/{self.sink_rank}", f"source {source_rank}"
+                sent = Digest(self.control.read(key, watch, peer=peer))
+            _compare(sent, staged, "staged", source_rank)
+            verified[source_rank] = sent
+            watch.check()
+        return verified
+
+    def _give_digests(self, sample: Sample, watch: Watch) -> dict[tuple[int, int | None], Digest]:
+        """Digest what this process's source routes to each sink rank, and tell it."""
+        if self.sides.source is None:
+            return {}
+        given: dict[tuple[int, int | None], Digest] = {}
+        same: dict[tuple[Region, ...], Digest] = {}  # replicas of a sink are sent the same
+        for sink_rank in self.agreement.plan.sink.ranks:
+            regions = self._regions(self.source_rank, sink_rank, sample)
+            if regions:
+                digest = same[regions] = same.get(regions) or self._digest_source(regions, watch)
+                given[self.source_rank or 0, sink_rank] = digest
+                if self.control is not None and sink_rank != self.sink_rank:
+                    self.control.post(f"digest/{self.source_rank}/{sink_rank}", dict(digest.tensors))
+        return given
+
+    def _digest_source(self, regions: tuple[Region, ...], watch: Watch) -> Digest:
+        assert self.sides.source is not None
+        by_name: dict[str, list[Region]] = {}
+        for region in regions:
+            by_name.setdefault(region.name, []).append(region)
+        digests: dict[Region, str | None] = {}
+        for box, tensor in self.sides.source.shards(by_name):
+            watch.check()
+            for region in by_name[box.name]:
+                if box.intersect(region) == region:
+                    digests[region] = digest_tensor(tensor[region.index_within(box)])
+        return combine_digests(regions, digests)
+
+    def _regions_to(self, sink_rank: int | None, sample: Sample) -> dict[int, tuple[Region, ...]]:
+        """What each source rank routes to a sink rank, as far as it is digested."""
+        to_sink = {rank: self._regions(rank, sink_rank, sample) for rank in self.agreement.plan.source.ranks}
+        return {rank: regions for rank, regions in to_sink.items() if regions}
+
+    def _regions(self, source_rank: int | None, sink_rank: int | None, sample: Sample) -> tuple[Region, ...]:
+        assert source_rank is not None and sink_rank is not None
+        if not self._boxes:
+            self._boxes = _boxes_by_pair(self.agreement.plan)
+        return sample.of(self._boxes.get((source_rank, sink_rank), ()))
+
+    def _decide(self, version: int, watch: Watch) -> None:
+        """Have the decision made: commit, once all have verified.
+
+        Raises:
+            RefitError: Another party made it abort.
+            PeerError: It cannot be learnt; a rank of a sink of several is poisoned, since its peers may have committed.
+        """
+        if self.control is None:
+            return
+        watch.check()
+        self.control.gather("verified", dict.fromkeys(self.control.rendezvous.mine, version), watch)
+        if self.control.rendezvous.leads:
+            decision = self.control.decide(COMMIT)
+        else:
+            decision = self._learn_decision(watch)
+        if decision != COMMIT:
+            raise error_from_message(decision)
+
+    def _learn_decision(self, watch: Watch) -> Any:
+        assert self.control is not None
+        try:
+            return self.control.decision(watch)
+        except RefitError as silence:
+            try:
+                # Whoever proposes first decides for all: after this either nobody commits, or everybody does.
+                return self.control.decide(abort_message(silence, self.control, watch))
+            except PeerError as lost:
+                self._doubt(lost)
+                raise
+
+    def _doubt(self, lost: PeerError) -> None:
+        """The store is gone and the decision with it: other ranks of the sink may have committed."""
+        poison = getattr(self.sides.sink, "poison", None)
+        if poison is not None and len(self.agreement.plan.sink.ranks) > 1:
+            poison(f"{lost}, between verify and commit: other ranks of this sink may have committed")
+            lost.add_note("this rank of the sink is poisoned until a refit succeeds, since others may have committed")
+
+    def _commit(self, version: int, expected: dict[int, Digest], sample: Sample, watch: Watch) -> Outcome:
+        """Commit here, hear that all have, and make one digest of all.
+
+        Raises:
+            PoisonedError: A sink failed to; says which.
+        """
+        unreadable: tuple[str, ...] = ()
+        if self.sides.sink is not None:
+            try:
+                self.sides.sink.commit(version)
+                with watch.part("confirm"):
+                    unreadable = self._confirm(expected, sample)
+            except BaseException as error:
+                if self.control is not None:
+                    self._say_committed({"failed": abort_message(error, self.control, watch)["text"]}, watch)
+                raise
+        own = Digest({f"{rank}": digest.hex for rank, digest in expected.items()}).hex if expected else None
+        if self.control is None:
+            return Outcome(digest=own, unreadable=unreadable)
+        return Outcome(digest=self._say_committed({"digest": own}, watch), unreadable=unreadable)
+
+    def _say_committed(self, value: dict[str, Any], watch: Watch) -> str | None:
+        assert self.control is not None
+        said = self.control.gather("committed", dict.fromkeys(self.control.rendezvous.mine, value), watch)
+        answer: dict[str, Any] | None = None
+        if said is not None:
+            failed = {party: other["failed"] for party, other in said.items() if "failed" in other}
+            hexes = {party: other.get("digest") for party, other in said.items() if party.startswith("sink")}
+            answer = {"failed": failed, "digest": Digest(hexes).hex if all(hexes.values()) else None}
+        answer = self.control.announce("committed", answer, watch)
+        others = {party: text for party, text in answer["failed"].items() if party not in self.control.rendezvous.mine}
+        if others and "failed" not in value:
+            lines = "".join(f"\n  {party}: {text}" for party, text in others.items())
+            raise RefitError(
+                f"{len(others)} parties failed in their commit, which the others have done; refit all again before "
+                f"using any of the failed:{lines}",
+                phase="commit",
+                peer=next(iter(others)),
+            )
+        digest: str | None = answer["digest"]
+        return digest
+
+    def _confirm(self, expected: dict[int, Digest], sample: Sample) -> tuple[str, ...]:
+        """Compare the weights that the sink now serves; return what cannot be read back."""
+        sink, unreadable = self.sides.sink, dict[str, None]()
+        assert sink is not None
+        if getattr(sink, "verifies_only", False):
+            return ()
+        for source_rank, regions in self._regions_to(self.sink_rank, sample).items():
+            resident = sink.digest(regions)
+            sent = expected[source_rank]
+            missing = [name for name in sent.tensors if name not in resident.tensors]
+            unreadable |= dict.fromkeys(missing)
+            readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
+            try:
+                _compare(readable, resident, "in the engine after the commit", source_rank)
+            except DigestError as error:
+                poison = getattr(sink, "poison", None)
+                if poison is not None:
+                    poison(str(error))
+                raise
+        return tuple(unreadable)
+
+
+def abort_message(error: BaseException, control: Control, watch: Watch) -> dict[str, Any]:
+    """The decision that a party proposes when it fails."""
+    return error_to_message(error, party=" and ".join(control.rendezvous.mine), where=watch.where())
+
+
+def _boxes_by_pair(plan: RefitPlan) -> dict[tuple[int, int], list[tuple[Region, int]]]:
+    boxes: dict[tuple[int, int], list[tuple[Region, int]]] = {}
+    for route in plan.routes:
+        itemsize = plan.sink.by_name[route.region.name].torch_dtype.itemsize
+        for sink_rank in route.sink_ranks:
+            boxes.setdefault((route.source_rank, sink_rank), []).append((route.region, itemsize))
+    return boxes
+
+
+def _require_unchanged(side: str, *, planned: Manifest | None, now: Manifest, rank: int | None) -> None:
+    assert planned is not None
+    if now is planned or now.hash() == planned.hash():
+        return
+    now = now if rank is None else now.on_rank(rank)
+    if now.hash() == planned.hash():
+        return
+    changed = sorted({meta.name for meta in set(planned.tensors) ^ set(now.tensors)}) or ["their order"]
+    raise RefitError(
+        f"the manifest of the {side} is not the one that was planned: {planned.hash()[:12]} then, {now.hash()[:12]} "
+        f"now; changed: {', '.join(changed)}; make a new Refit"
+    )
+
+
+def _compare(sent: Digest, found: Digest, where: str, source_rank: int) -> None:
+    differing = sent.differing(found)
+    if differing:
+        lines = (f"\n  {name}: {sent.tensors.get(name)} sent, {found.tensors.get(name)} found" for name in differing)
+        raise DigestError(
+            f"{len(differing)} tensors are not {where} as source {source_rank} sent them:{''.join(lines)}",
+            tensors=differing,
+        )

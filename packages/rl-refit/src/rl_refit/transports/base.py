@@ -1,0 +1,201 @@
+"""What a transport is asked to do, and what it is given to do it with.
+
+Knows no way of bytes. A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of
+each stream, and gives them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse,
+such as the order of buckets: plan, digests, commit and abort belong to the transaction.
+
+A process may be a rank of the source, of the sink, or of both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from rl_refit.buckets import Bucket, Piece
+from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.errors import RefitError
+from rl_refit.layout import Region
+from rl_refit.schedule import Routing, Schedule, Stream
+from rl_refit.watch import Watch
+
+__all__ = ["Channel", "Inbox", "Outbox", "Transport", "slot_view"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """What all refits through a transport have in common, agreed upon by all parties before the first."""
+
+    schedule: Schedule
+    """The streams, cut as the transport's `routing` and `bounded` say."""
+
+    source_rank: int | None
+    """This process's rank of the source; None where it has none."""
+
+    sink_rank: int | None
+    """This process's rank of the sink; None where it has none."""
+
+    slots: int
+    """Buckets that a bounded transport may hold at once."""
+
+    device: torch.device
+    """Where this process's tensors are."""
+
+    store: Store | None
+    """For addresses and handles: a namespace of its own in the store of the rendezvous. None in one process."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One way of bytes. All parties of a refit construct the same one, with the same arguments."""
+
+    name: str
+    """For reports and errors: "shared memory"."""
+
+    routing: Routing
+    """How the plan is cut: see `rl_refit.schedule`."""
+
+    bounded: bool
+    """Whether streams are cut into buckets; otherwise each is one, as large as it needs."""
+
+    def open(self, channel: Channel, watch: Watch) -> None:
+        """Allocate and connect, once, before the first transfer. All parties call it at the same time."""
+
+    def transfer(self, outbox: Outbox | None, inbox: Inbox | None, watch: Watch) -> None:
+        """Move every bucket of this process's streams. All parties call it at the same time.
+
+        Looks at `watch.check()` between buckets and, while it waits, at least every `PATIENCE_S`; notes with
+        `watch.at` what it does. On any exception the transport must be able to serve a new transfer, or raise a
+        `RefitError` that says why it cannot.
+        """
+
+    def finish(self) -> None:
+        """The transaction is closed: memory that was given to the sink with `stays=True` may be reused."""
+
+    def close(self) -> None:
+        """Free everything; may be called twice, and after a failed `open`."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that this process holds for transfers, beside the tensors of source and sink."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A piece of a stream and where it lies in the source's box."""
+
+    bucket: int
+    piece: Piece
+    box: Region
+    index: tuple[slice, ...]
+
+
+@final
+@dataclass
+class Outbox:
+    """The source's side of one refit: the pieces of a stream as views of the source's own tensors."""
+
+    source: WeightSource
+    schedule: Schedule
+    watch: Watch
+    version: int
+    """The version of the weights that are sent."""
+
+    refit: int
+    """Number of this refit, counted from 1 by every party alike; failed ones count."""
+
+    _cuts: dict[int, tuple[_Cut, ...]] = field(default_factory=dict)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the source's tensors stay as they are until the refit is over, and not just until the next one."""
+        return bool(getattr(self.source, "tensors_stay", False))
+
+    def pieces(self, stream: Stream) -> Iterator[tuple[int, Piece, Tensor]]:
+        """Each piece of `stream` in order: the number of its bucket, the piece, and a tensor of its shape and dtype.
+
+        The tensor is the source's, perhaps not contiguous, and stays until the next one is asked for.
+
+        Raises:
+            RefitError: The source yields other tensors than its manifest promises.
+        """
+        cuts = self._cuts.get(stream.number) or self._cut(stream)
+        self._cuts[stream.number] = cuts
+        shards = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts))
+        region: Region | None = None
+        for cut in cuts:
+            while region != cut.box:
+                region, tensor = next(shards, (None, None))
+                if region is None or tensor is None:
+                    raise RefitError(
+                        f"the source does not yield {cut.box}, which its manifest promises", tensor=cut.box.name
+                    )
+                self._check(region, tensor)
+            yield cut.bucket, cut.piece, tensor[cut.index] if cut.piece.region != cut.box else tensor
+
+    def _cut(self, stream: Stream) -> tuple[_Cut, ...]:
+        boxes: dict[str, tuple[Region, ...]] = {}
+        cuts: list[_Cut] = []
+        for number, bucket in enumerate(stream.buckets):
+            for piece in bucket:
+                name = piece.region.name
+                if name not in boxes:
+                    boxes[name] = self.schedule.plan.source.by_name[name].regions()[stream.source_rank]
+                box = next(box for box in boxes[name] if box.intersect(piece.region) == piece.region)
+                cuts.append(_Cut(number, piece, box, piece.region.index_within(box)))
+        return tuple(cuts)
+
+    def _check(self, region: Region, tensor: Tensor) -> None:
+        self.watch.tensor = region.name
+        dtype = self.schedule.dtypes[region.name]
+        if tensor.shape != region.shape or tensor.dtype != dtype:
+            raise RefitError(
+                f"the source yields {region} as {list(tensor.shape)} in {tensor.dtype}, where its manifest has {dtype}",
+                tensor=region.name,
+            )
+
+
+@final
+@dataclass
+class Inbox:
+    """The sink's side of one refit: takes pieces, and hands this rank's part of each to the sink."""
+
+    sink: WeightSink
+    schedule: Schedule
+    sink_rank: int
+    watch: Watch
+    version: int
+    """The version of the weights that arrive."""
+
+    refit: int
+    """Number of this refit, counted from 1 by every party alike; failed ones count."""
+
+    _wanted: dict[Region, tuple[Region, ...]] = field(default_factory=dict)
+
+    def deliver(self, bucket: Bucket, slot: Tensor, *, stays: bool = False) -> None:
+        """Stage what this rank needs of `bucket`, whose bytes are in `slot`, uint8 [at least the bucket's bytes].
+
+        `stays` promises that the slot is not written before the transport's `finish`.
+        """
+        for piece in bucket:
+            self.put(piece.region, slot_view(slot, piece, self.schedule.dtypes[piece.region.name]), stays=stays)
+
+    def put(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
+        """Stage what this rank needs of `region`, given as `tensor` of its shape."""
+        self.watch.tensor = region.name
+        if region not in self._wanted:
+            mine = self.schedule.plan.sink.by_name[region.name].regions().get(self.sink_rank, ())
+            self._wanted[region] = tuple(part for part in map(region.intersect, mine) if part is not None)
+        for part in self._wanted[region]:
+            view = tensor if part == region else tensor[part.index_within(region)]
+            self.sink.stage(part, view, stays=stays)
+
+
+def slot_view(slot: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """The place of `piece` in the bytes `slot`, uint8 [at least its end], as `dtype` and in the shape of the piece."""
+    return slot[piece.start : piece.start + piece.nbytes].view(dtype).view(piece.region.shape)

@@ -1,0 +1,254 @@
+"""What the processes of `pg_world.py` do: transports over torch.distributed, under channels made by hand."""
+
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import time
+import zlib
+
+import pg_models
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore
+
+from rl_refit.contracts import Coverage
+from rl_refit.errors import AbortedError, RefitError
+from rl_refit.layout import Layout, Region
+from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
+from rl_refit.plan import plan_refit
+from rl_refit.refit import Refit
+from rl_refit.rendezvous import Rendezvous
+from rl_refit.schedule import make_schedule
+from rl_refit.sink import ModuleSink
+from rl_refit.source import ModuleSource
+from rl_refit.topology import Topology
+from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.broadcast import Broadcast
+from rl_refit.transports.point_to_point import PointToPoint
+from rl_refit.watch import Watch
+
+TRANSPORTS = {"broadcast": Broadcast, "point_to_point": PointToPoint}
+DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
+
+
+# -- Sides made of plain tensors --------------------------------------------------------------------
+
+
+def values(meta, refit):
+    """Every element of a tensor as it is at a refit: bytes from a seed."""
+    seed = torch.Generator().manual_seed(zlib.crc32(f"{meta.name} {refit}".encode()))
+    count = math.prod(meta.shape) * meta.torch_dtype.itemsize
+    data = torch.randint(0, 2 if meta.dtype == "bool" else 256, (count,), dtype=torch.uint8, generator=seed)
+    return data.view(meta.torch_dtype).view(meta.shape)
+
+
+def whole(meta):
+    return Region(meta.name, (0,) * len(meta.shape), meta.shape)
+
+
+class PlainSource:
+    """The boxes of one rank of a manifest."""
+
+    def __init__(self, manifest, rank, on_yield=lambda: None):
+        self._manifest, self._rank, self._on_yield = manifest, rank, on_yield
+        self.refit = 0
+
+    def manifest(self):
+        return self._manifest
+
+    def shards(self, names):
+        for name in names:
+            meta = self._manifest.by_name[name]
+            full = values(meta, self.refit)
+            for region in meta.regions().get(self._rank, ()):
+                self._on_yield()
+                yield region, full[region.index_within(whole(meta))]
+
+
+class PlainSink:
+    """Counts how often each byte of one rank's boxes is staged."""
+
+    def __init__(self, manifest, rank, on_stage=lambda: None):
+        self._manifest, self._rank, self._on_stage = manifest, rank, on_stage
+        self.clear()
+
+    def clear(self):
+        self.staged = {meta.name: torch.zeros(meta.shape, dtype=meta.torch_dtype) for meta in self._manifest.tensors}
+        self.times = {meta.name: torch.zeros(meta.shape, dtype=torch.int32) for meta in self._manifest.tensors}
+
+    def prepare(self, manifest):
+        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=None)
+
+    def stage(self, region, tensor, *, stays=False):
+        self._on_stage()
+        index = region.index_within(whole(self._manifest.by_name[region.name]))
+        self.staged[region.name][index] = tensor
+        self.times[region.name][index] += 1
+
+    def assert_holds(self, refit):
+        for meta in self._manifest.tensors:
+            full = values(meta, refit).flatten().view(torch.uint8)
+            staged, times = self.staged[meta.name].flatten().view(torch.uint8), self.times[meta.name]
+            mine = torch.zeros(meta.shape, dtype=torch.bool)
+            for region in meta.regions().get(self._rank, ()):
+                index = region.index_within(whole(meta))
+                mine[index] = True
+            assert torch.equal(times, mine.int()), f"{meta.name}: an element arrived never or twice"
+            size = meta.torch_dtype.itemsize
+            where = mine.flatten().repeat_interleave(size)
+            assert torch.equal(full[where], staged[where]), f"{meta.name} differs"
+
+
+# -- Any number of ranks, any layout ----------------------------------------------------------------
+
+
+def shapes(place, *, seeds):
+    """For each seed a random world, both transports, two refits: all arrives once, and no more than the bound."""
+    store = FileStore(str(place.folder / "store"), -1)
+    met = 0
+    for seed, transport in itertools.product(range(*seeds), TRANSPORTS):
+        if _random_world(seed, place, PrefixStore(f"{seed} {transport}", store), transport):
+            met += 1
+    return met
+
+
+def _random_world(seed, place, store, transport_name):
+    chance = random.Random(seed)
+    num_sources, num_sinks = chance.randint(1, place.processes), chance.randint(1, place.processes)
+    places = chance.sample(range(place.processes), num_sinks)  # some processes are both, some neither
+    source_rank = place.process if place.process < num_sources else None
+    sink_rank = places.index(place.process) if place.process in places else None
+    metas = [(f"t{n}", _random_shape(chance), chance.choice(DTYPES)) for n in range(chance.randint(1, 6))]
+    source = _random_manifest(metas, num_sources, chance)
+    sink = _random_manifest(metas, num_sinks, chance)
+    nodes = tuple(chance.choice("ab") for _ in range(num_sinks))
+    topology = chance.choice([None, Topology(source_nodes=("c",) * num_sources, sink_nodes=nodes)])
+    plan = plan_refit(source, sink, topology)
+    bucket_bytes, slots = chance.choice([512, 1024, 4096]), chance.randint(1, 3)
+    if source_rank is None and sink_rank is None:
+        return False
+    transport = TRANSPORTS[transport_name]()
+    schedule = make_schedule(plan, routing=transport.routing, bucket_bytes=bucket_bytes)
+    watch = Watch(deadline_s=30)
+    transport.open(_channel(schedule, (source_rank, sink_rank), store, slots=slots), watch)
+    for refit in (1, 2):
+        _transfer(transport, schedule, (source_rank, sink_rank), (source, sink), refit=refit, watch=watch)
+    _assert_least(transport, plan, sink_rank, slots=slots, bucket_bytes=bucket_bytes)
+    transport.finish()
+    transport.close()
+    transport.close()
+    return True
+
+
+def _transfer(transport, schedule, ranks, manifests, *, refit, watch):
+    outbox = inbox = None
+    if ranks[0] is not None:
+        plain = PlainSource(manifests[0], ranks[0])
+        plain.refit = refit
+        outbox = Outbox(plain, schedule, watch, version=refit, refit=refit)
+    if ranks[1] is not None:
+        sink = PlainSink(manifests[1], ranks[1])
+        inbox = Inbox(sink, schedule, ranks[1], watch, version=refit, refit=refit)
+    with watch.phase("transfer"):
+        transport.transfer(outbox, inbox, watch)
+    if inbox is not None:
+        sink.assert_holds(refit)
+
+
+def _assert_least(transport, plan, sink_rank, *, slots, bucket_bytes):
+    traffic = transport.traffic
+    assert transport.extra_bytes <= 2 * slots * (bucket_bytes + 512)
+    if sink_rank is None:
+        assert traffic.received == traffic.copied == 0
+    elif isinstance(transport, PointToPoint):
+        assert traffic.received + traffic.copied == plan.lower_bound(sink_rank)
+        assert traffic.relayed <= plan.bytes_relayed(sink_rank)  # nothing is handed back to where it came from
+    else:
+        streams = make_schedule(plan, routing="multicast", bucket_bytes=bucket_bytes).streams
+        everything = sum(piece.nbytes for stream in streams for bucket in stream.buckets for piece in bucket)
+        assert traffic.received + traffic.copied == everything >= plan.lower_bound(sink_rank)
+
+
+def _channel(schedule, ranks, store, *, slots=2):
+    return Channel(
+        schedule=schedule,
+        source_rank=ranks[0],
+        sink_rank=ranks[1],
+        slots=slots,
+        device=torch.device("cpu"),
+        store=store,
+    )
+
+
+def _random_shape(chance):
+    return tuple(chance.choice([1, 2, 3, 7, 16, 33]) for _ in range(chance.randint(0, 3)))
+
+
+def _random_manifest(metas, num_ranks, chance):
+    return Manifest(
+        tuple(
+            TensorMeta(name=name, shape=shape, dtype=dtype, layout=_random_layout(shape, num_ranks, chance))
+            for name, shape, dtype in metas
+        )
+    )
+
+
+def _random_layout(shape, num_ranks, chance):
+    first = chance.choice([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
+    dims = [chance.choice([None, *range(len(shape))]) for _ in range(2)]
+    ranks = list(range(num_ranks))
+    chance.shuffle(ranks)
+    return Layout.from_placements((first, num_ranks // first), dims, ranks=ranks)
+
+
+# -- Real modules, through Refit --------------------------------------------------------------------
+
+
+def modules(place, *, worlds, model, sources, sinks, colocated=False):
+    """A trainer and an engine of real modules, each in a world of its own or both in one; two refits a transport."""
+    (source_layout, num_sources), (sink_layout, num_sinks) = sources, sinks
+    assert place.processes == num_sinks if colocated else num_sources + num_sinks
+    trains = place.process < num_sources
+    source_rank = place.process if trains else None
+    sink_rank = place.process if colocated else None if trains else place.process - num_sources
+    _default_group(place, "trainer" if trains else "engine", source_rank if trains else sink_rank, (sources, sinks))
+    policy = pg_models.lay_out(pg_models.build(model, 0), source_layout, num_sources) if trains else None
+    engine = None if sink_rank is None else pg_models.lay_out(pg_models.build(model, 0), sink_layout, num_sinks)
+    found = {}
+    for name in worlds:
+        transport = TRANSPORTS[name]()
+        refit = Refit(
+            ModuleSource(policy) if policy is not None else None,
+            ModuleSink(engine) if engine is not None else None,
+            transport,
+            rendezvous=Rendezvous(
+                FileStore(str(place.folder / name), -1),
+                num_sources=num_sources,
+                num_sinks=num_sinks,
+                source_rank=source_rank,
+                sink_rank=sink_rank,
+            ),
+            bucket_bytes=2048,
+        )
+        for version in (1, 2):
+            if policy is not None:
+                pg_models.advance(policy, version)
+            report = refit(version=version) if policy is not None else refit.receive(timeout_s=30)
+            assert engine is None or pg_models.wrong_tensors(engine, version) == [], (name, version)
+        if engine is not None and name == "point_to_point":
+            traffic = transport.traffic
+            assert traffic.received + traffic.copied == refit.plan.lower_bound(sink_rank)
+        found[name] = [report.digest, report.transport, transport.traffic.relayed]
+        refit.close()
+    dist.destroy_process_group()
+    return found
+
+
+def _default_group(place, side, rank, layouts):
+    (_, num_sources), (_, num_sinks) = layouts
+    size = num_sources if side == "trainer" else num_sinks
+    store = FileStore(str(place.folder / side), -1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
