@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit
+from rl_refit import ModuleSink, ModuleSource, Refit
 
 
 def resident_bytes():
@@ -43,18 +43,19 @@ def test_a_thousand_refits_leave_no_memory_and_no_files():
 
 def test_a_refit_that_fails_leaves_no_more_than_one_that_succeeds():
     """Its traceback goes with the exception, and the stage is used again."""
-    policy, engine = nn.Linear(512, 512), nn.Sequential(nn.Linear(512, 512))
-    sink = ModuleSink(engine)
+    policy, engine = nn.Linear(512, 512), nn.Linear(512, 512)
+    sink = ModuleSink(engine, mode="swap", on_commit={}.__getitem__)
     refit = Refit(ModuleSource(policy), sink)
     addresses = set()
     for _ in range(20):
-        with pytest.raises(CoverageError):
+        with pytest.raises(KeyError):
             refit(version=1)
-        addresses.add(sink._bank["0.weight"].data_ptr())
-    assert len(addresses) == 1
+        addresses |= {sink._bank["weight"][0][1].data_ptr(), engine.weight.data_ptr()}
+    assert len(addresses) == 2  # the two banks, in turn
 
 
-def test_the_ring_and_the_bank_are_all_the_memory_it_takes(monkeypatch):
+@pytest.mark.parametrize(("mode", "copies"), [("staged", 0), ("swap", 1), ("in_place", 0), ("shadow", 0)])
+def test_what_a_mode_allocates(monkeypatch, mode, copies):
     """Counted where torch allocates: every torch.empty that the package asks for."""
     allocated = []
     original = torch.empty
@@ -67,10 +68,10 @@ def test_the_ring_and_the_bank_are_all_the_memory_it_takes(monkeypatch):
     monkeypatch.setattr(torch, "empty", counting)
     policy, engine = (nn.Linear(300, 100, bias=False, dtype=torch.bfloat16) for _ in range(2))
     allocated.clear()
-    refit = Refit(ModuleSource(policy), ModuleSink(engine), bucket_bytes=4096, buckets=3)
+    refit = Refit(ModuleSource(policy), ModuleSink(engine, mode=mode))
     report = refit(version=1)
-    assert sum(allocated) == report.bytes + 3 * 4096
-    assert report.extra_bytes == 3 * 4096
+    assert sum(allocated) == copies * report.bytes
+    assert report.extra_bytes == 0
     allocated.clear()
     refit(version=2)
     assert allocated == []

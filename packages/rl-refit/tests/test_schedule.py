@@ -90,16 +90,16 @@ class Sink:
         self.times = {box: torch.zeros(box.shape, dtype=torch.int64) for box in self.boxes}
 
     def stage(self, region, tensor, *, stays=False):
-        (box,) = (box for box in self.boxes if box.intersect(region) == region)
+        (box,) = (box for box in self.boxes if box.name == region.name and box.intersect(region) == region)
         self.staged[box][region.index_within(box)] = tensor
         self.times[box][region.index_within(box)] += 1
 
 
 def play(schedule):
     plan, watch = schedule.plan, Watch(deadline_s=60.0)
-    outboxes = {rank: Outbox(Source(plan.source, rank), schedule, watch) for rank in plan.source.ranks}
+    outboxes = {rank: Outbox(Source(plan.source, rank), schedule, watch, version=1, refit=1) for rank in plan.source.ranks}
     sinks = {rank: Sink(plan.sink, rank) for rank in plan.sink.ranks}
-    inboxes = {rank: Inbox(sink, schedule, rank, watch) for rank, sink in sinks.items()}
+    inboxes = {rank: Inbox(sink, schedule, rank, watch, version=1, refit=1) for rank, sink in sinks.items()}
     for stream in schedule.streams:
         slots = [torch.zeros(size_of(bucket), dtype=torch.uint8) for bucket in stream.buckets]
         for number, piece, tensor in outboxes[stream.source_rank].pieces(stream):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_a_peer_that_never_comes_ends_at_the_deadline(tmp_path):
 
 def test_sides_that_see_different_directories_are_told(tmp_path):
     store = HashStore()
-    store.set("host of source 0", json.dumps({"boot": open("/proc/sys/kernel/random/boot_id").read().strip()}))
+    store.set("host of source 0", json.dumps({"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}))
     store.set("address of source 0", json.dumps({"directory": str(tmp_path / "elsewhere")}))
     with pytest.raises(RefitError, match=r"says that it listens in .*elsewhere, which is not so here.*--ipc=host"):
         SharedMemoryRing().open(channel(sink_rank=0, store=store), Watch(deadline_s=10))

@@ -34,10 +34,10 @@ def uncovered_by(views: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict
         any_view = next(iter(seen.values()))
         mask = torch.zeros(any_view.untyped_storage().nbytes() // any_view.element_size(), dtype=torch.uint8)
         for view in seen.values():
-            place = mask.as_strided(view.shape, view.stride(), view.storage_offset())
-            if place.numel() and int(place.max()) > 0:
+            reached = mask.as_strided(view.shape, view.stride(), view.storage_offset())
+            if reached.numel() and int(reached.max()) > 0:
                 raise RefitError(f"two bindings reach the same elements of {', '.join(inside) or 'one storage'}")
-            place.fill_(1)
+            reached.fill_(1)
         for name, tensor in inside.items():
             missing = int((mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) == 0).sum())
             if missing:

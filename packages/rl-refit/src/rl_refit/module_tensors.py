@@ -170,9 +170,11 @@ class ModuleReader:
             for name, local in locals_.items()
             if local.numel() and local.untyped_storage().data_ptr() in storages
         }
-        for name in bound:
-            if name in held and not any(view.shape == bound[name].shape for _, view in held[name]):
-                raise RefitError(f"{name!r} is a tensor of the module, and bindings give the name to others", tensor=name)
+        for name, local in bound.items():
+            if name in held and not any(view.shape == local.shape for _, view in held[name]):
+                raise RefitError(
+                    f"{name!r} is a tensor of the module, and bindings give the name to others", tensor=name
+                )
         if self._complete:
             self._require_covered(bound, views)
         return set(bound)

@@ -146,9 +146,7 @@ def plan_refit(source: Manifest, sink: Manifest, topology: Topology | None = Non
     """
     needs = _cut(_needs(source, sink, topology), len(source.ranks), len(sink.ranks))
     senders = _balance([need.holders for need in needs], [need.nbytes for need in needs])
-    firsts = _balance(
-        [need.receivers for need in needs], [need.nbytes * (len(need.receivers) - 1) for need in needs]
-    )
+    firsts = _balance([need.receivers for need in needs], [need.nbytes * (len(need.receivers) - 1) for need in needs])
     routes = (
         Route(
             region=need.region,

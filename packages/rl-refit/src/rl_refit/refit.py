@@ -67,7 +67,7 @@ class Refit:
         verify: Verify = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
-        _check_sides(source, sink, transport, rendezvous)
+        _check_sides(Sides(source, sink), transport, rendezvous)
         self._sides = Sides(source, sink)
         self._transport: Transport = transport or InProcess()
         self._rendezvous = rendezvous
@@ -149,7 +149,7 @@ class Refit:
     def _take_part(self, version: int | None) -> RefitReport:
         if self._closed:
             raise RefitError("this Refit is closed; make a new one")
-        party = self._agreed(self._watch())
+        party = self._agreed(self._watch(), version)
         watch = self._watch()
         try:
             with watch.phase("prepare"):
@@ -163,7 +163,7 @@ class Refit:
             raise
         self._transport.finish()
         self._share.learn(watch.seconds)
-        return self._report(party, version, sample, outcome, watch)
+        return self._report(party, version, sample=sample, outcome=outcome, watch=watch)
 
     def _begin(self, version: int | None, watch: Watch) -> tuple[int, Sample]:
         """Number the refit, and agree on its version and sample."""
@@ -181,14 +181,14 @@ class Refit:
             )
         return said["version"], Sample(stride=said["stride"], phase=said["phase"])
 
-    def _agreed(self, watch: Watch) -> Party:
+    def _agreed(self, watch: Watch, version: int | None = None) -> Party:
         """Plan the first time, and open the transport."""
         if self._party is None:
             watch.phase_name = "prepare"
             try:
                 self._party = self._make_party(watch)
             except BaseException as error:
-                self._abort(error, None, watch)
+                self._abort(error, version, watch)
                 raise
         return self._party
 
@@ -197,7 +197,7 @@ class Refit:
         if self._control is None:
             agreement = agree_in_process(self._sides)
         else:
-            agreement = agree(self._control, self._sides, settings, watch)
+            agreement = agree(self._control, self._sides, settings=settings, watch=watch)
         schedule = make_schedule(
             agreement.plan,
             routing=self._transport.routing,
@@ -251,9 +251,7 @@ class Refit:
             self._transport.finish()
         _annotate(error, version, watch)
 
-    def _report(
-        self, party: Party, version: int, sample: Sample, outcome: Outcome, watch: Watch
-    ) -> RefitReport:
+    def _report(self, party: Party, version: int, *, sample: Sample, outcome: Outcome, watch: Watch) -> RefitReport:
         plan = party.agreement.plan
         schedule = party.schedule
         return RefitReport(
@@ -275,11 +273,9 @@ class Refit:
         return Watch(deadline_s=self._config.deadline_s, look_around=look_around)
 
 
-def _check_sides(
-    source: WeightSource | None, sink: WeightSink | None, transport: Transport | None, rendezvous: Rendezvous | None
-) -> None:
+def _check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvous | None) -> None:
     if rendezvous is None:
-        if transport is not None or source is None or sink is None:
+        if transport is not None or sides.source is None or sides.sink is None:
             raise ValueError(
                 "without a rendezvous a Refit works in one process: give it a source and a sink, and no transport; "
                 "over several processes give all parties a transport and a rendezvous"
@@ -287,7 +283,10 @@ def _check_sides(
         return
     if transport is None:
         raise ValueError("a Refit over several processes needs a transport, the same at all parties")
-    for side, given, rank in (("source", source, rendezvous.source_rank), ("sink", sink, rendezvous.sink_rank)):
+    for side, given, rank in (
+        ("source", sides.source, rendezvous.source_rank),
+        ("sink", sides.sink, rendezvous.sink_rank),
+    ):
         if (given is None) != (rank is None):
             raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
 
@@ -309,5 +308,6 @@ def _annotate(error: BaseException, version: int | None, watch: Watch) -> None:
         error.peer = error.peer or watch.peer
     outcome = "the commit had begun, so ask the sink whether it is poisoned"
     if watch.phase_name != "commit":
-        outcome = "the old weights and the old version are intact, or the sink is poisoned where it writes in place"
-    error.add_note(f"refit to version {version!r} aborted in {watch.where()}: {outcome}")
+        outcome = "the old weights and the old version are intact, unless the sink writes in place, and is poisoned"
+    wanted = "" if version is None else f" to version {version!r}"
+    error.add_note(f"refit{wanted} aborted in {watch.where()}: {outcome}")

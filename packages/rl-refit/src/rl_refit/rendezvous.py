@@ -14,9 +14,8 @@ from datetime import timedelta
 from typing import final
 from urllib.parse import urlsplit
 
-from torch.distributed import FileStore, Store, TCPStore
-
 from rl_refit.errors import RefitError
+from rl_refit.stores import FileStore, Store, TCPStore
 
 __all__ = ["Rendezvous"]
 
@@ -77,7 +76,7 @@ class Rendezvous:
 
     @property
     def parties(self) -> tuple[str, ...]:
-        """Everyone: "source 0", …, "sink 0", …"""
+        """Everyone: "source 0" and so on, then "sink 0" and so on."""
         sources = (f"source {rank}" for rank in range(self.num_sources))
         return (*sources, *(f"sink {rank}" for rank in range(self.num_sinks)))
 

@@ -13,7 +13,7 @@ else refers to them see the new values. "swap" keeps the identity of parameters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, final, get_args
 
@@ -25,7 +25,7 @@ from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename
 from rl_refit.writable import check_writable
 
@@ -44,6 +44,9 @@ class _Transaction:
 
     missing: dict[str, int]
     """Elements still to be staged."""
+
+    seen: set[Region] = field(default_factory=set)
+    """What was staged."""
 
     kept: dict[str, list[Holding]] = field(default_factory=dict)
     """Pieces in memory of the caller's that stays until the transaction is closed."""
@@ -98,6 +101,7 @@ class ModuleSink:
         self._bank: dict[str, list[Holding]] = {}
         self._open: _Transaction | None = None
         self._version: int | None = None
+        self._version_before: int | None = None
         self._poison: str | None = None
 
     @property
@@ -135,8 +139,11 @@ class ModuleSink:
             raise PoisonedError("a refit in place is under way; generate when it has been committed", phase="transfer")
 
     def poison(self, reason: str) -> None:
-        """Refuse to be used until a refit succeeds: for whoever knows that this rank is not what its peers are."""
-        self._poison = reason
+        """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
+
+        A version that was committed just before does not count any more, so that the same can be refitted again.
+        """
+        self._poison, self._version = reason, self._version_before
 
     def manifest(self) -> Manifest:
         """What the module holds now.
@@ -174,7 +181,7 @@ class ModuleSink:
             raise RefitError(
                 f"cannot stage {region}: the sink has no such tensor", phase="transfer", tensor=region.name
             )
-        inside = [holding for holding in live if holding[0].intersect(region) == region]
+        inside = [holding for holding in live if _holds(holding[0], region)]
         if not inside or tensor.shape != region.shape or tensor.dtype != inside[0][1].dtype:
             raise RefitError(
                 f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: the sink has "
@@ -182,6 +189,9 @@ class ModuleSink:
                 phase="transfer",
                 tensor=region.name,
             )
+        if region in transaction.seen:
+            raise RefitError(f"{region} is staged a second time", phase="transfer", tensor=region.name)
+        transaction.seen.add(region)
         transaction.missing[region.name] -= region.numel
         if self._mode == "in_place":
             transaction.touched = True
@@ -191,7 +201,7 @@ class ModuleSink:
             transaction.kept.setdefault(region.name, []).append((region, tensor))
         else:
             with torch.no_grad():
-                _write(self._banked(region.name, live), region, tensor)
+                _overwrite(self._banked(region.name, live), region, tensor)
 
     def digest(self, regions: Iterable[Region] | None = None) -> Digest:
         """Of the staged boxes while a transaction is open; of the module's own otherwise.
@@ -204,7 +214,7 @@ class ModuleSink:
             self.check()
             tensors = self._reader.read()
             live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
-            staged = live
+            staged: dict[str, Sequence[Holding]] = dict(live)
         else:
             live = transaction.live
             staged = {name: self._staged(name, transaction) for name in live}
@@ -236,7 +246,8 @@ class ModuleSink:
                 self._move(transaction)
             if self._on_commit is not None:
                 self._on_commit(version)
-            self._version, self._poison, self._open = version, None, None
+            self._version, self._version_before = version, self._version
+            self._poison = self._open = None
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
@@ -258,7 +269,7 @@ class ModuleSink:
                     transaction.tensors.objects[name].data = fresh
                     self._bank[name] = [(region, old)]
 
-    def _staged(self, name: str, transaction: _Transaction) -> list[Holding] | tuple[Holding, ...]:
+    def _staged(self, name: str, transaction: _Transaction) -> Sequence[Holding]:
         if self._mode == "in_place":
             return transaction.live[name]
         kept = transaction.kept.get(name)
@@ -269,7 +280,7 @@ class ModuleSink:
             return kept
         bank = self._banked(name, transaction.live[name])  # part of it stays, part was copied
         for region, piece in kept:
-            _write(bank, region, piece)
+            _overwrite(bank, region, piece)
         return bank
 
     def _banked(self, name: str, live: tuple[Holding, ...]) -> list[Holding]:
@@ -296,17 +307,19 @@ def _needed(held: tuple[Holding, ...]) -> int:
     return sum(region.numel for region in {region for region, _ in held})
 
 
-def _overwrite(live: tuple[Holding, ...], region: Region, piece: Tensor) -> None:
-    _write([holding for holding in live if holding[0].intersect(region) == region], region, piece)
+def _overwrite(live: Iterable[Holding], region: Region, piece: Tensor) -> None:
+    _write([holding for holding in live if _holds(holding[0], region)], region, piece)
+
+
+def _holds(box: Region, region: Region) -> bool:
+    return len(box.shape) == len(region.shape) and box.intersect(region) == region
 
 
 def _write(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
-    """Copy `tensor` to every place of `region`; places that do not hold all of it are left alone."""
+    """Copy `tensor` to every place of `region`."""
     for box, memory in holdings:
-        if box == region:
-            memory.copy_(tensor)
-        elif box.intersect(region) == region:
-            memory[region.index_within(box)].copy_(tensor)
+        place = memory if box == region else memory[region.index_within(box)]
+        place.copy_(tensor)
 
 
 def _read(holdings: Iterable[Holding], region: Region) -> Tensor:

@@ -106,6 +106,9 @@ class _Shelf(nn.Module):
         self._tensors = tensors
 
     def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True  # noqa: FBT001, FBT002
+        self,
+        prefix: str = "",
+        recurse: bool = True,  # noqa: FBT001, FBT002  (torch's signature)
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
     ) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())

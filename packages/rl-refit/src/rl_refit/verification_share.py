@@ -16,6 +16,9 @@ __all__ = ["VerificationShare"]
 COST = 0.25
 """Digests may take this share of the seconds that the move takes."""
 
+FREE_S = 0.005
+"""Digests that take less are never thinned out: nobody would notice what that saves."""
+
 SAMPLED = 16
 LARGEST_STRIDE = 64
 
@@ -38,5 +41,5 @@ class VerificationShare:
             return
         digests = (seconds["verify"] + seconds.get("confirm", 0.0)) * self._stride
         moves = seconds["transfer"] + seconds["commit"] - seconds.get("confirm", 0.0)
-        needed = digests / (COST * moves) if moves > 0 else 1.0
+        needed = digests / max(COST * moves, FREE_S)
         self._stride = min(LARGEST_STRIDE, 2 ** max(0, math.ceil(math.log2(max(needed, 1.0)))))

@@ -16,9 +16,7 @@ from rl_refit.module_tensors import Holding, ModuleTensors
 __all__ = ["check_writable"]
 
 
-def check_writable(
-    live: Mapping[str, tuple[Holding, ...]], *, tensors: ModuleTensors, bound: bool, swap: bool
-) -> None:
+def check_writable(live: Mapping[str, tuple[Holding, ...]], *, tensors: ModuleTensors, bound: bool, swap: bool) -> None:
     """Pass if every tensor of `live` can be written without harm to another.
 
     Args:

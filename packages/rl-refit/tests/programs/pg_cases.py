@@ -1,13 +1,13 @@
 """What the processes of `pg_world.py` do: transports over torch.distributed, under channels made by hand."""
 
 import itertools
-import json
 import math
 import os
 import random
 import signal
 import time
 import zlib
+from functools import partial
 
 import pg_models
 import torch
@@ -17,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore
 from rl_refit.contracts import Coverage
 from rl_refit.errors import AbortedError, RefitError
 from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
+from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import plan_refit
 from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
@@ -143,14 +143,14 @@ def _random_world(seed, place, store, transport_name):
     return True
 
 
-def _transfer(transport, schedule, ranks, manifests, *, refit, watch):
+def _transfer(transport, schedule, ranks, manifests, *, refit, watch, hook=lambda: None):
     outbox = inbox = None
     if ranks[0] is not None:
-        plain = PlainSource(manifests[0], ranks[0])
+        plain = PlainSource(manifests[0], ranks[0], hook)
         plain.refit = refit
         outbox = Outbox(plain, schedule, watch, version=refit, refit=refit)
     if ranks[1] is not None:
-        sink = PlainSink(manifests[1], ranks[1])
+        sink = PlainSink(manifests[1], ranks[1], hook)
         inbox = Inbox(sink, schedule, ranks[1], watch, version=refit, refit=refit)
     with watch.phase("transfer"):
         transport.transfer(outbox, inbox, watch)
@@ -209,14 +209,14 @@ def _random_layout(shape, num_ranks, chance):
 
 def modules(place, *, worlds, model, sources, sinks, colocated=False):
     """A trainer and an engine of real modules, each in a world of its own or both in one; two refits a transport."""
-    (source_layout, num_sources), (sink_layout, num_sinks) = sources, sinks
+    (_, num_sources), (_, num_sinks) = sources, sinks
     assert place.processes == num_sinks if colocated else num_sources + num_sinks
     trains = place.process < num_sources
     source_rank = place.process if trains else None
     sink_rank = place.process if colocated else None if trains else place.process - num_sources
     _default_group(place, "trainer" if trains else "engine", source_rank if trains else sink_rank, (sources, sinks))
-    policy = pg_models.lay_out(pg_models.build(model, 0), source_layout, num_sources) if trains else None
-    engine = None if sink_rank is None else pg_models.lay_out(pg_models.build(model, 0), sink_layout, num_sinks)
+    policy = pg_models.laid_out(model, 0, *sources) if trains else None
+    engine = None if sink_rank is None else pg_models.laid_out(model, 0, *sinks)
     found = {}
     for name in worlds:
         transport = TRANSPORTS[name]()
@@ -232,12 +232,13 @@ def modules(place, *, worlds, model, sources, sinks, colocated=False):
                 sink_rank=sink_rank,
             ),
             bucket_bytes=2048,
+            verify="full",
         )
         for version in (1, 2):
             if policy is not None:
-                pg_models.advance(policy, version)
+                pg_models.advance(policy, model, version, *sources)
             report = refit(version=version) if policy is not None else refit.receive(timeout_s=30)
-            assert engine is None or pg_models.wrong_tensors(engine, version) == [], (name, version)
+            assert engine is None or pg_models.wrong_tensors(engine, model, version, *sinks) == [], (name, version)
         if engine is not None and name == "point_to_point":
             traffic = transport.traffic
             assert traffic.received + traffic.copied == refit.plan.lower_bound(sink_rank)
@@ -252,3 +253,180 @@ def _default_group(place, side, rank, layouts):
     size = num_sources if side == "trainer" else num_sinks
     store = FileStore(str(place.folder / side), -1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+# -- Deaths, through Refit --------------------------------------------------------------------------
+
+
+class Hooked:
+    """A source or a sink that calls a function before each tensor that it gives or takes."""
+
+    def __init__(self, side, hook):
+        self._side, self._hook = side, hook
+
+    def __getattr__(self, name):
+        return getattr(self._side, name)
+
+    def shards(self, names):
+        for pair in self._side.shards(names):
+            self._hook()
+            yield pair
+
+    def stage(self, region, tensor, *, stays=False):
+        self._hook()
+        self._side.stage(region, tensor, stays=stays)
+
+
+def death(place, *, transport, victim, deed, at, deadline_s):
+    """One source, two sinks of one host. After a refit that succeeds, the victim dies or stops in the next."""
+    party = ("source 0", "sink 0", "sink 1")[place.process]
+    calls = itertools.count(1)
+    module = pg_models.build("llama", 0)
+    armed = []
+
+    def strike():
+        if armed and next(calls) == at and party == victim:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+
+    refit = Refit(
+        Hooked(ModuleSource(module), strike) if place.process == 0 else None,
+        Hooked(ModuleSink(module), strike) if place.process else None,
+        TRANSPORTS[transport](),
+        rendezvous=Rendezvous(
+            FileStore(str(place.folder / "store"), -1),
+            num_sources=1,
+            num_sinks=2,
+            source_rank=0 if place.process == 0 else None,
+            sink_rank=place.process - 1 if place.process else None,
+        ),
+        bucket_bytes=512,
+        deadline_s=deadline_s,
+    )
+    found = {"party": party, "errors": []}
+    for version in (1, 2, 3):
+        try:
+            if place.process == 0:
+                pg_models.advance(module, "llama", version, "whole", 1)
+                refit(version=version)
+            else:
+                refit.receive(timeout_s=deadline_s)
+        except RefitError as error:
+            found["errors"].append([type(error).__name__, str(error), error.peer])
+        armed.append(version)
+    found["old weights"] = pg_models.wrong_tensors(module, "llama", 1, "whole", 1) == []
+    refit.close()
+    return found
+
+
+# -- What a wire may confuse, and who is to blame: without a rendezvous ------------------------------
+
+
+class Meddler:
+    """A process group that sends wrongly: drops, repeats or delays the message number `at`."""
+
+    def __init__(self, group, fault, at):
+        self._group, self._backend = group, group._get_backend(torch.device("cpu"))
+        self._fault, self._calls, self._at, self._held = fault, itertools.count(), at, None
+
+    def rank(self):
+        return self._group.rank()
+
+    def size(self):
+        return self._group.size()
+
+    def name(self):
+        return self._backend.name()
+
+    def _get_backend(self, device):
+        return self
+
+    def recv(self, tensors, rank, tag):
+        return self._backend.recv(tensors, rank, tag)
+
+    def broadcast(self, tensor, rank):
+        if self._fault == "drop" and next(self._calls) == self._at:
+            return Done()
+        return self._backend.broadcast(tensor, rank)
+
+    def send(self, tensors, rank, tag):
+        call = next(self._calls)
+        if self._fault is not None and call == self._at:
+            if self._fault == "drop":
+                return Done()
+            copy = [tensors[0].clone()]
+            if self._fault == "delay":
+                self._held = copy
+                return Done()
+            self._kept = self._backend.send(copy, rank, tag), copy
+        work = self._backend.send(tensors, rank, tag)
+        if self._held is not None:
+            self._kept, self._held = (self._backend.send(self._held, rank, tag), self._held), None
+        return work
+
+
+class Done:
+    """Work that has been done."""
+
+    def wait(self):
+        return True
+
+
+def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline_s=30):
+    """One source, and sinks that each hold all of ten tensors, each of one bucket; two transfers."""
+    party, ranks = ("source 0", (0, None)) if place.process == 0 else _sink_at(place.process - 1)
+    tensors = [(f"t{n}", (128 - n,), "float32") for n in range(10)]
+    source, sink = _whole_manifest(tensors, 1), _whole_manifest(tensors, place.processes - 1)
+    store = FileStore(str(place.folder / "store"), -1)
+    group = None
+    if fault is not None:
+        dist.init_process_group("gloo", store=store, rank=place.process, world_size=place.processes)
+        group = Meddler(dist.group.WORLD, fault if place.process == 0 else None, at)
+    carrier = TRANSPORTS[transport](group=group)
+    schedule = make_schedule(plan_refit(source, sink), routing=carrier.routing, bucket_bytes=512)
+    report = PrefixStore("report", store)
+    watch = Watch(deadline_s=deadline_s, look_around=lambda: _look_at(report))
+    carrier.open(_channel(schedule, ranks, PrefixStore("channel", store)), watch)
+    calls = itertools.count()
+    errors = []
+    for refit in (1, 2):
+        try:
+            strike = partial(_strike, report, deed) if victim == party else lambda call: None
+            _transfer(
+                carrier,
+                schedule,
+                ranks,
+                (source, sink),
+                refit=refit,
+                watch=watch,
+                hook=lambda strike=strike: strike(next(calls) - at),
+            )
+        except RefitError as error:
+            errors.append([type(error).__name__, str(error), error.peer, error.bucket])
+            time.sleep(0.5 if deed == "raise" else 0)  # until all have seen why
+        carrier.finish()
+    carrier.close()
+    return [party, errors]
+
+
+def _sink_at(rank):
+    return f"sink {rank}", (None, rank)
+
+
+def _strike(report, deed, call):
+    if call == 0 and deed == "raise":
+        report.set("why", "the disk is full")
+        raise RefitError("the disk is full")
+    if call == 0:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+
+
+def _look_at(report):
+    if report.check(["why"]):
+        raise AbortedError(f"somebody gave up: {report.get('why').decode()}")
+
+
+def _whole_manifest(tensors, num_ranks):
+    layout = Layout.from_placements((num_ranks,), (None,))
+    return Manifest(
+        tuple(TensorMeta(name=name, shape=shape, dtype=dtype, layout=layout) for name, shape, dtype in tensors)
+    )

@@ -3,10 +3,12 @@
 Modules without a forward: names, shapes, dtypes and ties are all that a refit sees.
 """
 
+import functools
 import math
 import zlib
 
 import torch
+import torch._dynamo  # fully_shard does: once, before processes are forked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -73,49 +75,46 @@ def build(model, version):
     return root
 
 
-def lay_out(module, layout, ranks, *, device="cpu"):
-    """Shard `module` in place over `ranks` of the default group: "whole", "fsdp", "tp" or "fsdp_tp"."""
+def laid_out(model, version, layout, ranks):
+    """A module with the state of `version`, sharded over `ranks` of the default group: "whole", "fsdp", "tp", "fsdp_tp"."""
+    module = build(model, version)
     if layout == "whole":
         return module
-    two = layout == "fsdp_tp"
-    shape, names = ((ranks // 2, 2), ("dp", "tp")) if two else ((ranks,), (layout,))
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    mesh = _mesh(layout, ranks)
     if "tp" in layout:
-        for name, parameter in tuple(module.named_parameters(remove_duplicate=True)):
+        for name, parameter in tuple(module.named_parameters()):
             placed = nn.Parameter(distribute_tensor(parameter.data, mesh["tp"], [_placement(name)]))
             for other, same in tuple(module.named_parameters(remove_duplicate=False)):
                 if same is parameter:
                     _put(module, other, placed)
     if "fsdp" in layout:
-        axis = mesh["dp"] if two else mesh
         for layer in module.model.layers.children():
-            fully_shard(layer, mesh=axis)
-        fully_shard(module, mesh=axis)
+            fully_shard(layer, mesh=mesh["fsdp"])
+        fully_shard(module, mesh=mesh["fsdp"])
     return module
 
 
-def advance(module, version):
+@functools.cache
+def _mesh(layout, ranks):
+    shape, names = ((ranks // 2, 2), ("fsdp", "tp")) if layout == "fsdp_tp" else ((ranks,), (layout,))
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def advance(module, *fresh):
     """What an optimizer step does: new values in the module's own memory."""
-    for name, parameter in module.named_parameters():
-        full = value(name, tuple(parameter.shape), version)
-        data = parameter.data
-        if isinstance(data, DTensor):
-            full = distribute_tensor(full, data.device_mesh, data.placements).to_local()
-            data = data.to_local()
-        data.copy_(full)
+    with torch.no_grad():
+        for ours, theirs in zip(module.parameters(), laid_out(*fresh).parameters(), strict=True):
+            _local(ours).copy_(_local(theirs))
 
 
-def wrong_tensors(module, version):
-    """Names of the tensors of which this rank's part is not, bit for bit, that of `version`."""
-    wrong = []
-    for name, parameter in module.named_parameters():
-        data, full = parameter.data, value(name, tuple(parameter.shape), version)
-        if isinstance(data, DTensor):
-            full = distribute_tensor(full, data.device_mesh, data.placements).to_local()
-            data = data.to_local()
-        if not torch.equal(data, full):
-            wrong.append(name)
-    return wrong
+def wrong_tensors(module, *fresh):
+    """Names of the tensors of which this rank's part is not, bit for bit, that of a fresh module."""
+    expected = dict(laid_out(*fresh).named_parameters())
+    return [name for name, ours in module.named_parameters() if not torch.equal(_local(ours), _local(expected[name]))]
+
+
+def _local(parameter):
+    return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
 
 
 def _placement(name):

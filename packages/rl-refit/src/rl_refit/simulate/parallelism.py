@@ -1,8 +1,8 @@
 """How a trainer or an engine cuts a model over its GPUs, and the layout of every tensor that follows.
 
 Knows sizes, not frameworks. Ranks are numbered stage by stage of the pipeline; inside a stage, tensor parallelism is the
-innermost axis, then FSDP, then replicas. Experts lie on `ep` ranks in turn, whole, whatever `tp` is (Megatron with
-expert tensor parallelism 1, vLLM with expert parallelism); without `ep`, tensor parallelism cuts them like any MLP.
+innermost axis, then FSDP, then replicas. With `ep`, experts lie whole on consecutive ranks, whatever `tp` is (Megatron
+with expert tensor parallelism 1, vLLM with expert parallelism); without, tensor parallelism cuts them like any MLP.
 """
 
 from __future__ import annotations
@@ -92,44 +92,45 @@ class Parallelism:
             raise ValueError(f"tp={self.tp} must divide the {model.heads} attention heads of {model.name}")
         if model.kv_heads and self.tp % model.kv_heads and model.kv_heads % self.tp:
             raise ValueError(f"tp={self.tp} and the {model.kv_heads} KV heads of {model.name}: one must divide the other")
-        if self.ep > 1 and model.experts < self.ep:
-            has = f"{model.experts} experts" if model.experts else "no experts"
-            raise ValueError(f"ep={self.ep} is more than {model.name} can fill: it has {has}")
+        if self.ep > 1 and (not model.experts or model.experts % self.ep):
+            raise ValueError(f"ep={self.ep} must divide the experts of {model.name}; it has {model.experts or 'none'}")
 
     def stage_of(self, tensor: ModelTensor, model: SimulatedModel) -> int:
         """The stage that holds `tensor`: layers evenly, the embedding first, norm and head last."""
         layer = 0 if tensor.layer is None else min(tensor.layer, model.num_layers - 1)
         return layer * self.pp // model.num_layers
 
-    def slot_of(self, tensor: ModelTensor, model: SimulatedModel) -> int | None:
-        """Which of the `ep` ranks holds this expert; None for what is no expert, or where `ep` is 1."""
-        if tensor.expert is None or self.ep == 1:
-            return None
-        return tensor.expert * self.ep // model.experts
+    def layout(self, tensor: ModelTensor, model: SimulatedModel, *, stacked_experts: bool) -> Layout:
+        """Where a stack of tensors like `tensor` lies.
 
-    def layout(self, tensor: ModelTensor, model: SimulatedModel) -> Layout:
-        """Where `tensor` lies, stacked with others like it: its dims are those of the stack from the second on."""
+        Args:
+            tensor: One of them; of a routed expert, any.
+            model: What it belongs to.
+            stacked_experts: Whether the experts of a layer are one tensor, so that FSDP deals whole experts.
+
+        Returns:
+            A layout for shape [tensors, *shape], or [tensors, experts, *shape] of routed experts; dim 0 is never cut.
+        """
         first = self.stage_of(tensor, model) * self.stage_size
-        ranks = range(first, first + self.stage_size)
-        slot = self.slot_of(tensor, model)
-        if slot is not None:
-            ranks = ranks[slot :: self.ep]
-            inner, inner_axes, tp_dim = 1, (), None
-            fsdp = max(1, self.fsdp * self.tp // self.ep) if self.fsdp > 1 else 1
-        else:
-            inner, fsdp = self.tp, self.fsdp
-            inner_axes, tp_dim = self._tensor_axes(tensor, model)
-        axes: list[tuple[int, int | None]] = [(len(ranks) // (fsdp * inner), None), (fsdp, 1), *inner_axes]
+        rows = 1 if tensor.expert is None else 2
+        axes = self._tensor_axes(tensor, model, rows)
+        fsdp = self.fsdp
+        if tensor.expert is not None and self.ep > 1:
+            axes = [(self.ep, 1)]
+            fsdp = self.fsdp * self.tp // self.ep if self.fsdp > 1 else 1
+        fsdp_dim = 1 if stacked_experts else rows
+        inner = math.prod(size for size, _ in axes)
+        axes = [(self.stage_size // (fsdp * inner), None), (fsdp, fsdp_dim), *axes]
         return Layout(
             mesh_shape=tuple(size for size, _ in axes),
             sharded_dims=tuple(dim for _, dim in axes),
-            strided_axes=(1,) if fsdp > 1 and tp_dim == 1 else (),
-            ranks=tuple(ranks),
+            strided_axes=(1,) if fsdp > 1 and any(dim == fsdp_dim for _, dim in axes[2:]) else (),
+            ranks=tuple(range(first, first + self.stage_size)),
         )
 
-    def _tensor_axes(self, tensor: ModelTensor, model: SimulatedModel) -> tuple[tuple[tuple[int, int | None], ...], int | None]:
+    def _tensor_axes(self, tensor: ModelTensor, model: SimulatedModel, rows: int) -> list[tuple[int, int | None]]:
+        """Tensor parallelism's axes of the mesh, each with the dim that it cuts; `rows` is the dim of the rows."""
         if tensor.role == "kv":
             cut = min(self.tp, model.kv_heads)
-            return ((cut, 1), (self.tp // cut, None)), 1
-        dim = {"replicated": None, "column": 1, "row": 2}[tensor.role]
-        return ((self.tp, dim),), dim
+            return [(cut, rows), (self.tp // cut, None)]
+        return [(self.tp, {"replicated": None, "column": rows, "row": rows + 1}[tensor.role])]

@@ -4,7 +4,7 @@ Knows no rows and prints nothing. Terms that move bytes overlap one another, so 
 for each tensor, message or party does not overlap them, as the published rows show, and adds up:
 
     predicted = max(gather, wire, NVLink, HBM, PCIe) + tensors + messages + control + apply + delta
-    bound     = max(bytes into a node / its cards, bytes into a rank / (card + NVLink), bytes out / all trainer cards)
+    bound     = max(bytes into a node / its cards, bytes into a rank / (card + NVLink), bytes out / the trainer's cards)
 
 The bound assumes full bandwidth, no software, and slices with relays: it is the same for every scheme.
 """
@@ -15,11 +15,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rl_refit.simulate.costs import Costs
+from rl_refit.simulate.floor import Floor, floor_of
 from rl_refit.simulate.hardware import Hardware
 from rl_refit.simulate.schemes import Scheme
-from rl_refit.simulate.traffic import Floor, Traffic, floor_of, traffic_of
+from rl_refit.simulate.traffic import Traffic, traffic_of
 from rl_refit.simulate.workload import Workload
 
 __all__ = ["Options", "Simulation", "predict"]
@@ -101,6 +103,18 @@ class Simulation:
         bank = self.floor.rank_bytes * self.scheme.transaction
         return {"trainer": trainer, "engine": buckets + bank}
 
+    def explain(self) -> str:
+        """The prediction as text: terms, bound, busiest ranks, crossovers, memory."""
+        from rl_refit.simulate.report import as_text
+
+        return as_text(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure of `explain`, in seconds and bytes."""
+        from rl_refit.simulate.report import as_dict
+
+        return as_dict(self)
+
 
 def predict(workload: Workload, scheme: Scheme, hardware: Hardware, *, costs: Costs, options: Options) -> Simulation:
     """Predict one refit.
@@ -126,16 +140,19 @@ def predict(workload: Workload, scheme: Scheme, hardware: Hardware, *, costs: Co
         traffic=traffic,
         overlapped=_slices_bytes(case, ratio) if traffic else _whole_bytes(case),
         serial=_slices_serial(case, ratio) if traffic else _whole_serial(case),
-        bound_seconds=ratio * bound(workload, floor, hardware),
+        bound_seconds=ratio * bound(workload, floor, scheme, hardware),
     )
 
 
-def bound(workload: Workload, floor: Floor, hardware: Hardware) -> float:
+def bound(workload: Workload, floor: Floor, scheme: Scheme, hardware: Hardware) -> float:
     """Seconds at full bandwidth, with nothing but the bytes that must move."""
-    nic = hardware.nic_gb_s * 1e9
-    into_node = max(nbytes / (gpus * nic) for nbytes, gpus in floor.node_in)
-    into_rank = floor.rank_in / (nic + hardware.nvlink_gb_s * 1e9)
-    return max(into_node, into_rank, floor.source_out / (workload.train.gpus * nic))
+    nic, nvlink, pcie = (1e9 * gb_s for gb_s in (hardware.nic_gb_s, hardware.nvlink_gb_s, hardware.pcie_gb_s))
+    into_node = max(node.missing / (node.gpus * nic) for node in floor.nodes)
+    if scheme.from_host:  # nothing is on a GPU yet: it comes from this node's host, or from others over the cards
+        into_gpus = max(node.needed / (node.gpus * (pcie + nic)) for node in floor.nodes)
+        return max(into_node, into_gpus)
+    into_rank = floor.rank_missing / (nic + nvlink)
+    return max(into_node, into_rank, floor.leaves / (workload.train.gpus * nic))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +196,7 @@ def _slices_bytes(case: _Case, ratio: float) -> dict[str, float]:
         passes += 2 * traffic.received / _SAMPLED
     return {
         "wire": ratio * max(traffic.sent, traffic.entered) / case.nic,
-        "nvlink": ratio * traffic.relayed / case.nvlink,
+        "nvlink": ratio * traffic.handed / case.nvlink,
         "hbm": passes / case.hbm,
         "pcie": traffic.sent / (case.hardware.pcie_gb_s * 1e9 * costs.pcie_share) if case.scheme.from_host else 0.0,
     }

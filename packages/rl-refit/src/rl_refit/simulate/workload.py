@@ -1,31 +1,26 @@
 """A refit to simulate: real manifests of both sides, small enough that a trillion parameters plan in seconds.
 
 Knows no seconds. Tensors that have one role, shape and dtype and lie alike on both sides are planned as one tensor with
-a leading dim that counts them, which no layout cuts: boxes, bytes and balance are those of the single tensors, and the
-leading dim says how many of them a route carries. Each such stack is cut into a few, so that the planner can choose
-among the ranks that hold a copy.
+a leading dim that counts them, and routed experts with a second one, which expert parallelism cuts: boxes and bytes are
+those of the single tensors, and the leading dims of a route say how many of them it carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
+from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.simulate.models import MODELS, ModelTensor, SimulatedModel
 from rl_refit.simulate.parallelism import Parallelism
 from rl_refit.topology import Topology
 
-__all__ = ["Wire", "Workload"]
+__all__ = ["Stack", "Wire", "Workload"]
 
 Wire = Literal["bfloat16", "float8"]
 """What crosses the wire: the trainer's bfloat16, or projections that it has put into FP8 blocks."""
-
-MAX_STACKS = 8
-"""Stacks of equal tensors, at most; more would spread the choice of sender finer, and plan slower."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -43,9 +38,14 @@ class Workload:
 
     wire: Wire = "bfloat16"
 
+    stacked_experts: bool = False
+    """Whether each layer's experts travel as one tensor of [experts, …], as transformers 5 holds them."""
+
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ValueError(f"no model {self.model!r}; the presets are {', '.join(MODELS)}")
+        if self.wire not in get_args(Wire):
+            raise ValueError(f"no wire {self.wire!r}; it is one of {', '.join(get_args(Wire))}")
         if self.colocated and self.train.gpus != self.engine.gpus:
             raise ValueError(
                 f"colocated sides share their GPUs; got {self.train.gpus} trainer and {self.engine.gpus} engine GPUs"
@@ -60,8 +60,8 @@ class Workload:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors that travel, by their names in the checkpoint."""
-        return sum(count for _, count in _groups(self))
+        """Tensors that travel, by their names."""
+        return sum(stack.tensors for stack in self.stacks)
 
     @property
     def total_bytes(self) -> int:
@@ -69,17 +69,20 @@ class Workload:
         return self.manifests[0].total_bytes
 
     @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The tensors, grouped."""
+        return tuple(
+            Stack(meta, wanted, 1 if tensor.expert is None or self.stacked_experts else self.definition.experts)
+            for (tensor, _), meta, wanted in zip(_groups(self), *(side.tensors for side in self.manifests), strict=True)
+        )
+
+    @cached_property
     def manifests(self) -> tuple[Manifest, Manifest]:
         """The stacks as the trainer and as the engine hold them."""
-        source: list[TensorMeta] = []
-        sink: list[TensorMeta] = []
-        for number, (tensor, count) in enumerate(_groups(self)):
-            held, wanted = (side.layout(tensor, self.definition) for side in (self.train, self.engine))
-            for part, size in enumerate(_even(count, held.mesh_shape[0])):
-                name, shape = f"{number}.{part} like {tensor.name}", (size, *tensor.shape)
-                source.append(TensorMeta(name=name, shape=shape, dtype=tensor.dtype, layout=held))
-                sink.append(TensorMeta(name=name, shape=shape, dtype=tensor.dtype, layout=wanted))
-        return Manifest(tuple(source)), Manifest(tuple(sink))
+        sides = (self.train, self.engine)
+        metas = ([self._meta(side, number, *group) for number, group in enumerate(_groups(self))] for side in sides)
+        source, sink = (Manifest(tuple(side)) for side in metas)
+        return source, sink
 
     @cached_property
     def topology(self) -> Topology:
@@ -90,26 +93,53 @@ class Workload:
             sink_nodes=_nodes(engine, self.engine.gpus, self.gpus_per_node),
         )
 
+    def _meta(self, side: Parallelism, number: int, tensor: ModelTensor, count: int) -> TensorMeta:
+        experts = () if tensor.expert is None else (self.definition.experts,)
+        return TensorMeta(
+            name=f"{number}: {count} like {tensor.name}",
+            shape=(count, *experts, *tensor.shape),
+            dtype=tensor.dtype,
+            layout=side.layout(tensor, self.definition, stacked_experts=self.stacked_experts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Equal tensors that are planned as one."""
+
+    held: TensorMeta
+    """As the trainer holds them."""
+
+    wanted: TensorMeta
+    """As the engine does."""
+
+    names_per_layer: int
+    """How many names the second dim stands for: the experts, where each is a tensor of its own."""
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it stands for."""
+        return self.held.shape[0] * self.names_per_layer
+
+    def pieces(self, box: Region) -> int:
+        """Boxes of single tensors in a box of the stack."""
+        return box.shape[0] * (box.shape[1] if self.names_per_layer > 1 else 1)
+
 
 def _nodes(name: str, gpus: int, size: int) -> tuple[str, ...]:
     return tuple(f"{name} {rank // size}" for rank in range(gpus))
 
 
-def _even(count: int, replicas: int) -> Sequence[int]:
-    """`count` in almost equal parts, as many as there are replicas to choose from, within reason."""
-    parts = min(count, replicas, MAX_STACKS)
-    return [count // parts + (part < count % parts) for part in range(parts)]
-
-
 @lru_cache(maxsize=32)
 def _groups(workload: Workload) -> tuple[tuple[ModelTensor, int], ...]:
-    """Tensors that are planned as one, each by its first, with how many they are."""
+    """Tensors that are planned as one, each by its first, with how many they are; of the experts, only the first."""
     model = workload.definition
-    sides = (workload.train, workload.engine)
     groups: dict[object, tuple[ModelTensor, int]] = {}
     for tensor in model.tensors_as(workload.wire):
-        places = tuple((side.stage_of(tensor, model), side.slot_of(tensor, model)) for side in sides)
-        key = (tensor.role, tensor.shape, tensor.dtype, places)
+        if tensor.expert:
+            continue
+        stages = workload.train.stage_of(tensor, model), workload.engine.stage_of(tensor, model)
+        key = (tensor.role, tensor.shape, tensor.dtype, tensor.expert, stages)
         first, count = groups.get(key, (tensor, 0))
         groups[key] = (first, count + 1)
     return tuple(groups.values())

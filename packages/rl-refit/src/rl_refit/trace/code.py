@@ -52,12 +52,12 @@ class Code:
     def values(self, number: Tensor, which: int) -> Tensor:
         """The value of each int64 `number` in pass `which`, int64 from 1 to `base`."""
         if which < self.digits:
-            return number // self.base**which % self.base + 1
+            return number.div(self.base**which, rounding_mode="floor").remainder(self.base).add(1)
         if which == self.digits:
-            return self.base - number % self.base
-        hashed = number % _PRIME
-        hashed = (hashed * hashed + 12345) % _PRIME  # below 2⁶³
-        return hashed // 61 % self.base + 1
+            return number.remainder(self.base).neg().add(self.base)
+        residue = number.remainder(_PRIME)
+        hashed = residue.mul(residue).add(12_345).remainder(_PRIME)  # the product is below 2⁶²
+        return hashed.div(61, rounding_mode="floor").remainder(self.base).add(1)
 
 
 def mark(tensor: Tensor, which: int) -> None:

@@ -47,7 +47,8 @@ def unwritten(name: str, tensor: Tensor, writes: Sequence[Write]) -> tuple[Regio
     mine = [write for write in writes if 0 not in write.shape and _touches(tensor, write)]
     if not mine:
         return (whole,)
-    order = sorted(range(tensor.dim()), key=lambda dim: (-int(tensor.stride(dim)), -tensor.shape[dim]))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -tensor.shape[dim]))
     if not tensor.permute(order).is_contiguous() or not all(_is_inside(tensor, write) for write in mine):
         return _unmarked(name, tensor, mine)
     left = [whole]

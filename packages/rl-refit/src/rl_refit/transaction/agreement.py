@@ -45,13 +45,14 @@ def agree_in_process(sides: Sides) -> Agreement:
     Raises:
         CoverageError: Source and sink do not hold the same tensors.
     """
-    assert sides.source is not None and sides.sink is not None
+    assert sides.source is not None
+    assert sides.sink is not None
     source = sides.source.manifest()
     sink = _ask_sink(sides.sink, source)
     return Agreement(plan_refit(source, sink), source, sink)
 
 
-def agree(control: Control, sides: Sides, settings: dict[str, Any], watch: Watch) -> Agreement:
+def agree(control: Control, sides: Sides, *, settings: dict[str, Any], watch: Watch) -> Agreement:
     """Meet, exchange manifests, and plan.
 
     Args:
@@ -67,13 +68,13 @@ def agree(control: Control, sides: Sides, settings: dict[str, Any], watch: Watch
     rendezvous = control.rendezvous
     control.meet(watch)
     control.begin({"settings": settings} if rendezvous.leads else None, watch)
-    source = None if sides.source is None else _own(sides.source.manifest(), rendezvous.source_rank, rendezvous, watch)
+    source = None if sides.source is None else _own(sides.source.manifest(), rendezvous.source_rank, rendezvous)
     _require_alike(control, settings, watch)
-    merged_source = _merge(control, "source", source, watch)
+    merged_source = _merge(control, "source", source, watch=watch)
     sink = None
     if sides.sink is not None:
-        sink = _own(_ask_sink(sides.sink, merged_source), rendezvous.sink_rank, rendezvous, watch)
-    merged_sink = _merge(control, "sink", sink, watch)
+        sink = _own(_ask_sink(sides.sink, merged_source), rendezvous.sink_rank, rendezvous)
+    merged_sink = _merge(control, "sink", sink, watch=watch)
     plan = plan_refit(merged_source, merged_sink, _topology(rendezvous, control.processes))
     hashes = control.gather("plan", dict.fromkeys(rendezvous.mine, plan.hash()), watch)
     if hashes is not None and len(set(hashes.values())) > 1:
@@ -89,15 +90,15 @@ def _ask_sink(sink: WeightSink, source: Manifest) -> Manifest:
         sink.abort()
 
 
-def _own(manifest: Manifest, rank: int | None, rendezvous: Rendezvous, watch: Watch) -> Manifest:
+def _own(manifest: Manifest, rank: int | None, rendezvous: Rendezvous) -> Manifest:
     """A rank's manifest in the numbers of its side."""
     assert rank is not None
     manifest = manifest.on_rank(rank)
     if rank not in manifest.ranks and manifest.tensors:
         raise RefitError(
-            f"{' and '.join(rendezvous.mine)}: its tensors lie on ranks {list(manifest.ranks)}, and rank {rank} is none "
+            XX
             f"of them; number the ranks of a side as its torch.distributed ranks",
-            phase=watch.phase_name,
+            phase="prepare",
         )
     return manifest
 
@@ -106,7 +107,9 @@ def _require_alike(control: Control, settings: dict[str, Any], watch: Watch) -> 
     said = control.gather("settings", dict.fromkeys(control.rendezvous.mine, settings), watch)
     for party, other in (said or {}).items():
         if other != settings:
-            differing = {key: (settings.get(key), other.get(key)) for key in settings if settings[key] != other.get(key)}
+            differing = {
+                key: (settings.get(key), other.get(key)) for key in settings if settings[key] != other.get(key)
+            }
             raise RefitError(
                 f"{party} has other settings than {control.rendezvous.leader}: "
                 + ", ".join(f"{key} {theirs!r}, not {ours!r}" for key, (ours, theirs) in differing.items()),
@@ -114,8 +117,8 @@ def _require_alike(control: Control, settings: dict[str, Any], watch: Watch) -> 
             )
 
 
-def _merge(control: Control, side: str, mine: Manifest | None, watch: Watch) -> Manifest:
-    """One side's manifest: its ranks post theirs, the leader merges them, everybody reads the result."""
+def _merge(control: Control, side: str, mine: Manifest | None, *, watch: Watch) -> Manifest:
+    """One side's manifest: its ranks post theirs, the leader merges them, all read the result."""
     rendezvous = control.rendezvous
     if mine is not None:
         rank = rendezvous.source_rank if side == "source" else rendezvous.sink_rank

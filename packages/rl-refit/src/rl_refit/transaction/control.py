@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from torch.distributed import PrefixStore, Store
-
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.rendezvous import Rendezvous
+from rl_refit.stores import PrefixStore, Store
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 from rl_refit.transaction.messages import error_from_message
 from rl_refit.watch import Watch
@@ -216,4 +215,3 @@ class Control:
                 f"of reach: {str(error).splitlines()[0]}",
                 peer=self.rendezvous.host,
             ) from error
-

@@ -15,9 +15,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, final
 
-from torch.distributed import Store
-
 from rl_refit.errors import PeerError
+from rl_refit.stores import Store
 
 __all__ = ["Heartbeat", "Peers", "this_process"]
 

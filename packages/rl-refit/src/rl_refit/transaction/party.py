@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from rl_refit.contracts import WeightSink
 from rl_refit.digest import Digest, combine_digests, digest_tensor
 from rl_refit.errors import DigestError, PeerError, RefitError
 from rl_refit.layout import Region
@@ -71,7 +72,7 @@ class Party:
             expected = self._verify(sample, watch)
         with watch.phase("commit"):
             self._decide(version, watch)
-            return self._commit(version, expected, sample, watch)
+            return self._commit(version, expected, sample=sample, watch=watch)
 
     def _prepare(self, version: int, watch: Watch) -> None:
         if self.sides.source is not None:
@@ -116,7 +117,7 @@ class Party:
                 assert self.control is not None
                 key, peer = f"digest/{source_rank}/{self.sink_rank}", f"source {source_rank}"
                 sent = Digest(self.control.read(key, watch, peer=peer))
-            _compare(sent, staged, "staged", source_rank)
+            _compare(sent, staged, where="staged", source_rank=source_rank)
             verified[source_rank] = sent
             watch.check()
         return verified
@@ -155,7 +156,8 @@ class Party:
         return {rank: regions for rank, regions in to_sink.items() if regions}
 
     def _regions(self, source_rank: int | None, sink_rank: int | None, sample: Sample) -> tuple[Region, ...]:
-        assert source_rank is not None and sink_rank is not None
+        assert source_rank is not None
+        assert sink_rank is not None
         if not self._boxes:
             self._boxes = _boxes_by_pair(self.agreement.plan)
         return sample.of(self._boxes.get((source_rank, sink_rank), ()))
@@ -192,12 +194,11 @@ class Party:
 
     def _doubt(self, lost: PeerError) -> None:
         """The store is gone and the decision with it: other ranks of the sink may have committed."""
-        poison = getattr(self.sides.sink, "poison", None)
-        if poison is not None and len(self.agreement.plan.sink.ranks) > 1:
-            poison(f"{lost}, between verify and commit: other ranks of this sink may have committed")
+        if self.sides.sink is not None and len(self.agreement.plan.sink.ranks) > 1:
+            _poison(self.sides.sink, f"{lost}, between verify and commit: other ranks of this sink may have committed")
             lost.add_note("this rank of the sink is poisoned until a refit succeeds, since others may have committed")
 
-    def _commit(self, version: int, expected: dict[int, Digest], sample: Sample, watch: Watch) -> Outcome:
+    def _commit(self, version: int, expected: dict[int, Digest], *, sample: Sample, watch: Watch) -> Outcome:
         """Commit here, hear that all have, and make one digest of all.
 
         Raises:
@@ -245,25 +246,28 @@ class Party:
         assert sink is not None
         if getattr(sink, "verifies_only", False):
             return ()
-        for source_rank, regions in self._regions_to(self.sink_rank, sample).items():
-            resident = sink.digest(regions)
-            sent = expected[source_rank]
-            missing = [name for name in sent.tensors if name not in resident.tensors]
-            unreadable |= dict.fromkeys(missing)
-            readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
-            try:
-                _compare(readable, resident, "in the engine after the commit", source_rank)
-            except DigestError as error:
-                poison = getattr(sink, "poison", None)
-                if poison is not None:
-                    poison(str(error))
-                raise
+        try:
+            for source_rank, regions in self._regions_to(self.sink_rank, sample).items():
+                sent, resident = expected[source_rank], sink.digest(regions)
+                missing = [name for name in sent.tensors if name not in resident.tensors]
+                unreadable |= dict.fromkeys(missing)
+                readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
+                _compare(readable, resident, where="in the engine after the commit", source_rank=source_rank)
+        except BaseException as error:
+            _poison(sink, f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}")
+            raise
         return tuple(unreadable)
 
 
 def abort_message(error: BaseException, control: Control, watch: Watch) -> dict[str, Any]:
     """The decision that a party proposes when it fails."""
     return error_to_message(error, party=" and ".join(control.rendezvous.mine), where=watch.where())
+
+
+def _poison(sink: WeightSink, reason: str) -> None:
+    poison = getattr(sink, "poison", None)  # a sink that cannot be told so must be watched by its owner
+    if poison is not None:
+        poison(reason)
 
 
 def _boxes_by_pair(plan: RefitPlan) -> dict[tuple[int, int], list[tuple[Region, int]]]:
@@ -289,7 +293,7 @@ def _require_unchanged(side: str, *, planned: Manifest | None, now: Manifest, ra
     )
 
 
-def _compare(sent: Digest, found: Digest, where: str, source_rank: int) -> None:
+def _compare(sent: Digest, found: Digest, *, where: str, source_rank: int) -> None:
     differing = sent.differing(found)
     if differing:
         lines = (f"\n  {name}: {sent.tensors.get(name)} sent, {found.tensors.get(name)} found" for name in differing)

@@ -15,13 +15,13 @@ from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from rl_refit.buckets import Bucket, Piece
 from rl_refit.contracts import WeightSink, WeightSource
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Routing, Schedule, Stream
+from rl_refit.stores import Store
 from rl_refit.watch import Watch
 
 __all__ = ["Channel", "Inbox", "Outbox", "Transport", "slot_view"]
@@ -127,16 +127,16 @@ class Outbox:
         cuts = self._cuts.get(stream.number) or self._cut(stream)
         self._cuts[stream.number] = cuts
         shards = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts))
-        region: Region | None = None
+        shard: tuple[Region, Tensor] | None = None
         for cut in cuts:
-            while region != cut.box:
-                region, tensor = next(shards, (None, None))
-                if region is None or tensor is None:
+            while shard is None or shard[0] != cut.box:
+                shard = next(shards, None)
+                if shard is None:
                     raise RefitError(
                         f"the source does not yield {cut.box}, which its manifest promises", tensor=cut.box.name
                     )
-                self._check(region, tensor)
-            yield cut.bucket, cut.piece, tensor[cut.index] if cut.piece.region != cut.box else tensor
+                self._check(*shard)
+            yield cut.bucket, cut.piece, shard[1] if cut.piece.region == cut.box else shard[1][cut.index]
 
     def _cut(self, stream: Stream) -> tuple[_Cut, ...]:
         boxes: dict[str, tuple[Region, ...]] = {}

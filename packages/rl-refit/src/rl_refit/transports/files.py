@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import final
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rl_refit.buckets import Piece
 from rl_refit.errors import PeerError, RefitError

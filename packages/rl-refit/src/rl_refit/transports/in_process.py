@@ -24,7 +24,7 @@ class InProcess:
     routing: Routing = "unicast"
     bounded = False
 
-    def open(self, channel: Channel, watch: Watch) -> None:  # noqa: ARG002  (there is nothing to wait for)
+    def open(self, channel: Channel, watch: Watch) -> None:
         """Refuse what is not in this process."""
         source, sink = channel.schedule.plan.source.ranks, channel.schedule.plan.sink.ranks
         if len(source) > 1 or len(sink) > 1:
@@ -37,7 +37,8 @@ class InProcess:
 
     def transfer(self, outbox: Outbox | None, inbox: Inbox | None, watch: Watch) -> None:
         """Stage every piece, with a look at the deadline after each."""
-        assert outbox is not None and inbox is not None
+        assert outbox is not None
+        assert inbox is not None
         for stream in self._streams:
             for _, piece, tensor in outbox.pieces(stream):
                 inbox.put(piece.region, tensor, stays=outbox.stays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Protocol, final
@@ -46,7 +46,7 @@ class MemoryKind(Protocol):
         """New memory, and for each sink rank in another process a handle, whose descriptors the caller closes."""
 
     def attach(self, handle: Handle, nbytes: int, channel: Channel) -> Memory:
-        """The memory of another process; takes over the handle's descriptors."""
+        """The memory of another process; the caller closes the handle's descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,16 @@ class Ring:
         try:
             links, received = meet(channel, dict(zip(served, handles, strict=True)), watch, directory=self._directory)
         finally:
-            for descriptor in {descriptor for handle in handles for descriptor in handle.descriptors}:
-                os.close(descriptor)
-        for rank, handle in received.items():
-            memories[rank] = self._kind.attach(handle, rings[rank].nbytes, channel)
+            _close_descriptors(handles)
+        try:
+            for rank, handle in received.items():
+                memories[rank] = self._kind.attach(handle, rings[rank].nbytes, channel)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        finally:
+            _close_descriptors(received.values())
         self._opened = _Opened(channel, memories, dict(_places(channel, memories, rings)), links)
 
     def transfer(self, outbox: Outbox | None, inbox: Inbox | None, watch: Watch) -> None:
@@ -216,6 +222,11 @@ def _copy(target: Tensor, tensor: Tensor) -> None:
     """Copy, unless `tensor` is `target`: a parameter that lives in the memory."""
     if target.data_ptr() != tensor.data_ptr() or target.stride() != tensor.stride():
         target.copy_(tensor)
+
+
+def _close_descriptors(handles: Iterable[Handle]) -> None:
+    for descriptor in {descriptor for handle in handles for descriptor in handle.descriptors}:
+        os.close(descriptor)
 
 
 def _own(channel: Channel) -> int:

@@ -115,6 +115,7 @@ class SharedMemory:
         """Free everything, except what parameters live in."""
         self._ring.close()
         self._memory.made = None
+        self._adopted_bytes = 0
 
 
 @final
@@ -176,17 +177,13 @@ class _HostMemory:
         return segment, [Handle({"nbytes": nbytes}, (descriptor,))] * num_sinks
 
     def attach(self, handle: Handle, nbytes: int, channel: Channel) -> Memory:
-        try:
-            if handle.description["nbytes"] != nbytes or len(handle.descriptors) != 1:
-                raise RefitError(
-                    f"the source's memory has {handle.description['nbytes']:,} bytes, and here the schedule needs "
-                    f"{nbytes:,}: both sides need the same bucket_bytes and slots",
-                    phase="prepare",
-                )
-            return Segment(handle.descriptors[0], nbytes)
-        finally:
-            for descriptor in handle.descriptors:
-                os.close(descriptor)
+        if handle.description["nbytes"] != nbytes or len(handle.descriptors) != 1:
+            raise RefitError(
+                f"the source's memory has {handle.description['nbytes']:,} bytes, and here the schedule needs "
+                f"{nbytes:,}: both sides need the same bucket_bytes and slots",
+                phase="prepare",
+            )
+        return Segment(handle.descriptors[0], nbytes)
 
 
 def _moves(

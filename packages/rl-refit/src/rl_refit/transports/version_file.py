@@ -77,7 +77,7 @@ def write_whole_file(
     *,
     origin: Origin,
     watch: Watch,
-    seen: Callable[[str, Tensor], None] = lambda _key, _tensor: None,
+    seen: Callable[[str, Tensor, str], None] = lambda _key, _tensor, _digest: None,
 ) -> Marker:
     """Write all boxes of `stream`, then the marker.
 
@@ -87,7 +87,7 @@ def write_whole_file(
         stream: Of this source rank.
         origin: Which file it is.
         watch: Looked at between chunks.
-        seen: Called with every box when it was written.
+        seen: Called with the name, the values and the digest of every box when it was written.
 
     Raises:
         RefitError: There is no room, or the disk fails; no part of the file is left.
@@ -105,10 +105,9 @@ def write_whole_file(
             region, key = piece.region, keys[piece.region]
             file.seek(len(header) + entries[key].start)
             file.write(tensor)
-            parts[key] = Part(
-                name=region.name, offsets=region.offsets, shape=region.shape, digest=digest_tensor(tensor)
-            )
-            seen(key, tensor)
+            digest = digest_tensor(tensor)
+            parts[key] = Part(name=region.name, offsets=region.offsets, shape=region.shape, digest=digest)
+            seen(key, tensor, digest)
         file.publish()
     marker = origin.marker(schedule, nbytes=nbytes, parts=parts)
     directory.write_marker(marker, watch)

@@ -4,15 +4,15 @@ Knows nothing of refits. Both faults are silent: the engine goes on, with logits
 a test that asserts so without its workaround, and fails once vLLM no longer needs it.
 
 * Experts. `UnquantizedFusedMoEMethod` packs them for the CPU's kernel at the first load only, and takes any later one
-  for a weight update of a GPU, whose kernels read the parameters themselves. `forget_packed_experts`, before the reload,
-  makes it build its kernel again.
+  for a weight update of a GPU, whose kernels read the parameters themselves. `forget_packed_experts`, before the
+  reload, makes it build its kernel again.
 * A tied head. `lm_head` shares the embedding's parameter, so the reload brings it no weight of its own, and it keeps
   its packed copy of the old one. `repack_vocabulary`, after the reload, packs what the parameter holds now.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ def needed() -> bool:
 
 def forget_packed_experts(model: nn.Module) -> int:
     """Before a reload: have every mixture of experts pack its weights again. Returns how many there are."""
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     packed = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method in packed:
         method.moe_kernel = None

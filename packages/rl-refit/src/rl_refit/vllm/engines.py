@@ -68,8 +68,8 @@ def _check_configuration(parallel: Any) -> None:
         )
     if parallel.data_parallel_size > 1:
         raise RefitError(
-            f"the engine has data_parallel_size={parallel.data_parallel_size}, and vLLM hands on the answers of the first "
-            f"replica only; make one engine a replica, each with a sink of its own",
+            f"the engine has data_parallel_size={parallel.data_parallel_size}, and vLLM hands on the answers of the "
+            f"first replica only; make one engine a replica, each with a sink of its own",
             phase="prepare",
         )
 
@@ -151,8 +151,8 @@ class _AsyncEngine:
         if not self._loop.is_running() or _running_loop() is self._loop:
             what.close()
             raise RefitError(
-                "the event loop of the engine must run, in another thread than this one, while a sink talks to it; from "
-                "a coroutine, use `await asyncio.to_thread(refit, version=…)`"
+                "the event loop of the engine must run, in another thread than this one, while a sink talks to it; "
+                "from a coroutine, use `await asyncio.to_thread(refit, version=…)`"
             )
         future = asyncio.run_coroutine_threadsafe(what, self._loop)
         try:

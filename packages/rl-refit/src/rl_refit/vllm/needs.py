@@ -73,7 +73,7 @@ def lacking(answers: Iterable[Answer], config: NeedsConfig) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def needs_of(source: Manifest, rows: Sequence[Row], answers: Sequence[Answer], config: NeedsConfig) -> Needs:
+def needs_of(source: Manifest, rows: Sequence[Row], *, answers: Sequence[Answer], config: NeedsConfig) -> Needs:
     """The sink's side of a refit from `source`, of which the workers were given `rows`.
 
     Raises:
@@ -129,8 +129,8 @@ def _mismatches(answers: Iterable[Answer], source: Manifest, config: NeedsConfig
         for name, root in answer["live_ties"].items() - answer["ties"].items():
             if _root(source, name) != _root(source, root):
                 lines[
-                    f"{name}: the engine tied it to {root} when it loaded equal values for both; give its configuration "
-                    f"tie_word_embeddings=False and load it again"
+                    f"{name}: the engine tied it to {root} when it loaded equal values for both; give its "
+                    f"configuration tie_word_embeddings=False and load it again"
                 ] = None
     return tuple(lines)
 
@@ -145,12 +145,11 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _explain(answers: Sequence[Answer], manifest: Manifest, unreadable: Mapping[str, str]) -> str:
-    first, workers = answers[0], len(answers)
+    first = answers[0]
     travelling = [meta for meta in manifest.tensors if meta.travels]
     nbytes = sum(meta.total_bytes for meta in travelling)
     lines = [
-        f"{first['architecture']} of vLLM {first['vllm']}, {workers} worker{'s' * (workers > 1)}: proved by tracing its "
-        f"load_weights on the meta device",
+        f"{first['architecture']} of vLLM {first['vllm']}: proved by tracing its load_weights on the meta device",
         f"{len(travelling)} tensors of the source are fed, {nbytes:,} bytes, staged once in shared memory",
         *(f"tied, not sent: {meta.name} -> {meta.tied_to}" for meta in manifest.tensors if meta.tied_to),
         *(f"computed by the engine, not sent: {m.name}" for m in manifest.tensors if m.feeding == "derived"),

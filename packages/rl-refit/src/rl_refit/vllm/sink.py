@@ -106,7 +106,7 @@ class VllmSink:
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """The fed tensors that cannot be read back after a commit, with the reason; empty before the first `prepare`."""
+        """The fed tensors that cannot be read back after a commit, with the reason; empty before `prepare`."""
         return {} if self._needs is None else self._needs[1].unreadable
 
     def check(self) -> None:
@@ -226,7 +226,7 @@ class VllmSink:
             answers = self._call("rl_refit_survey", rows)
             if not (tied and any(answer["never"] or answer["partial"] for answer in answers)):
                 break
-        return needs_of(source, rows, answers, self._config)
+        return needs_of(source, rows, answers=answers, config=self._config)
 
     def _bank_for(self, sink: Manifest) -> Bank:
         metas = [meta for meta in sink.tensors if meta.travels]

@@ -4,19 +4,19 @@ Runs in a worker. A second instance of the engine's model class is made on the m
 configuration; its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine
 itself is only looked at. What the answer, plain data, says of the engine's tensors, by the names they have in vLLM:
 
-    complete    every element is copied or made from a source tensor
+    complete    every element is written, from source tensors
     padded      so, but for elements that the loader fills itself: a vocabulary that is padded
     partial     some elements are written by nobody: how many, of how many
     derived     the engine makes it itself: buffers that no checkpoint holds, and what a layer of attention writes when
                 it processes its weights after loading
-    never       written by nobody
+    never       nothing of a source is written there
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rl_refit.layout import Region
-from rl_refit.vllm.writes import Place, Write, WriteLog, box_within, storage_of, without
+from rl_refit.errors import RefitError
+from rl_refit.layout import Layout, Region
+from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.trace import WriteCoverage, trace_writes
+from rl_refit.vllm.copies import Copies, Place, box_within, storage_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["Home", "Survey", "named_tensors", "survey"]
-
-Writes = Mapping[int, Sequence[Write]]
-"""Storage → what was written to it, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +63,26 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
     """Trace what an engine of `config` does with source tensors, given as rows of name, dtype and shape."""
     import vllm
 
+    sources = {
+        name: TensorMeta(name=name, dtype=dtype, shape=tuple(shape), layout=Layout.whole())
+        for name, dtype, shape in rows
+    }
     config = _copy_of(config)
     model = _on_meta(config)
     tensors = named_tensors(model)
-    sources = {name: _source_tensor(tuple(shape), getattr(torch, dtype)) for name, dtype, shape in rows}
-    log = WriteLog()
-    refused = _load(model, config, log, sources)
-    used, writes = log.used, {storage: tuple(made) for storage, made in log.writes.items()}
-    answer = {
-        "vllm": vllm.__version__,
-        "architecture": type(model).__name__,
-        "refused": refused,
-        "unused": [name for name in sources if name not in used],
-        "clashes": [clash for name, tensor in tensors.items() for clash in _clashes(name, tensor, writes)],
-        "casts": _casts(sources, writes),
-        "ties": _ties(tensors),
-        **_judge_all(model, config, tensors, writes),
+    copies = Copies()
+    answer = {"vllm": vllm.__version__, "architecture": type(model).__name__, "ties": _ties(tensors)}
+    loaded = _load(model, config, copies=copies, sources=sources)
+    if isinstance(loaded, list):
+        return Survey({**answer, "refused": loaded}, {})
+    answer |= {
+        "refused": None,
+        "unused": list(loaded.unused),
+        "clashes": [clash for name, tensor in tensors.items() for clash in _clashes(name, tensor, copies)],
+        "casts": _casts(sources, tensors, copies),
+        **_sorted_out(loaded, model, config, copies=copies),
     }
-    return Survey(answer, _homes(sources, tensors, writes))
+    return Survey(answer, _homes(sources, tensors, copies))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -107,9 +109,9 @@ def _on_meta(config: VllmConfig) -> nn.Module:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     model_class, _ = get_model_architecture(config.model_config)
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), _own_rope_cache():
-        with torch.device("meta"):
-            model: nn.Module = model_class(vllm_config=config, prefix="")
+    dtype = set_default_torch_dtype(config.model_config.dtype)
+    with set_current_vllm_config(config), dtype, _own_rope_cache(), torch.device("meta"):
+        model: nn.Module = model_class(vllm_config=config, prefix="")
     return model
 
 
@@ -127,55 +129,45 @@ def _own_rope_cache() -> Iterator[None]:
         _ROPE_DICT.update(kept)
 
 
-def _source_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A single element gets memory, since loaders read it with `item()`."""
-    return torch.zeros(shape, dtype=dtype, device="cpu" if len(shape) == 0 or shape == (1,) else "meta")
-
-
-def _load(model: nn.Module, config: VllmConfig, log: WriteLog, sources: Mapping[str, Tensor]) -> list[str] | None:
-    """Run the loader; returns the source tensor at which it raised, and what."""
+def _load(
+    model: Any, config: VllmConfig, *, copies: Copies, sources: Mapping[str, TensorMeta]
+) -> WriteCoverage | list[str]:
+    """Trace the loader; the source tensor at which it raised, and what, where it did."""
     from vllm.config import set_current_vllm_config
 
     offered = ""
 
-    def offer() -> Iterator[tuple[str, Tensor]]:
+    def offer(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         nonlocal offered
-        for offered, tensor in log.watch(sources):
-            yield offered, tensor
+        for name, tensor in copies.watch(weights):
+            offered = name
+            yield name, tensor
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        with copies:
+            model.load_weights(offer(weights))
 
     try:
-        with set_current_vllm_config(config), torch.no_grad(), log:
-            model.load_weights(offer())
+        with set_current_vllm_config(config):
+            return trace_writes(load, model, Manifest(tuple(sources.values())))
     except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
         return [offered, f"{type(error).__name__}: {error}"]
-    return None
 
 
 # -- What the writes come to -----------------------------------------------------------------------------------------
 
 
-def _judge_all(
-    model: nn.Module, config: VllmConfig, tensors: Mapping[str, Tensor], writes: Writes
-) -> dict[str, list[str] | dict[str, list[int]]]:
+def _sorted_out(coverage: WriteCoverage, model: nn.Module, config: VllmConfig, *, copies: Copies) -> dict[str, Any]:
     kinds: dict[str, list[str]] = {kind: [] for kind in ("complete", "padded", "derived", "never")}
-    partial: dict[str, list[int]] = {}
+    tensors, written = named_tensors(model), {*coverage.complete, *coverage.partial}
     for name, tensor in tensors.items():
-        done = writes.get(storage_of(tensor), ())
-        if not any(write.names for write in done):
+        writes = copies.to(tensor)
+        if name not in written or not any(write.names for write in writes):
             kinds["derived" if _makes_itself(model, config, name) else "never"].append(name)
-            continue
-        unread = _unwritten(tensor, [write for write in done if write.names])
-        missing = _unwritten(tensor, done)
-        if missing:
-            partial[name] = [missing, tensor.numel()]
-        else:
-            kinds["padded" if unread else "complete"].append(name)
+        elif name in coverage.complete:
+            kinds["complete" if all(write.names for write in writes) else "padded"].append(name)
+    partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in kinds["never"]}
     return {**kinds, "partial": partial}
-
-
-def _unwritten(tensor: Tensor, writes: Sequence[Write]) -> int:
-    boxes = [box_within(write.target, Place.of(tensor)) for write in writes]
-    return sum(part.numel for part in without(tuple(tensor.shape), [box for box in boxes if box is not None]))
 
 
 def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
@@ -184,41 +176,40 @@ def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     owner_name, _, own_name = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if own_name in owner._non_persistent_buffers_set:
+    owner: Any = model.get_submodule(owner_name)
+    if own_name in owner._non_persistent_buffers_set:  # noqa: SLF001  (torch has no other word for it)
         return True
     if not is_deferred_attention_layer(owner):
         return False
-    log, before = WriteLog(), storage_of(getattr(owner, own_name))
     try:
-        with set_current_vllm_config(config), torch.no_grad(), log:
-            owner.process_weights_after_loading(config.model_config.dtype)
-    except (NotImplementedError, RuntimeError, AttributeError):  # it needs values, so nothing is proved
+        with set_current_vllm_config(config):
+            made = trace_writes(
+                lambda _: owner.process_weights_after_loading(config.model_config.dtype), owner, Manifest(())
+            )
+    except (RefitError, RuntimeError, AttributeError):  # it needs values, so nothing is proved
         return False
-    return _unwritten(getattr(owner, own_name), log.writes.get(before, [])) == 0
+    return own_name in made.complete
 
 
-def _clashes(name: str, tensor: Tensor, writes: Writes) -> list[str]:
+def _clashes(name: str, tensor: Tensor, copies: Copies) -> list[str]:
     """Pairs of source tensors that are written to the same elements, where only one can survive."""
-    copied = [write for write in writes.get(storage_of(tensor), ()) if write.origin is not None]
-    placed = {(write.names[0], write.target): box_within(write.target, Place.of(tensor)) for write in copied}
-    boxes = [(source, box) for (source, _), box in placed.items() if box is not None]
-    if sum(box.numel for _, box in boxes) <= tensor.numel() - _unwritten(tensor, copied):
+    copied = [(write.names[0], write.target) for write in copies.to(tensor) if write.origin is not None]
+    boxes = [(source, box_within(place, Place.of(tensor))) for source, place in dict.fromkeys(copied)]
+    placed = [(source, box) for source, box in boxes if box is not None]
+    if sum(box.numel for _, box in placed) <= tensor.numel():
         return []
-    pairs = itertools.combinations(boxes, 2)
+    pairs = itertools.combinations(placed, 2)
     clashing = {(one, two) for (one, box), (two, other) in pairs if one != two and box.intersect(other)}
     return [f"{one} and {two} are both written to {name}" for one, two in sorted(clashing)]
 
 
-def _casts(sources: Mapping[str, Tensor], writes: Writes) -> dict[str, str]:
+def _casts(sources: Mapping[str, TensorMeta], tensors: Mapping[str, Tensor], copies: Copies) -> dict[str, str]:
     """Source tensors that the engine keeps in another dtype."""
-    made = [write for each in writes.values() for write in each if len(write.names) == 1]
-    kept = {write.names[0]: write.target.dtype for write in made}
-    return {name: _plain(dtype) for name, dtype in kept.items() if dtype != sources[name].dtype}
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    writes = [write for tensor in tensors.values() for write in copies.to(tensor) if len(write.names) == 1]
+    kept = {write.names[0]: write.target.dtype for write in writes}
+    return {
+        name: str(dtype).removeprefix("torch.") for name, dtype in kept.items() if dtype != sources[name].torch_dtype
+    }
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -228,16 +219,20 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: root for name, root in ties.items() if name != root}
 
 
-def _homes(sources: Mapping[str, Tensor], tensors: Mapping[str, Tensor], writes: Writes) -> dict[str, Home]:
+def _homes(sources: Mapping[str, TensorMeta], tensors: Mapping[str, Tensor], copies: Copies) -> dict[str, Home]:
     homes: dict[str, Home] = {}
     for name, tensor in tensors.items():
-        for write in writes.get(storage_of(tensor), ()):
+        for write in copies.to(tensor):
             if write.origin is None or write.origin.dtype != write.target.dtype:
                 continue
-            source = sources[write.names[0]]
-            box = box_within(write.origin, Place.of(source))
-            if box == Region("", (0,) * source.dim(), tuple(source.shape)) and write.target.shape == source.shape:
-                relative = write.target.offset - tensor.storage_offset()
-                place = Place(relative, write.target.shape, write.target.strides, write.target.dtype)
+            whole = sources[write.names[0]].shape
+            row_major = Place(0, whole, torch.empty(whole, device="meta").stride(), write.origin.dtype)
+            if box_within(write.origin, row_major) == Region("", (0,) * len(whole), whole) == _box(write.target.shape):
+                offset = write.target.offset - int(tensor.storage_offset())
+                place = Place(offset, write.target.shape, write.target.strides, write.target.dtype)
                 homes.setdefault(write.names[0], Home(name, tuple(tensor.shape), place))
     return homes
+
+
+def _box(shape: tuple[int, ...]) -> Region:
+    return Region("", (0,) * len(shape), shape)

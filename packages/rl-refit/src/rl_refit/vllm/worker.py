@@ -11,7 +11,7 @@ import functools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rl_refit.digest import digest_regions
 from rl_refit.layout import Region
@@ -26,21 +26,20 @@ if TYPE_CHECKING:
 __all__ = ["RefitWorker"]
 
 Answer = dict[str, Any]
-P = ParamSpec("P")
-W = TypeVar("W", bound="RefitWorker")
+Method = TypeVar("Method", bound="Callable[..., Answer]")
 
 
-def _answering(method: Callable[Concatenate[W, P], Answer]) -> Callable[Concatenate[W, P], Answer]:
+def _answering(method: Method) -> Method:
     """Whatever `method` raises becomes its answer."""
 
     @functools.wraps(method)
-    def answer(self: W, *args: P.args, **kwargs: P.kwargs) -> Answer:
+    def answer(self: RefitWorker, *args: object) -> Answer:
         try:
-            return {"rank": self.rank, **method(self, *args, **kwargs)}
+            return {"rank": self.rank, **method(self, *args)}
         except Exception as error:  # noqa: BLE001  (the driver raises it)
             return {"rank": self.rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
-    return answer
+    return cast("Method", answer)
 
 
 @dataclass(slots=True)

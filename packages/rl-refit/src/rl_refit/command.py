@@ -1,0 +1,58 @@
+"""`python -m rl_refit`: refits from the command line, before anything moves.
+
+Each command lives beside what it commands, in a module with `add_arguments(parser)` and `run(arguments) -> int`, which
+is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not (the reasons are printed),
+2 refused or misused (likewise).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from rl_refit.errors import CoverageError, RefitError
+
+__all__ = ["main"]
+
+PROGRAM = "python -m rl_refit"
+COMMANDS = {
+    "explain": ("rl_refit.explain.command", "what a refit would move, from whom to whom, and what nobody feeds"),
+    "simulate": ("rl_refit.simulate.command", "predict a refit on many GPUs, beside what physics allows"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    chosen = _parser().parse_args(given[:1]).command
+    module, summary = COMMANDS[chosen]
+    command = import_module(module)
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_arguments(parser)
+    arguments = parser.parse_args(given[1:])
+    try:
+        code: int = command.run(arguments)
+        sys.stdout.flush()
+    except (RefitError, ValueError) as refusal:
+        print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
+        return 1 if isinstance(refusal, CoverageError) else 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
+        return 0
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description="Weights into a running engine: what will move, how long it will take.",
+        epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    return parser

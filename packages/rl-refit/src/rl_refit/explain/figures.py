@@ -1,0 +1,199 @@
+"""Every number that `explain` prints of a plan, as plain data.
+
+Knows the plan, the buckets and the two sides' nodes; does not know what anything is for, nor how it is printed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from rl_refit.plan import RefitPlan
+from rl_refit.schedule import make_schedule
+
+__all__ = ["Delta", "PlanFigures", "Spread", "figures_of", "link_bytes", "predict_delta"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """One number a rank, over all ranks of a side."""
+
+    least: int
+    median: float
+    most: int
+    total: int
+
+    busiest: int
+    """The lowest rank that has `most`; -1 where there are no ranks."""
+
+    @property
+    def balance(self) -> float:
+        """The most over the mean; 1 where all have the same."""
+        return self.most * self.ranks / self.total if self.total else 1.0
+
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFigures:
+    """What a plan costs. Bytes, unless a name says otherwise."""
+
+    fed: int
+    """Tensors that are sent."""
+    tied: int
+    """Tensors that share the memory of one that is sent, or need not be."""
+    derived: int
+    constant: int
+    in_boxes: int
+    """Tensors of which some sink rank holds more than one box: fused, stacked or permuted storage."""
+
+    weights: int
+    """All fed tensors, once."""
+    routes: int
+    buckets: int
+    bucket_bytes: int
+    slots: int
+
+    receives: Spread
+    bound: Spread
+    above_bound: int
+    """Most that any sink rank receives above its lower bound."""
+    sends: Spread
+    relays: Spread
+
+    into_nodes: dict[str, tuple[int, int]]
+    """Node of the sink → what enters it from other nodes, with relays and if each rank pulled; empty where unknown."""
+
+    ring: int
+    """Slots of buckets, on each rank of both sides."""
+    stage: Spread
+    """On each sink rank, the second copy of what it is fed, where the sink is staged."""
+
+    link: int
+    """Most bytes through one rank's link to other nodes: no refit by this plan is faster than that link."""
+    link_without_relays: int
+
+    def to_plain(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def figures_of(plan: RefitPlan, *, bucket_bytes: int, slots: int) -> PlanFigures:
+    """Count.
+
+    Raises:
+        ValueError: `bucket_bytes` is not a positive multiple of 512.
+    """
+    schedule = make_schedule(plan, routing="unicast", bucket_bytes=bucket_bytes)
+    sources, sinks = plan.source.ranks, plan.sink.ranks
+    fed = [meta for meta in plan.sink.tensors if meta.travels]
+    rest = Counter("tied" if meta.tied_to else meta.feeding for meta in plan.sink.tensors if not meta.travels)
+    bound = _spread(sinks, plan.lower_bound)
+    return PlanFigures(
+        fed=len(fed),
+        tied=rest["tied"],
+        derived=rest["derived"],
+        constant=rest["constant"],
+        in_boxes=sum(any(len(boxes) > 1 for boxes in meta.layout.boxes or ()) for meta in fed),
+        weights=sum(meta.total_bytes for meta in fed),
+        routes=len(plan.routes),
+        buckets=schedule.num_buckets,
+        bucket_bytes=bucket_bytes,
+        slots=slots,
+        receives=_spread(sinks, plan.bytes_received),
+        bound=bound,
+        above_bound=max((plan.bytes_received(rank) - plan.lower_bound(rank) for rank in sinks), default=0),
+        sends=_spread(sources, plan.bytes_sent),
+        relays=_spread(sinks, plan.bytes_relayed),
+        into_nodes=_into_nodes(plan),
+        ring=slots * bucket_bytes,
+        stage=bound,
+        link=link_bytes(plan, relayed=True),
+        link_without_relays=link_bytes(plan, relayed=False),
+    )
+
+
+def link_bytes(plan: RefitPlan, *, relayed: bool) -> int:
+    """Most bytes that cross one rank's link to other nodes; without a topology every rank is a node of its own.
+
+    With `relayed=False`, as if every sink rank pulled its copy from the same source rank itself.
+    """
+    out: Counter[int] = Counter()
+    into: Counter[int] = Counter()
+    for route in plan.routes:
+        if _stays_on_its_node(plan, route.source_rank, route.sink_ranks[0]):
+            continue
+        for rank in route.sink_ranks[:1] if relayed else route.sink_ranks:
+            out[route.source_rank] += route.nbytes
+            into[rank] += route.nbytes
+    return max((*out.values(), *into.values()), default=0)
+
+
+def _into_nodes(plan: RefitPlan) -> dict[str, tuple[int, int]]:
+    if plan.topology is None:
+        return {}
+    nodes = plan.topology.sink_nodes
+    into = dict.fromkeys((nodes[rank] for rank in plan.sink.ranks), (0, 0))
+    for route in plan.routes:
+        if not _stays_on_its_node(plan, route.source_rank, route.sink_ranks[0]):
+            relayed, pulled = into[nodes[route.sink_ranks[0]]]
+            copies = len(route.sink_ranks)
+            into[nodes[route.sink_ranks[0]]] = relayed + route.nbytes, pulled + route.nbytes * copies
+    return into
+
+
+def _stays_on_its_node(plan: RefitPlan, source_rank: int, sink_rank: int) -> bool:
+    topology = plan.topology
+    return topology is not None and topology.source_nodes[source_rank] == topology.sink_nodes[sink_rank]
+
+
+def _spread(ranks: Iterable[int], bytes_of: Callable[[int], int]) -> Spread:
+    each = {rank: bytes_of(rank) for rank in ranks}
+    if not each:
+        return Spread(least=0, median=0, most=0, total=0, busiest=-1, ranks=0)
+    most = max(each.values())
+    return Spread(
+        least=min(each.values()),
+        median=median(each.values()),
+        most=most,
+        total=sum(each.values()),
+        busiest=min(rank for rank, nbytes in each.items() if nbytes == most),
+        ranks=len(each),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """When to send changed elements only."""
+
+    changed: float
+    """Fraction of the elements that changed."""
+
+    wire: float
+    """Bytes of the delta over bytes of all: each changed element with a 4-byte index."""
+
+    break_even_gbps: float
+    """Bandwidth of a link below which the delta is faster; 0 where it never is."""
+
+
+_INDEX_BYTES = 4
+
+
+def predict_delta(plan: RefitPlan, *, changed: float, compare_bytes_per_s: float) -> Delta:
+    """When a delta of a fraction `changed` wins, if finding what changed reads `compare_bytes_per_s`.
+
+    A link of B bytes/s carries S bytes in S/B. A delta first compares, S/R, then carries w·S, where w = changed ·
+    (itemsize + 4)/itemsize: it wins below B = R·(1 - w), whatever S.
+    """
+    sizes = Counter({1: 0})
+    for meta in plan.sink.tensors:
+        if meta.travels:
+            sizes[meta.torch_dtype.itemsize] += meta.total_bytes
+    all_bytes = sum(sizes.values())
+    with_indices = sum(nbytes * (size + _INDEX_BYTES) / size for size, nbytes in sizes.items())
+    wire = changed * with_indices / all_bytes if all_bytes else 0.0
+    # bytes/s to Gb/s
+    break_even_gbps = max(0.0, compare_bytes_per_s * (1 - wire)) * 8 / 1e9
+    return Delta(changed=changed, wire=wire, break_even_gbps=break_even_gbps)
