@@ -10,7 +10,7 @@ import dataclasses
 import json
 from typing import get_args
 
-from rl_refit.simulate import HARDWARE, MODELS, SCHEMES, Options, Simulation, simulate
+from rl_refit.simulate import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Simulation, simulate
 from rl_refit.simulate.workload import Wire
 
 __all__ = ["add_arguments", "run"]
@@ -38,6 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, figure in _FIGURES.items():
         parser.add_argument(flag, type=float, metavar="GB/S", help=f"{figure} instead of the preset's")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="instead of the preset's")
+    costs = ", ".join(Costs.__slots__)
+    parser.add_argument(
+        "--cost",
+        type=_cost,
+        metavar="NAME=NUMBER",
+        action="append",
+        default=[],
+        help=f"one of the constants instead of the calibrated; may be given again: {costs}",
+    )
     parser.add_argument("--within", type=float, metavar="SECONDS", help="exit with 1 where the prediction is slower")
     parser.add_argument("--calibration", action="store_true", help="published refits beside their predictions instead")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
@@ -88,6 +97,7 @@ def _simulate(arguments: argparse.Namespace) -> Simulation:
             changed=arguments.changed,
             verify=not arguments.no_verify,
         ),
+        costs=dataclasses.replace(CALIBRATED, **dict(arguments.cost)),
     )
 
 
@@ -100,6 +110,16 @@ def _print_calibration(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps(calibration_as_dict(comparisons)))
     return 0
+
+
+def _cost(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    if name not in Costs.__slots__:
+        raise argparse.ArgumentTypeError(f"no cost {name!r}; choose from {', '.join(Costs.__slots__)}")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{number!r} is no number, in {text!r}") from None
 
 
 def _count(text: str) -> int:

@@ -67,8 +67,9 @@ class Costs:
     2.13.0, 2026-11-21."""
 
     operations_per_party: int = 28
-    """Operations on the store that each party causes in a refit: four steps of a report, its reading and an answer
-    polled for; beginning and decision. Counted in rl_refit.transaction."""
+    """Operations on the store that each party causes in a refit: six of them in each of four steps, namely its report,
+    two to read it, and three to poll for the answer; and four for the beginning and the decision. Counted in
+    rl_refit.transaction."""
 
     operations_per_pair: int = 3
     """Operations for the digests of one sender and one receiver. Counted in rl_refit.transaction."""

@@ -39,6 +39,9 @@ class Floor:
     rank_bytes: int
     """Weights of the engine's fullest rank."""
 
+    rank_tensors: int
+    """Tensors of which the engine's busiest rank has any part."""
+
     pulled: int
     """Bytes that enter the neediest node where each rank pulls for itself."""
 
@@ -52,6 +55,7 @@ class _Place:
 
     needed: int = 0
     missing: int = 0
+    tensors: int = 0
 
 
 @lru_cache(maxsize=64)
@@ -65,6 +69,7 @@ def floor_of(workload: Workload) -> Floor:
         size = stack.wanted.shape[0] * stack.wanted.torch_dtype.itemsize
         for rank, boxes in wanted.items():
             _add(by_rank[rank], boxes, held.get(rank, ()), size)
+            by_rank[rank].tensors += stack.wanted.shape[0] * sum(map(stack.pieces, boxes))
         kept = _on_nodes(held, workload.topology.source_nodes) if workload.colocated else {}
         for node, boxes in _on_nodes(wanted, nodes).items():
             _add(by_node[node], boxes, kept.get(node, ()), size)
@@ -76,6 +81,7 @@ def floor_of(workload: Workload) -> Floor:
         nodes=tuple(NodeFloor(gpus=sizes[node], needed=at.needed, missing=at.missing) for node, at in by_node.items()),
         rank_missing=max(place.missing for place in by_rank.values()),
         rank_bytes=max(place.needed for place in by_rank.values()),
+        rank_tensors=max(place.tensors for place in by_rank.values()),
         pulled=max(pulled.values()),
         leaves=0 if workload.colocated else workload.total_bytes,
     )

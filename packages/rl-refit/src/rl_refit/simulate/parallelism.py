@@ -41,9 +41,15 @@ class Parallelism:
     def __post_init__(self) -> None:
         if min(self.gpus, self.tp, self.pp, self.ep, self.fsdp) < 1:
             raise ValueError(f"every size of a layout must be at least 1; got {self}")
-        for what, size in (("pp", self.pp), ("pp·tp·fsdp", self.pp * self.tp * self.fsdp), ("pp·ep", self.pp * self.ep)):
+        for what, size in (
+            ("pp", self.pp),
+            ("pp·tp·fsdp", self.pp * self.tp * self.fsdp),
+            ("pp·ep", self.pp * self.ep),
+        ):
             if self.gpus % size:
-                raise ValueError(f"{what}={size} must divide the {self.gpus} GPUs of its side (layout {self.describe()})")
+                raise ValueError(
+                    f"{what}={size} must divide the {self.gpus} GPUs of its side (layout {self.describe()})"
+                )
         if self.fsdp > 1 and (self.tp * self.fsdp) % self.ep:
             raise ValueError(f"with fsdp, ep={self.ep} must divide tp·fsdp={self.tp * self.fsdp}")
 
@@ -91,7 +97,9 @@ class Parallelism:
         if model.heads % self.tp:
             raise ValueError(f"tp={self.tp} must divide the {model.heads} attention heads of {model.name}")
         if model.kv_heads and self.tp % model.kv_heads and model.kv_heads % self.tp:
-            raise ValueError(f"tp={self.tp} and the {model.kv_heads} KV heads of {model.name}: one must divide the other")
+            raise ValueError(
+                f"tp={self.tp} and the {model.kv_heads} KV heads of {model.name}: one must divide the other"
+            )
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             raise ValueError(f"ep={self.ep} must divide the experts of {model.name}; it has {model.experts or 'none'}")
 

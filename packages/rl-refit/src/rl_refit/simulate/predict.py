@@ -208,8 +208,7 @@ def _slices_serial(case: _Case, ratio: float) -> dict[str, float]:
     messages = traffic.ways + math.ceil(ratio * traffic.received / case.options.bucket_bytes)
     apply = 0.0
     if case.scheme.transaction:  # a copy from the bank, in the engine, of every tensor that the rank holds
-        tensors = min(case.num_tensors, traffic.pieces_received)
-        apply = 2 * case.floor.rank_bytes / case.hbm + tensors * costs.copy_s
+        apply = 2 * case.floor.rank_bytes / case.hbm + case.floor.rank_tensors * costs.copy_s
         parties = workload.train.gpus + workload.engine.gpus
         operations = costs.operations_per_party * parties
         operations += costs.operations_per_pair * traffic.pairs * case.options.verify

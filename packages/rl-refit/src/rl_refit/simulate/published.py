@@ -152,7 +152,10 @@ ROWS: tuple[PublishedRow, ...] = (
     _ffn(name="nccl_reshard DeepSeek-V3 on GB200", seconds=(1.93, 2.59), hardware="gb200", **_fleet_dsv3),
     _4b_all(name="nccl_xfer Qwen3-4B DP8 to TP8", seconds=(0.07, 0.08), train=(8, "replicated"), engine=(8, "tp=8")),
     _4b_all(
-        name="nccl_xfer Qwen3-4B TP2 PP2 DP2 to TP4 DP2", seconds=_once(0.13), train=(8, "tp=2,pp=2"), engine=(8, "tp=4")
+        name="nccl_xfer Qwen3-4B TP2 PP2 DP2 to TP4 DP2",
+        seconds=_once(0.13),
+        train=(8, "tp=2,pp=2"),
+        engine=(8, "tp=4"),
     ),
     _30b_all(
         name="nccl_xfer Qwen3-30B EP8 PP2 to TP8 DP2",
@@ -284,13 +287,22 @@ ROWS: tuple[PublishedRow, ...] = (
 """Every row that is predicted."""
 
 NOT_PREDICTED = (
-    ("NVIDIA-NeMo/RL PR 449, ~30B on 16 nodes: 18 to 7 s, 430 to 50 s", "tensor parallelism of the engine is not published"),
+    (
+        "NVIDIA-NeMo/RL PR 449, ~30B on 16 nodes: 18 to 7 s, 430 to 50 s",
+        "tensor parallelism of the engine is not published",
+    ),
     ("NVIDIA-NeMo/RL PRs 634 and 638, 420 to 120 to 55 s", "stations of the ladder, which has them"),
     ("NVIDIA-NeMo/RL PR 1264, Qwen3-32B twice as fast", "a ratio without seconds"),
-    ("NVIDIA-NeMo/RL PR 2971, Qwen3.5-397B 1.97 to 2.17 s; nano-v3, super-v3", "no exact tensor list of the model here"),
+    (
+        "NVIDIA-NeMo/RL PR 2971, Qwen3.5-397B 1.97 to 2.17 s; nano-v3, super-v3",
+        "no exact tensor list of the model here",
+    ),
     ("NVIDIA-NeMo/RL PRs 2971 and 3294, FP8 and MXFP8", "quantisation in the loader is not modelled"),
     ("NVIDIA-NeMo/RL PR 3166, nvshmem 95 s and growing", "a fault, not a cost"),
     ("NVIDIA-NeMo/RL PR 2293, 8B 25 s through CPU memory", "pickling is not modelled"),
-    ("NeMo-RL sparse delta, 247 GB at 3 %: 20.2 s", "no exact tensor list of the model here; see the crossover of deltas"),
+    (
+        "NeMo-RL sparse delta, 247 GB at 3 %: 20.2 s",
+        "no exact tensor list of the model here; see the crossover of deltas",
+    ),
 )
 """Published rows that are not predicted, and why."""

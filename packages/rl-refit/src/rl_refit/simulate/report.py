@@ -129,10 +129,9 @@ def _crossovers(simulation: Simulation) -> list[str]:
 
 def _memory(simulation: Simulation) -> list[str]:
     weights, extra, capacity = simulation.floor.rank_bytes, simulation.extra_bytes, simulation.hardware.memory_gb
-    full = (weights + extra["engine"]) / 1e9
-    fits = "" if full <= capacity else f"  (more than the {capacity:g} GB of a GPU)"
     return [
-        f"engine rank: {weights / 1e9:.1f} GB of weights and {extra['engine'] / 1e9:.1f} GB for the refit{fits}",
+        f"engine rank: {weights / 1e9:.1f} GB of weights and {extra['engine'] / 1e9:.1f} GB for the refit, of the "
+        f"{capacity:g} GB of a GPU",
         f"trainer rank: {extra['trainer'] / 1e9:.1f} GB for the refit",
     ]
 

@@ -22,6 +22,7 @@ __all__ = ["Stack", "Wire", "Workload"]
 Wire = Literal["bfloat16", "float8"]
 """What crosses the wire: the trainer's bfloat16, or projections that it has put into FP8 blocks."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, two sides and the nodes that they lie on."""

@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):
         self._kept = {self._see(tensor) for tensor in kept.values() if not tensor.is_meta}
         for name, tensor in sources.items():
             self._names.setdefault(self._see(tensor), set()).add(name)
+            self._writes.setdefault(self._see(tensor), []).append(Write.of(tensor))
 
     def writes_to(self, tensor: Tensor) -> list[Write]:
         """What was written into the storage of `tensor`."""
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
         for tensor, is_out in written:
             self._record(call, tensor, is_out=is_out)
             self._names.setdefault(self._see(tensor), set()).update(names)
-        if any(self._see(tensor) in self._kept or (without_values and not tensor.is_meta) for tensor, _ in written):
+        if written and (without_values or any(self._see(tensor) in self._kept for tensor, _ in written)):
             return call.returns_without_running()
         if without_values and call.kwargs.get("device") is not None:
             call.kwargs["device"] = torch.device("meta")  # what has no values has no device to move to

@@ -96,7 +96,7 @@ def _own(manifest: Manifest, rank: int | None, rendezvous: Rendezvous) -> Manife
     manifest = manifest.on_rank(rank)
     if rank not in manifest.ranks and manifest.tensors:
         raise RefitError(
-            XX
+            f"{' and '.join(rendezvous.mine)} has tensors on ranks {list(manifest.ranks)}, and rank {rank} is none "
             f"of them; number the ranks of a side as its torch.distributed ranks",
             phase="prepare",
         )
