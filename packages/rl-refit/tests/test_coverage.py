@@ -105,5 +105,5 @@ def test_a_source_tensor_without_a_place_is_an_error_whatever_else_is_constant()
 
 def test_a_buffer_that_is_neither_fed_nor_declared_is_named():
     """Gemma-3's embedding normalizer under dummy loading: no checkpoint has it, and no loader ever writes it."""
-    with pytest.raises(CoverageError, match="1 sink tensors that the source does not feed:\n  model.normalizer\n"):
+    with pytest.raises(CoverageError, match=r"1 sink tensors that the source does not feed:\n  model\.normalizer\n"):
         plan_refit(manifest("model.embed"), manifest("model.embed", "model.normalizer"))

@@ -82,12 +82,14 @@ def test_sizes_are_the_formula():
     """bfloat16: a header, a row a segment, and for each change two bytes of value and one or two of gap."""
     base = random(torch.bfloat16, (3 * 2**21,))
     new = base.clone()
-    bits(new)[: 2 * 2**21].view(-1, 200)[:, 0] ^= 1  # first segment: every 100th element
-    bits(new)[4 * 2**20 + 2000 : 8 * 2**20 : 2000] ^= 1  # second: every 1,000th; the third is as it was
-    bits(new)[8 * 2**20 :] ^= 1  # and of what follows every element
+    elements = new.view(torch.int16)
+    elements[: 2**21 : 100] ^= 1
+    elements[2**21 : 2 * 2**21 : 1000] ^= 1
+    elements[2 * 2**21 :] ^= 1
     info = inspect(encode(base, new))
     kinds = [(segment.kind, segment.changed, segment.gap_bytes) for segment in info.segments]
-    assert kinds == [("sparse", 20_972, 1), ("sparse", 2_097, 2), ("dense", 2**21, 0)]
+    assert kinds == [("sparse", 20_972, 1), ("sparse", 2_098, 2), ("dense", 2**21, 0)]
+    assert [segment.nbytes(2) for segment in info.segments] == [41_944 + 20_976, 2 * 4_200, 2**22]  # in multiples of 8
 
 
 def test_a_segment_is_written_whole_where_that_is_less():

@@ -155,8 +155,6 @@ def test_boxes_are_held_in_their_order_and_must_be_inside():
         layout.regions("w", (6, 3, 1))
 
 
-
-
 boxes = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 5))] * 2).map(
     lambda sides: Region("w", tuple(a for a, _ in sides), tuple(n for _, n in sides))
 )

@@ -22,7 +22,9 @@ def meta(name="w", **changes):
 
 def boxes(**held):
     """Boxes of one dim: `r0=[(2, 3)]` is elements 2, 3, 4 on rank 0."""
-    return Layout.from_boxes({int(rank[1:]): [Region("", (a,), (n,)) for a, n in spans] for rank, spans in held.items()})
+    return Layout.from_boxes(
+        {int(rank[1:]): [Region("", (a,), (n,)) for a, n in spans] for rank, spans in held.items()}
+    )
 
 
 def test_the_hash_is_the_same_on_every_machine():

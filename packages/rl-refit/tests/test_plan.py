@@ -82,7 +82,7 @@ def some_source_boxes(rng, shape):
     return Layout.from_boxes({**held, 7: missing, 5: rng.choice([[], [whole(shape)]])})
 
 
-def some_pair(rng, boxes=True):
+def some_pair(rng, *, boxes=True):
     source, sink = [], []
     for number in range(rng.randint(1, 3)):
         shape, dtype = some_shape(rng), rng.choice(["int8", "bfloat16", "float32"])
@@ -238,7 +238,7 @@ def loads_of(plan):
 
 
 def some_replicated_pair(rng):
-    """One mesh for all tensors of the source, each of which replicates some last axes of it: nested sets of replicas."""
+    """One mesh for all tensors of the source, each of which replicates some last axes: nested sets of replicas."""
     mesh_shape = some_mesh(rng, (), max_ranks=8).mesh_shape
     source, sink = [], []
     for number in range(rng.randint(1, 6)):

@@ -83,11 +83,15 @@ def test_it_agrees_with_dyes_on_any_engine(data):
 
 
 def assign_rows(w, sources):
-    w[[0, 2, 5]] = sources["a"][:3]
+    w[torch.tensor([0, 2, 5])] = sources["a"][:3]
 
 
-def set_where(w, sources):
+def assign_diagonal(w, sources):
     w[torch.eye(6, 5, dtype=torch.bool)] = sources["a"][0]
+
+
+def assign_list(w, sources):
+    w[[0, 2]] = sources["a"][:2]  # torch makes the list a tensor on the meta device
 
 
 def index_copy(w, sources):
@@ -132,6 +136,7 @@ def concatenate(w, sources):
         (lambda w, s: w.view(torch.int32).copy_(s["a"].view(torch.int32)), 0),
         (lambda w, s: w.view(torch.uint8)[:, :8].copy_(s["a"].view(torch.uint8)[:, :8]), 18),
         (assign_rows, 15),
+        (assign_diagonal, 25),
         (index_copy, 18),
         (scatter, 25),
         (assemble, 0),
@@ -222,6 +227,7 @@ def test_temporaries_with_values_are_no_obstacle():
         (lambda w, s: w.data[0, 0].item(), "values of a tensor"),
         (lambda w, s: w.index_copy_(0, s["a"][:, 0].long(), s["a"]), "values of a tensor, with aten.index_copy_"),
         (lambda w, s: w.masked_fill_(s["a"] > 0, 1), "values of a tensor, with aten.masked_fill_"),
+        (assign_list, "values of a tensor, with aten.index_put_"),
     ],
 )
 def test_a_loader_that_asks_for_values_is_told_so(store, complaint):

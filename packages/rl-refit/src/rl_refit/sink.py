@@ -99,6 +99,8 @@ class ModuleSink:
         self._bound = bindings is not None
         self._on_commit = on_commit
         self._bank: dict[str, list[Holding]] = {}
+        self._checked: ModuleTensors | None = None
+        self._needed: dict[str, int] = {}
         self._open: _Transaction | None = None
         self._version: int | None = None
         self._version_before: int | None = None
@@ -164,9 +166,11 @@ class ModuleSink:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
         tensors = self._reader.read()
         live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
-        check_writable(live, tensors=tensors, bound=self._bound, swap=self._mode == "swap")
-        missing = {name: _needed(held) for name, held in live.items()}
-        self._open = _Transaction(tensors, live, missing)
+        if tensors is not self._checked:
+            check_writable(live, tensors=tensors, bound=self._bound, swap=self._mode == "swap")
+            self._needed = {name: _needed(held) for name, held in live.items()}
+            self._checked = tensors
+        self._open = _Transaction(tensors, live, dict(self._needed))
         return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version)
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
@@ -276,7 +280,7 @@ class ModuleSink:
         if kept is None:
             return self._banked(name, transaction.live[name])
         covered = sum(region.numel for region, _ in kept)
-        if covered == _needed(transaction.live[name]):
+        if covered == self._needed[name]:
             return kept
         bank = self._banked(name, transaction.live[name])  # part of it stays, part was copied
         for region, piece in kept:
@@ -312,7 +316,7 @@ def _overwrite(live: Iterable[Holding], region: Region, piece: Tensor) -> None:
 
 
 def _holds(box: Region, region: Region) -> bool:
-    return len(box.shape) == len(region.shape) and box.intersect(region) == region
+    return box == region or (len(box.shape) == len(region.shape) and box.intersect(region) == region)
 
 
 def _write(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
@@ -326,6 +330,8 @@ def _read(holdings: Iterable[Holding], region: Region) -> Tensor:
     """The values of `region`: a view where one holding has all of it, assembled from several otherwise."""
     parts: list[tuple[Region, Region, Tensor]] = []
     for box, memory in holdings:
+        if box == region:
+            return memory
         shared = region.intersect(box)
         if shared == region:
             return memory[region.index_within(box)]

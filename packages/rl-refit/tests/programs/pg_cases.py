@@ -39,10 +39,10 @@ DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
 
 def values(meta, refit):
     """Every element of a tensor as it is at a refit: bytes from a seed."""
-    seed = torch.Generator().manual_seed(zlib.crc32(f"{meta.name} {refit}".encode()))
-    count = math.prod(meta.shape) * meta.torch_dtype.itemsize
-    data = torch.randint(0, 2 if meta.dtype == "bool" else 256, (count,), dtype=torch.uint8, generator=seed)
-    return data.view(meta.torch_dtype).view(meta.shape)
+    seed = torch.Generator("cpu").manual_seed(zlib.crc32(f"{meta.name} {refit}".encode()))
+    count, ends = math.prod(meta.shape) * meta.torch_dtype.itemsize, 2 if meta.dtype == "bool" else 256
+    data = torch.randint(0, ends, (count,), dtype=torch.uint8, generator=seed, device="cpu")
+    return data.view(meta.torch_dtype).view(meta.shape).to(torch.get_default_device())
 
 
 def whole(meta):
@@ -105,9 +105,12 @@ class PlainSink:
 # -- Any number of ranks, any layout ----------------------------------------------------------------
 
 
-def shapes(place, *, seeds):
+def shapes(place, *, seeds, device="cpu"):
     """For each seed a random world, both transports, two refits: all arrives once, and no more than the bound."""
     store = FileStore(str(place.folder / "store"), -1)
+    if device == "cuda":
+        torch.cuda.set_device(place.process)
+    torch.set_default_device(device)
     met = 0
     for seed, transport in itertools.product(range(*seeds), TRANSPORTS):
         if _random_world(seed, place, PrefixStore(f"{seed} {transport}", store), transport):
@@ -178,7 +181,7 @@ def _channel(schedule, ranks, store, *, slots=2):
         source_rank=ranks[0],
         sink_rank=ranks[1],
         slots=slots,
-        device=torch.device("cpu"),
+        device=torch.get_default_device(),
         store=store,
     )
 
@@ -277,7 +280,7 @@ class Hooked:
         self._side.stage(region, tensor, stays=stays)
 
 
-def death(place, *, transport, victim, deed, at, deadline_s):
+def death(place, *, transport, victim, deed, at):
     """One source, two sinks of one host. After a refit that succeeds, the victim dies or stops in the next."""
     party = ("source 0", "sink 0", "sink 1")[place.process]
     calls = itertools.count(1)
@@ -298,9 +301,10 @@ def death(place, *, transport, victim, deed, at, deadline_s):
             num_sinks=2,
             source_rank=0 if place.process == 0 else None,
             sink_rank=place.process - 1 if place.process else None,
+            liveness_s=30 if deed == "kill" else 1.5,
         ),
         bucket_bytes=512,
-        deadline_s=deadline_s,
+        deadline_s=30,
     )
     found = {"party": party, "errors": []}
     for version in (1, 2, 3):
@@ -309,11 +313,11 @@ def death(place, *, transport, victim, deed, at, deadline_s):
                 pg_models.advance(module, "llama", version, "whole", 1)
                 refit(version=version)
             else:
-                refit.receive(timeout_s=deadline_s)
+                refit.receive(timeout_s=30)
         except RefitError as error:
             found["errors"].append([type(error).__name__, str(error), error.peer])
         armed.append(version)
-    found["old weights"] = pg_models.wrong_tensors(module, "llama", 1, "whole", 1) == []
+    found["wrong"] = pg_models.wrong_tensors(module, "llama", 1, "whole", 1)
     refit.close()
     return found
 
@@ -430,3 +434,50 @@ def _whole_manifest(tensors, num_ranks):
     return Manifest(
         tuple(TensorMeta(name=name, shape=shape, dtype=dtype, layout=layout) for name, shape, dtype in tensors)
     )
+
+
+# -- Nothing grows ----------------------------------------------------------------------------------
+
+
+def many(place, *, transport, transfers):
+    """Descriptors, threads and resident bytes after a third of many transfers, and after all of them."""
+    tensors = [(f"t{n}", (64,), "float32") for n in range(4)]
+    manifests = _whole_manifest(tensors, 1), _whole_manifest(tensors, 1)
+    ranks = (0, None) if place.process == 0 else (None, 0)
+    store = FileStore(str(place.folder / "store"), -1)
+    watch = Watch(deadline_s=30)
+    carrier = TRANSPORTS[transport]()
+    schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=512)
+    carrier.open(_channel(schedule, ranks, PrefixStore("first", store)), watch)
+    found = []
+    for refit in range(1, transfers + 1):
+        _transfer(carrier, schedule, ranks, manifests, refit=refit, watch=watch)
+        carrier.finish()
+        if refit in (transfers // 3, transfers):
+            found.append(_resources())
+    carrier.close()
+    return found
+
+
+def often(place, *, transport, times):
+    """The same after opening and closing a few times, and after many times more."""
+    tensors = [("t", (64,), "float32")]
+    manifests = _whole_manifest(tensors, 1), _whole_manifest(tensors, 1)
+    ranks = (0, None) if place.process == 0 else (None, 0)
+    store = FileStore(str(place.folder / "store"), -1)
+    found = []
+    carrier = TRANSPORTS[transport]()
+    schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=512)
+    for time_ in range(1, times + 1):
+        carrier.open(_channel(schedule, ranks, PrefixStore(f"{time_}", store)), watch := Watch(deadline_s=30))
+        _transfer(carrier, schedule, ranks, manifests, refit=1, watch=watch)
+        carrier.close()
+        if time_ in (times // 3, times):
+            found.append(_resources())
+    return found
+
+
+def _resources():
+    time.sleep(0.2)  # threads that have nothing to do any more take a moment to end
+    resident = int(open("/proc/self/statm").read().split()[1]) * 4096
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), "resident": resident}

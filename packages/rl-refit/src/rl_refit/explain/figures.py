@@ -28,12 +28,13 @@ class Spread:
     busiest: int
     """The lowest rank that has `most`; -1 where there are no ranks."""
 
+    ranks: int
+    """How many there are."""
+
     @property
     def balance(self) -> float:
         """The most over the mean; 1 where all have the same."""
         return self.most * self.ranks / self.total if self.total else 1.0
-
-    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,38 +43,63 @@ class PlanFigures:
 
     fed: int
     """Tensors that are sent."""
+
     tied: int
-    """Tensors that share the memory of one that is sent, or need not be."""
+    """Tensors that share the memory of another."""
+
     derived: int
+    """Tensors that the engine recomputes."""
+
     constant: int
+    """Tensors that never change."""
+
     in_boxes: int
     """Tensors of which some sink rank holds more than one box: fused, stacked or permuted storage."""
 
     weights: int
     """All fed tensors, once."""
+
     routes: int
+    """Boxes that are sent."""
+
     buckets: int
+    """Buckets of all streams, when each sink rank gets what it needs."""
+
     bucket_bytes: int
+    """Size of a bucket."""
+
     slots: int
+    """Buckets that a rank holds at once."""
 
     receives: Spread
+    """By a sink rank, from sources and relays."""
+
     bound: Spread
+    """By a sink rank at least, whatever the plan."""
+
     above_bound: int
     """Most that any sink rank receives above its lower bound."""
+
     sends: Spread
+    """By a source rank."""
+
     relays: Spread
+    """By a sink rank, to others of its node."""
 
     into_nodes: dict[str, tuple[int, int]]
     """Node of the sink → what enters it from other nodes, with relays and if each rank pulled; empty where unknown."""
 
     ring: int
     """Slots of buckets, on each rank of both sides."""
-    stage: Spread
-    """On each sink rank, the second copy of what it is fed, where the sink is staged."""
+
+    stage: int
+    """Most that a sink rank holds beside, if it is staged: all that it is fed."""
 
     link: int
     """Most bytes through one rank's link to other nodes: no refit by this plan is faster than that link."""
+
     link_without_relays: int
+    """The same, if every sink rank pulled its own copy."""
 
     def to_plain(self) -> dict[str, object]:
         """As JSON takes it."""
@@ -109,7 +135,7 @@ def figures_of(plan: RefitPlan, *, bucket_bytes: int, slots: int) -> PlanFigures
         relays=_spread(sinks, plan.bytes_relayed),
         into_nodes=_into_nodes(plan),
         ring=slots * bucket_bytes,
-        stage=bound,
+        stage=bound.most,
         link=link_bytes(plan, relayed=True),
         link_without_relays=link_bytes(plan, relayed=False),
     )

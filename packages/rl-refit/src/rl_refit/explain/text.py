@@ -6,7 +6,7 @@ Knows plans and their figures; does not know checkpoints, axes or the command li
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from statistics import median
 
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
 from rl_refit.explain.figures import PlanFigures, Spread, figures_of
@@ -50,7 +50,7 @@ def human_size(nbytes: float) -> str:
         if nbytes < 999.5 or unit == "TB":
             return f"{nbytes:.0f} {unit}" if nbytes >= 100 or unit == "B" else f"{nbytes:.3g} {unit}"
         nbytes /= 1000
-    raise AssertionError
+    raise AssertionError(nbytes)
 
 
 def describe_layout(layout: Layout, num_dims: int) -> str:
@@ -67,28 +67,30 @@ def describe_layout(layout: Layout, num_dims: int) -> str:
 
 
 def _counts(figures: PlanFigures) -> list[str]:
-    boxes = f", {figures.in_boxes} of them in several boxes a rank (fused, stacked or permuted)" * bool(figures.in_boxes)
-    return [
-        f"{figures.fed} tensors fed{boxes}, {figures.tied} tied, {figures.derived} derived, "
-        f"{figures.constant} constant, 0 unmatched",
-        f"{human_size(figures.weights)} from {figures.sends.ranks} ranks to {figures.receives.ranks}: "
-        f"{figures.routes} routes in {figures.buckets} buckets of at most {figures.bucket_bytes / 2**20:g} MiB",
-    ]
+    boxes = f" ({figures.in_boxes} in several boxes a rank: fused, stacked or permuted)" * bool(figures.in_boxes)
+    rest = f"{figures.tied} tied, {figures.derived} derived, {figures.constant} constant, 0 unmatched"
+    way = f"{human_size(figures.weights)} from {figures.sends.ranks} ranks to {figures.receives.ranks}"
+    pieces = f"{figures.routes} routes in {figures.buckets} buckets of at most {_bucket_size(figures)}"
+    return [f"{figures.fed} tensors fed{boxes}, {rest}", f"{way}: {pieces}"]
 
 
 def _tensor_table(plan: RefitPlan) -> list[str]:
     keyed = [(meta.name, _row_key(plan, meta)) for meta in plan.sink.tensors]
-    rows = [(pattern, len(names), plan.sink.by_name[names[0]]) for pattern, _, names in fold_names(keyed)]
-    lines = [f"{'':>6}  {'tensor':<{_NAME_WIDTH}} {'shape':<18} {'dtype':<9} source → sink"]
-    for pattern, count, meta in rows[:_MAX_LINES]:
-        name = pattern if len(pattern) <= _NAME_WIDTH else f"…{pattern[-_NAME_WIDTH + 1 :]}"
-        lines.append(
-            f"{count:>6}  {name:<{_NAME_WIDTH}} {_short_shape(meta.shape):<18} {meta.dtype:<9} {_way(plan, meta)}"
-        )
-    hidden = rows[_MAX_LINES:]
+    folded = fold_names(keyed)
+    shown = [(_shorten(pattern), len(names), plan.sink.by_name[names[0]]) for pattern, _, names in folded[:_MAX_LINES]]
+    width = max((len(pattern) for pattern, _, _ in shown), default=0)
+    lines = [f"{'':>6}  {'tensor':<{width}}  {'shape':<16}  {'dtype':<8}  source → sink"]
+    for pattern, count, meta in shown:
+        shape = f"[{', '.join(map(str, meta.shape))}]"
+        lines.append(f"{count:>6}  {pattern:<{width}}  {shape:<16}  {meta.dtype:<8}  {_way(plan, meta)}")
+    hidden = folded[_MAX_LINES:]
     if hidden:
-        lines.append(f"{sum(count for _, count, _ in hidden):>6}  … in {len(hidden)} more patterns")
+        lines.append(f"{sum(len(names) for _, _, names in hidden):>6}  … in {len(hidden)} more patterns")
     return lines
+
+
+def _shorten(pattern: str) -> str:
+    return pattern if len(pattern) <= _NAME_WIDTH else f"…{pattern[-_NAME_WIDTH + 1 :]}"
 
 
 def _row_key(plan: RefitPlan, meta: TensorMeta) -> tuple[object, ...]:
@@ -105,26 +107,28 @@ def _way(plan: RefitPlan, meta: TensorMeta) -> str:
     return " → ".join(describe_layout(layout, len(meta.shape)) for layout in sides)
 
 
-def _short_shape(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
-
-
 def _byte_table(figures: PlanFigures) -> list[str]:
     rows = [("a sink rank receives", figures.receives), ("  its lower bound", figures.bound)]
     rows += [("a source rank sends", figures.sends)]
     rows += [("a sink rank relays", figures.relays)] if figures.relays.most else []
     lines = [f"{'bytes':<32}{'least':>10}{'median':>10}{'most':>10}{'in all':>10}  busiest"]
     lines += [_spread_line(title, spread) for title, spread in rows]
-    if figures.into_nodes:
-        for title, column in (("enter a node of the sink", 0), ("  if each rank pulled its own", 1)):
-            into = sorted((both[column], node) for node, both in figures.into_nodes.items())
-            sizes = [size for size, _ in into]
-            values = (sizes[0], sizes[len(sizes) // 2], sizes[-1], sum(sizes))
-            lines.append(f"{title:<32}" + "".join(f"{human_size(n):>10}" for n in values) + f"  {into[-1][1]}")
+    lines += _node_lines(figures)
     above = "no rank receives more than its bound"
     if figures.above_bound:
         above = f"a rank receives up to {human_size(figures.above_bound)} more than its bound"
     lines.append(f"{above}; the busiest source sends {figures.sends.balance:.2f} × the mean")
+    return lines
+
+
+def _node_lines(figures: PlanFigures) -> list[str]:
+    lines = []
+    for title, column in (("enter a node of the sink", 0), ("  if each rank pulled its own", 1)):
+        into = sorted((both[column], node) for node, both in figures.into_nodes.items())
+        if into:
+            sizes = [size for size, _ in into]
+            values = (sizes[0], median(sizes), sizes[-1], sum(sizes))
+            lines.append(f"{title:<32}" + "".join(f"{human_size(n):>10}" for n in values) + f"  {into[-1][1]}")
     return lines
 
 
@@ -134,7 +138,9 @@ def _spread_line(title: str, spread: Spread) -> str:
 
 
 def _memory(figures: PlanFigures) -> list[str]:
-    return [
-        f"extra memory: {figures.slots} slots of {figures.bucket_bytes / 2**20:g} MiB on every rank; a staged sink holds "
-        f"its new weights too, {human_size(figures.stage.most)} at most"
-    ]
+    stage = f"a staged sink holds its new weights too, {human_size(figures.stage)} at most"
+    return [f"extra memory: {figures.slots} slots of {_bucket_size(figures)} on every rank; {stage}"]
+
+
+def _bucket_size(figures: PlanFigures) -> str:
+    return f"{figures.bucket_bytes / 2**20:g} MiB"

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from rl_refit.simulate.costs import CALIBRATED, Costs
 from rl_refit.simulate.hardware import HARDWARE, Hardware
-from rl_refit.simulate.models import MODELS
+from rl_refit.simulate.models import MODELS, SimulatedModel
 from rl_refit.simulate.parallelism import Parallelism
 from rl_refit.simulate.predict import Options, Simulation, predict
 from rl_refit.simulate.schemes import SCHEMES
@@ -29,6 +29,7 @@ __all__ = [
     "Hardware",
     "Options",
     "Parallelism",
+    "SimulatedModel",
     "Simulation",
     "Workload",
     "predict",
@@ -40,7 +41,7 @@ _Preset = TypeVar("_Preset")
 
 
 def simulate(
-    model: str,
+    model: str | SimulatedModel,
     *,
     train_gpus: int,
     engine_gpus: int,
@@ -57,7 +58,7 @@ def simulate(
     """Predict a refit.
 
     Args:
-        model: A name of `MODELS`.
+        model: A name of `MODELS`, or the numbers of one of your own.
         train_gpus: GPUs of the trainer.
         engine_gpus: GPUs of the engine, over all of its replicas.
         train_layout: Sizes of its axes: "fsdp=256", "ep=64,pp=8", "tp=4,fsdp=2", or "replicated".
@@ -75,7 +76,7 @@ def simulate(
     """
     machine = _named("hardware", hardware, HARDWARE) if isinstance(hardware, str) else hardware
     workload = Workload(
-        model=model,
+        model=_named("model", model, MODELS) if isinstance(model, str) else model,
         train=Parallelism.parse(train_layout, gpus=train_gpus),
         engine=Parallelism.parse(engine_layout, gpus=engine_gpus),
         gpus_per_node=machine.gpus_per_node,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rl_refit.simulate.costs import CALIBRATED, Costs
 from rl_refit.simulate.hardware import HARDWARE
+from rl_refit.simulate.models import MODELS
 from rl_refit.simulate.parallelism import Parallelism
 from rl_refit.simulate.predict import Options, Simulation, predict
 from rl_refit.simulate.published import ROWS, PublishedRow
@@ -61,7 +62,7 @@ def compare_row(row: PublishedRow, *, costs: Costs = CALIBRATED) -> Comparison:
     """Predict one published row."""
     hardware = HARDWARE[row.hardware]
     workload = Workload(
-        model=row.model,
+        model=MODELS[row.model],
         train=Parallelism.parse(row.train[1], gpus=row.train[0]),
         engine=Parallelism.parse(row.engine[1], gpus=row.engine[0]),
         gpus_per_node=hardware.gpus_per_node,

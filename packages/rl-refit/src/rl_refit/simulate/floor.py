@@ -68,11 +68,11 @@ def floor_of(workload: Workload) -> Floor:
         held, wanted = _unit(stack, workload, held=True), _unit(stack, workload, held=False)
         size = stack.wanted.shape[0] * stack.wanted.torch_dtype.itemsize
         for rank, boxes in wanted.items():
-            _add(by_rank[rank], boxes, held.get(rank, ()), size)
+            _add(by_rank[rank], boxes, held.get(rank, ()), size=size)
             by_rank[rank].tensors += stack.wanted.shape[0] * sum(map(stack.pieces, boxes))
         kept = _on_nodes(held, workload.topology.source_nodes) if workload.colocated else {}
         for node, boxes in _on_nodes(wanted, nodes).items():
-            _add(by_node[node], boxes, kept.get(node, ()), size)
+            _add(by_node[node], boxes, kept.get(node, ()), size=size)
     sizes = Counter(nodes)
     pulled = Counter[str]()
     for rank, place in by_rank.items():
@@ -108,7 +108,7 @@ def _on_nodes(boxes: dict[int, tuple[Region, ...]], nodes: tuple[str, ...]) -> d
     return {node: tuple(distinct) for node, distinct in found.items() if distinct}
 
 
-def _add(place: _Place, wanted: tuple[Region, ...], held: tuple[Region, ...], size: int) -> None:
+def _add(place: _Place, wanted: tuple[Region, ...], held: tuple[Region, ...], *, size: int) -> None:
     place.needed += size * sum(box.numel for box in wanted)
     missing = list(wanted)
     for box in held:

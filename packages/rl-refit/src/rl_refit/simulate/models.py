@@ -1,14 +1,14 @@
 """Every tensor of a few published models, from the numbers of their configurations.
 
-Knows names, shapes and what tensor parallelism does to each; loads nothing and needs no transformers. Names are those of
-the checkpoints on the Hub, where each expert has its own matrices.
+Knows names, shapes and what tensor parallelism does to each; loads nothing and needs no transformers. Names are those
+of the checkpoints on the Hub, where each expert has its own matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import prod
 from typing import Literal
 
@@ -175,28 +175,28 @@ def _quantised(tensor: ModelTensor) -> Iterator[ModelTensor]:
     if "_proj" not in tensor.name:
         yield tensor
         return
-    same = {"role": tensor.role, "layer": tensor.layer, "expert": tensor.expert}
-    yield ModelTensor(name=tensor.name, shape=tensor.shape, dtype="float8_e4m3fn", **same)  # type: ignore[arg-type]
+    yield replace(tensor, dtype="float8_e4m3fn")
     blocks = tuple(-(-size // _FP8_BLOCK) for size in tensor.shape)
-    yield ModelTensor(name=f"{tensor.name}_scale_inv", shape=blocks, dtype="float32", **same)  # type: ignore[arg-type]
+    yield replace(tensor, name=f"{tensor.name}_scale_inv", shape=blocks, dtype="float32")
 
 
-_QWEN3 = {"vocabulary": 151_936, "heads": 32, "kv_heads": 8}
-_LATENT = {
-    "hidden": 7168,
-    "num_layers": 61,
-    "intermediate": 18_432,
-    "expert_intermediate": 2048,
-    "shared_experts": 1,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "rope_head_dim": 64,
-}
+_qwen3 = partial(SimulatedModel, vocabulary=151_936)
+_latent = partial(
+    SimulatedModel,
+    hidden=7168,
+    num_layers=61,
+    intermediate=18_432,
+    expert_intermediate=2048,
+    shared_experts=1,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    rope_head_dim=64,
+)
 
 MODELS = {
     model.name: model
     for model in (
-        SimulatedModel(
+        _qwen3(
             name="qwen3-4b",
             published_parameters=4.0e9,
             source="Qwen/Qwen3-4B: config.json, model card",
@@ -204,18 +204,20 @@ MODELS = {
             num_layers=36,
             intermediate=9728,
             tied=True,
-            **_QWEN3,
+            heads=32,
+            kv_heads=8,
         ),
-        SimulatedModel(
+        _qwen3(
             name="qwen3-8b",
             published_parameters=8.2e9,
             source="Qwen/Qwen3-8B: config.json, model card",
             hidden=4096,
             num_layers=36,
             intermediate=12_288,
-            **_QWEN3,
+            heads=32,
+            kv_heads=8,
         ),
-        SimulatedModel(
+        _qwen3(
             name="qwen3-30b-a3b",
             published_parameters=30.5e9,
             source="Qwen/Qwen3-30B-A3B: config.json, model card",
@@ -224,9 +226,10 @@ MODELS = {
             intermediate=6144,
             experts=128,
             expert_intermediate=768,
-            **{**_QWEN3, "kv_heads": 4},
+            heads=32,
+            kv_heads=4,
         ),
-        SimulatedModel(
+        _qwen3(
             name="qwen3-235b-a22b",
             published_parameters=235e9,
             source="Qwen/Qwen3-235B-A22B: config.json, model card",
@@ -235,19 +238,19 @@ MODELS = {
             intermediate=12_288,
             experts=128,
             expert_intermediate=1536,
-            **{**_QWEN3, "heads": 64, "kv_heads": 4},
+            heads=64,
+            kv_heads=4,
         ),
-        SimulatedModel(
+        _latent(
             name="deepseek-v3",
             published_parameters=671e9,
-            source="deepseek-ai/DeepSeek-V3: config.json, README (main model, without the 14B of multi-token prediction)",
+            source="deepseek-ai/DeepSeek-V3: config.json, README (main model, without multi-token prediction)",
             vocabulary=129_280,
             heads=128,
             experts=256,
             dense_layers=3,
-            **_LATENT,
         ),
-        SimulatedModel(
+        _latent(
             name="kimi-k2",
             published_parameters=1026.5e9,
             source="moonshotai/Kimi-K2-Instruct: config.json, parameters of the checkpoint as the Hub counts them",
@@ -255,7 +258,6 @@ MODELS = {
             heads=64,
             experts=384,
             dense_layers=1,
-            **_LATENT,
         ),
     )
 }

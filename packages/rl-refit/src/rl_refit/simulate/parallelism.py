@@ -1,8 +1,9 @@
 """How a trainer or an engine cuts a model over its GPUs, and the layout of every tensor that follows.
 
-Knows sizes, not frameworks. Ranks are numbered stage by stage of the pipeline; inside a stage, tensor parallelism is the
-innermost axis, then FSDP, then replicas. With `ep`, experts lie whole on consecutive ranks, whatever `tp` is (Megatron
-with expert tensor parallelism 1, vLLM with expert parallelism); without, tensor parallelism cuts them like any MLP.
+Knows sizes, not frameworks. Ranks are numbered stage by stage of the pipeline; inside a stage, tensor parallelism is
+the innermost axis, then FSDP, then replicas. With `ep`, experts lie whole on consecutive ranks, whatever `tp` is
+(Megatron with expert tensor parallelism 1, vLLM with expert parallelism); without, tensor parallelism cuts them like
+any MLP.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Simulation:
     def extra_bytes(self) -> dict[str, int]:
         """Bytes beside the weights, on the fullest rank of each side."""
         buckets = self.options.slots * self.options.bucket_bytes
-        largest = max(tensor.numel * 2 for tensor in self.workload.definition.tensors)
+        largest = max(tensor.numel * 2 for tensor in self.workload.model.tensors)
         trainer = buckets + largest * self.scheme.gathers
         bank = self.floor.rank_bytes * self.scheme.transaction
         return {"trainer": trainer, "engine": buckets + bank}
@@ -140,12 +140,13 @@ def predict(workload: Workload, scheme: Scheme, hardware: Hardware, *, costs: Co
         traffic=traffic,
         overlapped=_slices_bytes(case, ratio) if traffic else _whole_bytes(case),
         serial=_slices_serial(case, ratio) if traffic else _whole_serial(case),
-        bound_seconds=ratio * bound(workload, floor, scheme, hardware),
+        bound_seconds=ratio * bound(workload, scheme, hardware),
     )
 
 
-def bound(workload: Workload, floor: Floor, scheme: Scheme, hardware: Hardware) -> float:
+def bound(workload: Workload, scheme: Scheme, hardware: Hardware) -> float:
     """Seconds at full bandwidth, with nothing but the bytes that must move."""
+    floor = floor_of(workload)
     nic, nvlink, pcie = (1e9 * gb_s for gb_s in (hardware.nic_gb_s, hardware.nvlink_gb_s, hardware.pcie_gb_s))
     into_node = max(node.missing / (node.gpus * nic) for node in floor.nodes)
     if scheme.from_host:  # nothing is on a GPU yet: it comes from this node's host, or from others over the cards

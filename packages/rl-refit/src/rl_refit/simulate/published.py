@@ -1,7 +1,7 @@
 """Refits that others have measured and published, as data: what, where, when, and what we had to assume.
 
-Knows no predictions. Seconds are those of the publication; where it gives a range, its geometric mean is compared. A row
-that served to fit a constant says which. Rows that the simulator cannot express are listed too, with the reason.
+Knows no predictions. Seconds are those of the publication; where it gives a range, its geometric mean is compared. A
+row that served to fit a constant says which. Rows that the simulator cannot express are listed too, with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PublishedRow:
 
     source: str
     date: str
-    """Year and month."""
+    """Year, and month where it is known."""
 
     model: str
     hardware: str = "h100"
@@ -60,6 +60,11 @@ def _once(seconds: float) -> tuple[float, float]:
     return seconds, seconds
 
 
+_PACKED = "NVIDIA-NeMo/RL PR 1379"
+_RESHARD = "NVIDIA-NeMo/RL PR 2971"
+_XFER = "NVIDIA-NeMo/RL PR 2808"
+_ANY_LAYOUT = "layout (a broadcast depends on it little)"
+
 _ladder = partial(
     PublishedRow,
     source="NeMo-RL blog on refit, discussion 1189",
@@ -71,19 +76,10 @@ _ladder = partial(
     num_tensors=90_000,
     assumed="8 replicas of the engine; 175 buckets (PR 1267)",
 )
-_packed = partial(
-    PublishedRow,
-    source="NVIDIA-NeMo/RL PR 1379",
-    date="2025-10",
-    assumed="layout (a broadcast depends on it little)",
-)
-_fleet_dsv3 = {"model": "deepseek-v3", "train": (256, "ep=16,pp=16"), "engine": (256, "tp=32")}
-_fleet_235b = {"model": "qwen3-235b-a22b", "train": (256, "ep=16,pp=8,tp=4"), "engine": (128, "tp=8")}
-_ffn = partial(PublishedRow, source="NVIDIA-NeMo/RL PR 2971", date="2026-06", scheme="slices_in_place")
-_all = partial(PublishedRow, source="NVIDIA-NeMo/RL PR 2808", date="2026-06", scheme="slices_in_place")
-_30b = partial(_ffn, model="qwen3-30b-a3b")
-_30b_all = partial(_all, model="qwen3-30b-a3b")
-_4b_all = partial(_all, model="qwen3-4b")
+_dsv3 = partial(PublishedRow, model="deepseek-v3", train=(256, "ep=16,pp=16"), engine=(256, "tp=32"))
+_235b = partial(PublishedRow, model="qwen3-235b-a22b", train=(256, "ep=16,pp=8,tp=4"), engine=(128, "tp=8"))
+_30b = partial(PublishedRow, model="qwen3-30b-a3b")
+_4b = partial(PublishedRow, model="qwen3-4b", source=_XFER, date="2026-06", scheme="slices_in_place")
 _rdt = partial(
     PublishedRow,
     source="vLLM PR 43375",
@@ -113,23 +109,44 @@ ROWS: tuple[PublishedRow, ...] = (
         scheme="ipc",
         fits="gather_tensor_s, call_worker_s",
     ),
-    _packed(
+    _dsv3(
         name="unpacked broadcast DeepSeek-V3",
         seconds=_once(34.0),
         scheme="broadcast_unpacked",
         fits="collective_tensor_s",
-        **_fleet_dsv3,
+        source=_PACKED,
+        date="2025-10",
+        assumed=_ANY_LAYOUT,
     ),
-    _packed(
+    _dsv3(
         name="packed broadcast DeepSeek-V3",
         seconds=_once(14.0),
         scheme="broadcast",
         fits="load_tensor_s",
-        **_fleet_dsv3,
+        source=_PACKED,
+        date="2025-10",
+        assumed=_ANY_LAYOUT,
     ),
-    _packed(name="unpacked broadcast Qwen3-235B", seconds=_once(13.0), scheme="broadcast_unpacked", **_fleet_235b),
-    _packed(name="packed broadcast Qwen3-235B", seconds=_once(5.5), scheme="broadcast", **_fleet_235b),
+    _235b(
+        name="unpacked broadcast Qwen3-235B",
+        seconds=_once(13.0),
+        scheme="broadcast_unpacked",
+        source=_PACKED,
+        date="2025-10",
+        assumed=_ANY_LAYOUT,
+    ),
+    _235b(
+        name="packed broadcast Qwen3-235B",
+        seconds=_once(5.5),
+        scheme="broadcast",
+        source=_PACKED,
+        date="2025-10",
+        assumed=_ANY_LAYOUT,
+    ),
     _30b(
+        source=_RESHARD,
+        date="2026-06",
+        scheme="slices_in_place",
         name="nccl_reshard Qwen3-30B EP8 PP2 to TP8 DP2",
         seconds=(0.74, 1.00),
         train=(16, "ep=8,pp=2"),
@@ -137,40 +154,61 @@ ROWS: tuple[PublishedRow, ...] = (
         fits="piece_s",
     ),
     _30b(
+        source=_RESHARD,
+        date="2026-06",
+        scheme="slices_in_place",
         name="nccl_reshard Qwen3-30B EP8 PP2 to TP2 DP8",
         seconds=(1.21, 1.52),
         train=(16, "ep=8,pp=2"),
         engine=(16, "tp=2"),
     ),
     _30b(
+        source=_RESHARD,
+        date="2026-06",
+        scheme="slices_in_place",
         name="nccl_reshard Qwen3-30B EP4 TP2 PP2 to TP4 DP4",
         seconds=(0.74, 1.17),
         train=(16, "ep=4,tp=2,pp=2"),
         engine=(16, "tp=4"),
     ),
-    _ffn(name="nccl_reshard DeepSeek-V3", seconds=(2.39, 2.83), **_fleet_dsv3),
-    _ffn(name="nccl_reshard DeepSeek-V3 on GB200", seconds=(1.93, 2.59), hardware="gb200", **_fleet_dsv3),
-    _4b_all(name="nccl_xfer Qwen3-4B DP8 to TP8", seconds=(0.07, 0.08), train=(8, "replicated"), engine=(8, "tp=8")),
-    _4b_all(
+    _dsv3(
+        name="nccl_reshard DeepSeek-V3", seconds=(2.39, 2.83), source=_RESHARD, date="2026-06", scheme="slices_in_place"
+    ),
+    _dsv3(
+        name="nccl_reshard DeepSeek-V3 on GB200",
+        seconds=(1.93, 2.59),
+        hardware="gb200",
+        source=_RESHARD,
+        date="2026-06",
+        scheme="slices_in_place",
+    ),
+    _4b(name="nccl_xfer Qwen3-4B DP8 to TP8", seconds=(0.07, 0.08), train=(8, "replicated"), engine=(8, "tp=8")),
+    _4b(
         name="nccl_xfer Qwen3-4B TP2 PP2 DP2 to TP4 DP2",
         seconds=_once(0.13),
         train=(8, "tp=2,pp=2"),
         engine=(8, "tp=4"),
     ),
-    _30b_all(
+    _30b(
+        source=_XFER,
+        date="2026-06",
+        scheme="slices_in_place",
         name="nccl_xfer Qwen3-30B EP8 PP2 to TP8 DP2",
         seconds=(0.50, 0.51),
         train=(16, "ep=8,pp=2"),
         engine=(16, "tp=8"),
     ),
-    _30b_all(
+    _30b(
+        source=_XFER,
+        date="2026-06",
+        scheme="slices_in_place",
         name="nccl_xfer Qwen3-30B EP4 TP2 DP2 to TP4 DP4",
         seconds=(0.54, 0.67),
         train=(16, "ep=4,tp=2"),
         engine=(16, "tp=4"),
     ),
-    _all(name="nccl_xfer Qwen3-235B", seconds=(4.56, 4.85), **_fleet_235b),
-    _all(name="nccl_xfer DeepSeek-V3", seconds=(7.65, 9.94), **_fleet_dsv3),
+    _235b(name="nccl_xfer Qwen3-235B", seconds=(4.56, 4.85), source=_XFER, date="2026-06", scheme="slices_in_place"),
+    _dsv3(name="nccl_xfer DeepSeek-V3", seconds=(7.65, 9.94), source=_XFER, date="2026-06", scheme="slices_in_place"),
     PublishedRow(
         name="NIXL DeepSeek-V3",
         seconds=_once(9.25),

@@ -41,7 +41,7 @@ def as_dict(simulation: Simulation) -> dict[str, Any]:
     """A prediction, for programs; seconds and bytes."""
     workload, hardware = simulation.workload, simulation.hardware
     return {
-        "model": workload.model,
+        "model": workload.model.name,
         "hardware": {name: getattr(hardware, name) for name in hardware.__slots__},
         "train": {"gpus": workload.train.gpus, "layout": workload.train.describe()},
         "engine": {"gpus": workload.engine.gpus, "layout": workload.engine.describe()},
@@ -71,12 +71,18 @@ def _head(simulation: Simulation) -> list[str]:
     where = "on the same GPUs" if workload.colocated else "on others"
     tensors = simulation.options.num_tensors or workload.num_tensors
     lines = [
-        f"{workload.model}: {workload.definition.parameters / 1e9:,.1f}B parameters, {tensors:,} tensors, "
-        f"{workload.total_bytes / 1e9:,.1f} GB as {workload.wire}",
-        f"{train.gpus} trainer GPUs ({train.describe()}) to {engine.gpus} engine GPUs ({engine.describe()}, replicas of "
-        f"{engine.replica_size}) {where}",
-        f"{hardware.name}: nodes of {hardware.gpus_per_node}; GB/s a GPU: card {hardware.nic_gb_s:g}, "
-        f"NVLink {hardware.nvlink_gb_s:g}, HBM {hardware.hbm_gb_s:g}",
+        (
+            f"{workload.model.name}: {workload.model.parameters / 1e9:,.1f}B parameters, {tensors:,} tensors, "
+            f"{workload.total_bytes / 1e9:,.1f} GB as {workload.wire}"
+        ),
+        (
+            f"{train.gpus} trainer GPUs ({train.describe()}) to {engine.gpus} engine GPUs ({engine.describe()}, "
+            f"replicas of {engine.replica_size}) {where}"
+        ),
+        (
+            f"{hardware.name}: nodes of {hardware.gpus_per_node}; GB/s a GPU: card {hardware.nic_gb_s:g}, "
+            f"NVLink {hardware.nvlink_gb_s:g}, HBM {hardware.hbm_gb_s:g}"
+        ),
         f"{simulation.scheme.name}: {simulation.scheme.summary}",
     ]
     if simulation.options.changed is not None:
@@ -98,8 +104,10 @@ def _terms(simulation: Simulation) -> list[str]:
         "seconds on top",
         *rows(simulation.serial),
         f"  {'predicted':<12}{simulation.total_seconds:>10.3f}",
-        f"  {'bound':<12}{simulation.bound_seconds:>10.3f}  full bandwidth, no software: the prediction reaches "
-        f"{simulation.percent_of_bound:.1f} % of it",
+        (
+            f"  {'bound':<12}{simulation.bound_seconds:>10.3f}  full bandwidth, no software: the prediction reaches "
+            f"{simulation.percent_of_bound:.1f} % of it"
+        ),
     ]
 
 
@@ -109,8 +117,10 @@ def _busiest(simulation: Simulation) -> list[str]:
         return []
     return [
         f"busiest trainer rank sends {traffic.sent / 1e9:.1f} GB over its card, in {traffic.pieces_sent:,} pieces",
-        f"busiest engine rank receives {traffic.received / 1e9:.1f} GB in {traffic.pieces_received:,} pieces, of them "
-        f"{traffic.entered / 1e9:.1f} GB over its card; hands on, or is handed, {traffic.handed / 1e9:.1f} GB",
+        (
+            f"busiest engine rank receives {traffic.received / 1e9:.1f} GB in {traffic.pieces_received:,} pieces, "
+            f"{traffic.entered / 1e9:.1f} GB of it over its card; NVLink moves {traffic.handed / 1e9:.1f} GB of a rank"
+        ),
         f"{traffic.routes:,} routes of stacked tensors, {traffic.pairs:,} pairs of sender and receiver",
     ]
 
@@ -118,11 +128,15 @@ def _busiest(simulation: Simulation) -> list[str]:
 def _crossovers(simulation: Simulation) -> list[str]:
     found = crossovers_of(simulation)
     return [
-        f"whole tensors bring {found.whole_over_slices:.1f} times the bytes of slices into a node "
-        f"(replica p={found.replica_size}, node k={found.gpus_per_node}: alike up to p=k)",
+        (
+            f"whole tensors bring {found.whole_over_slices:.1f} times the bytes of slices into a node "
+            f"(replica p={found.replica_size}, node k={found.gpus_per_node}: alike up to p=k)"
+        ),
         f"without relays {found.pulls_over_relays:.1f} times the bytes enter a node",
-        f"CPU work outweighs the bytes from {found.tensors_per_rank:,.0f} tensors or pieces a rank; "
-        f"there are {found.tensors_per_rank_now:,}",
+        (
+            f"CPU work outweighs the bytes from {found.tensors_per_rank:,.0f} tensors or pieces a rank; "
+            f"there are {found.tensors_per_rank_now:,}"
+        ),
         f"deltas of {100 * found.delta_changed:g} % win on cards below {found.delta_nic_gb_s:.2f} GB/s",
     ]
 
@@ -130,8 +144,10 @@ def _crossovers(simulation: Simulation) -> list[str]:
 def _memory(simulation: Simulation) -> list[str]:
     weights, extra, capacity = simulation.floor.rank_bytes, simulation.extra_bytes, simulation.hardware.memory_gb
     return [
-        f"engine rank: {weights / 1e9:.1f} GB of weights and {extra['engine'] / 1e9:.1f} GB for the refit, of the "
-        f"{capacity:g} GB of a GPU",
+        (
+            f"engine rank: {weights / 1e9:.1f} GB of weights and {extra['engine'] / 1e9:.1f} GB for the refit, of the "
+            f"{capacity:g} GB of a GPU"
+        ),
         f"trainer rank: {extra['trainer'] / 1e9:.1f} GB for the refit",
     ]
 

@@ -22,7 +22,7 @@ class Scheme:
     """One line for people."""
 
     routing: Literal["slices", "broadcast", "ipc"]
-    """Each rank its own boxes; or every tensor whole to every rank, over the network or to the engine on the same GPU."""
+    """Each rank its own boxes; or every tensor whole to every rank, over the network, or on the same GPU."""
 
     relays: bool = False
     """Slices: whether a byte enters a node once and is handed on inside it."""

@@ -41,7 +41,7 @@ class Traffic:
     """Pairs of a sender and a relay that the busiest rank of the engine hears from, each at least one message."""
 
     pairs: int
-    """Pairs of a rank of the trainer and a rank of the engine that something goes to, relayed or not, over all ranks."""
+    """Pairs of a rank of the trainer and a rank of the engine that gets something of it, relayed or not, in all."""
 
     routes: int
     """Routes of the plan."""

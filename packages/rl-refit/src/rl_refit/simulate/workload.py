@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.simulate.models import MODELS, ModelTensor, SimulatedModel
+from rl_refit.simulate.models import ModelTensor, SimulatedModel
 from rl_refit.simulate.parallelism import Parallelism
 from rl_refit.topology import Topology
 
@@ -27,8 +27,8 @@ Wire = Literal["bfloat16", "float8"]
 class Workload:
     """A model, two sides and the nodes that they lie on."""
 
-    model: str
-    """A name of `MODELS`."""
+    model: SimulatedModel
+    """Whose tensors."""
 
     train: Parallelism
     engine: Parallelism
@@ -43,21 +43,14 @@ class Workload:
     """Whether each layer's experts travel as one tensor of [experts, …], as transformers 5 holds them."""
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"no model {self.model!r}; the presets are {', '.join(MODELS)}")
         if self.wire not in get_args(Wire):
             raise ValueError(f"no wire {self.wire!r}; it is one of {', '.join(get_args(Wire))}")
         if self.colocated and self.train.gpus != self.engine.gpus:
             raise ValueError(
                 f"colocated sides share their GPUs; got {self.train.gpus} trainer and {self.engine.gpus} engine GPUs"
             )
-        self.train.check(self.definition)
-        self.engine.check(self.definition)
-
-    @property
-    def definition(self) -> SimulatedModel:
-        """The model itself."""
-        return MODELS[self.model]
+        self.train.check(self.model)
+        self.engine.check(self.model)
 
     @property
     def num_tensors(self) -> int:
@@ -73,7 +66,7 @@ class Workload:
     def stacks(self) -> tuple[Stack, ...]:
         """The tensors, grouped."""
         return tuple(
-            Stack(meta, wanted, 1 if tensor.expert is None or self.stacked_experts else self.definition.experts)
+            Stack(meta, wanted, 1 if tensor.expert is None or self.stacked_experts else self.model.experts)
             for (tensor, _), meta, wanted in zip(_groups(self), *(side.tensors for side in self.manifests), strict=True)
         )
 
@@ -81,7 +74,7 @@ class Workload:
     def manifests(self) -> tuple[Manifest, Manifest]:
         """The stacks as the trainer and as the engine hold them."""
         sides = (self.train, self.engine)
-        metas = ([self._meta(side, number, *group) for number, group in enumerate(_groups(self))] for side in sides)
+        metas = ([self._meta(side, number, group) for number, group in enumerate(_groups(self))] for side in sides)
         source, sink = (Manifest(tuple(side)) for side in metas)
         return source, sink
 
@@ -94,13 +87,14 @@ class Workload:
             sink_nodes=_nodes(engine, self.engine.gpus, self.gpus_per_node),
         )
 
-    def _meta(self, side: Parallelism, number: int, tensor: ModelTensor, count: int) -> TensorMeta:
-        experts = () if tensor.expert is None else (self.definition.experts,)
+    def _meta(self, side: Parallelism, number: int, group: tuple[ModelTensor, int]) -> TensorMeta:
+        tensor, count = group
+        experts = () if tensor.expert is None else (self.model.experts,)
         return TensorMeta(
             name=f"{number}: {count} like {tensor.name}",
             shape=(count, *experts, *tensor.shape),
             dtype=tensor.dtype,
-            layout=side.layout(tensor, self.definition, stacked_experts=self.stacked_experts),
+            layout=side.layout(tensor, self.model, stacked_experts=self.stacked_experts),
         )
 
 
@@ -134,7 +128,7 @@ def _nodes(name: str, gpus: int, size: int) -> tuple[str, ...]:
 @lru_cache(maxsize=32)
 def _groups(workload: Workload) -> tuple[tuple[ModelTensor, int], ...]:
     """Tensors that are planned as one, each by its first, with how many they are; of the experts, only the first."""
-    model = workload.definition
+    model = workload.model
     groups: dict[object, tuple[ModelTensor, int]] = {}
     for tensor in model.tensors_as(workload.wire):
         if tensor.expert:

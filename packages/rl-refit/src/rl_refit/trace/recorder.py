@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rl_refit.errors import RefitError
 from rl_refit.trace.engine_memory import storage_id
@@ -49,19 +49,18 @@ class _Call:
 
     def inputs(self) -> list[Tensor]:
         """Every tensor among the arguments."""
-        return _tensors((self.args, self.kwargs))
+        return _tensors([*self.args, *self.kwargs.values()])
 
     def written(self) -> Iterator[tuple[Tensor, bool]]:
         """The tensors that it writes, each with whether it is the argument `out`."""
-        for position, argument in enumerate(self.func._schema.arguments):  # noqa: SLF001  the only place that says it
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
-                yield from ((tensor, bool(argument.is_out)) for tensor in _tensors(value))
+        for position, name, is_out in _written_arguments(self.func):
+            value = self.args[position] if position < len(self.args) else self.kwargs.get(name)
+            yield from ((tensor, is_out) for tensor in _tensors(value))
 
     def returns_without_running(self) -> Any:
         """What it returns: the tensors that it writes, or nothing."""
         tensors = [tensor for tensor, _ in self.written()]
-        returned = len(self.func._schema.returns)  # noqa: SLF001  as above
+        returned = len(self.func._schema.returns)  # noqa: SLF001  the only place that says it
         return None if returned == 0 else tensors[0] if returned == 1 else tuple(tensors)
 
     def accumulates(self) -> bool:
@@ -92,6 +91,11 @@ class Recorder(TorchDispatchMode):
             self._names.setdefault(self._see(tensor), set()).add(name)
             self._writes.setdefault(self._see(tensor), []).append(Write.of(tensor))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled under this mode, and skipping would import the compiler, for seconds."""
+        return False
+
     def writes_to(self, tensor: Tensor) -> list[Write]:
         """What was written into the storage of `tensor`."""
         return self._writes.get(self._see(tensor), [])
@@ -106,15 +110,15 @@ class Recorder(TorchDispatchMode):
         """Record what one operation writes."""
         call = _Call(func, args, dict(kwargs or {}))
         inputs, written = call.inputs(), list(call.written())
-        known = {self._see(tensor) for tensor in inputs}
+        known = {self._see(tensor) for tensor in inputs if tensor.numel()}
         names: set[str] = set().union(*(self._names.get(storage, set()) for storage in known))
         without_values = any(tensor.is_meta for tensor in inputs)
-        if (names or without_values) and any(tag in func.tags for tag in _NEEDS_VALUES):
+        if (names or without_values) and _needs_values(func):
             raise _no_values(call, names)
         for tensor, is_out in written:
             self._record(call, tensor, is_out=is_out)
             self._names.setdefault(self._see(tensor), set()).update(names)
-        if written and (without_values or any(self._see(tensor) in self._kept for tensor, _ in written)):
+        if written and self._skips(call, [tensor for tensor, _ in written], without_values=without_values):
             return call.returns_without_running()
         if without_values and call.kwargs.get("device") is not None:
             call.kwargs["device"] = torch.device("meta")  # what has no values has no device to move to
@@ -122,6 +126,11 @@ class Recorder(TorchDispatchMode):
         if not written:
             self._add_results(call, _tensors(result), names)
         return result
+
+    def _skips(self, call: _Call, tensors: list[Tensor], *, without_values: bool) -> bool:
+        """Whether a write is not done: into values that are to stay, or of what has none to where torch refuses it."""
+        refused = call.name in _AT_INDICES or any(not tensor.is_meta for tensor in tensors)
+        return (without_values and refused) or any(self._see(tensor) in self._kept for tensor in tensors)
 
     def _record(self, call: _Call, tensor: Tensor, *, is_out: bool) -> None:
         if call.name in _OVERWRITING or is_out:
@@ -146,8 +155,28 @@ class Recorder(TorchDispatchMode):
         return storage
 
 
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Position and name of each argument that an operation writes, and whether it is `out`."""
+    return tuple(
+        (position, argument.name, bool(argument.is_out))
+        for position, argument in enumerate(func._schema.arguments)  # noqa: SLF001  the only place that says it
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def _needs_values(func: Any) -> bool:
+    return any(tag in func.tags for tag in _NEEDS_VALUES)
+
+
 def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors of nested arguments: an operation takes lists and tuples of them, and nothing deeper."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for branch in tree for tensor in _tensors(branch)]
+    return []
 
 
 def _mask(call: _Call, tensor: Tensor) -> Tensor:

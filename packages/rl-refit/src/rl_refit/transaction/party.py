@@ -146,7 +146,9 @@ class Party:
         for box, tensor in self.sides.source.shards(by_name):
             watch.check()
             for region in by_name[box.name]:
-                if box.intersect(region) == region:
+                if box == region:
+                    digests[region] = digest_tensor(tensor)
+                elif box.intersect(region) == region:
                     digests[region] = digest_tensor(tensor[region.index_within(box)])
         return combine_digests(regions, digests)
 

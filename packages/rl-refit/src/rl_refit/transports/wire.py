@@ -166,7 +166,7 @@ class Wire:
         peer = " and ".join(message.group.lost()) or message.peer
         reason = str(message.errors[0]).split(". This is typically")[0].split("] ", 1)[-1]
         return PeerError(
-            f"{peer} is out of reach, at bucket {message.bucket}: {reason}; it died, or gave up without a reason",
+            f"lost the connection to {peer} at bucket {message.bucket} ({reason}): it is dead, or ended without a reason",
             phase=watch.phase_name,
             bucket=message.bucket,
             peer=peer,

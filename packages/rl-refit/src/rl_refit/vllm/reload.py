@@ -38,15 +38,14 @@ def reload_from(weights: Mapping[str, Tensor], model: nn.Module, reload_weights:
         raise
 
 
-def all_agree(*, mine: bool) -> bool:
-    """Whether every worker of the engine says yes; all of them must ask."""
+def all_agree(*, mine: bool, workers: int) -> bool:
+    """Whether every one of the engine's workers says yes; all of them must ask."""
+    if workers == 1:
+        return mine
     from vllm.distributed.parallel_state import get_world_group
 
-    group = get_world_group()
-    if group.world_size == 1:
-        return mine
     flag = torch.tensor([int(mine)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
     return bool(flag)
 
 

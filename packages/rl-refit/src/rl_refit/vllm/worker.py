@@ -92,7 +92,8 @@ class RefitWorker:
         """Load the bank into the engine, if what every worker reads there has `digest`; "refused" by all if not."""
         bank = self._rl_refit.bank if self._rl_refit.identity == tuple(identity) else None
         given = bank.digest(bank.whole) if bank is not None else None
-        agreed = all_agree(mine=given is not None and given.hex == digest)
+        workers = self.vllm_config.parallel_config.world_size
+        agreed = all_agree(mine=given is not None and given.hex == digest, workers=workers)
         if bank is None or given is None:
             return {"state": "refused", "error": "another sink has given this worker its bank since this one did"}
         if not agreed:

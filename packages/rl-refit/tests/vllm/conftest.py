@@ -1,0 +1,60 @@
+"""Real vLLM on a CPU: the environment that it needs, before anything imports torch."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request for logprobs compiles
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two workers need two NUMA nodes
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines in this process, where a test does not ask for others
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+os.environ.update(ENVIRONMENT)
+sys.path.insert(0, str(HERE / "programs"))  # the engine's processes find their worker there: they inherit sys.path
+
+
+def pytest_collection_modifyitems(items):
+    """What vLLM and its friends warn of while they are imported and start is not ours to repair."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Of an architecture and a seed, the directory of its checkpoint; made at the first call."""
+    import tiny
+
+    made = {}
+
+    def checkpoint(architecture, seed):
+        if (architecture, seed) not in made:
+            path = tmp_path_factory.mktemp(f"{architecture}-{seed}")
+            tiny.policy(architecture, seed).save_pretrained(path)
+            made[architecture, seed] = path
+        return str(made[architecture, seed])
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def served(checkpoints):
+    """Of an architecture and a seed, what an engine that loaded its checkpoint from disk generates."""
+    import tiny
+
+    known = {}
+
+    def outputs(architecture, seed):
+        if (architecture, seed) not in known:
+            with tiny.engine(checkpoints(architecture, seed)) as llm:
+                known[architecture, seed] = tiny.generate(llm)
+        return known[architecture, seed]
+
+    return outputs

@@ -1,0 +1,27 @@
+"""A worker that can be told to fail in the middle of its next reload."""
+
+from rl_refit.vllm.worker import RefitWorker
+
+
+class FaultyWorker(RefitWorker):
+    def fail_next_reload(self, rank, after):
+        if self.rank == rank:
+            break_loader(self.model_runner.get_model(), after)
+        return self.rank
+
+
+def break_loader(model, after):
+    """Once, the model's loader raises when it is asked to take one more than `after` tensors."""
+    load = model.load_weights
+
+    def broken(weights):
+        del model.load_weights  # the next one is whole again
+        return load(counted(weights))
+
+    def counted(weights):
+        for number, pair in enumerate(weights):
+            if number == after:
+                raise OSError(f"a fault after {after} tensors")
+            yield pair
+
+    model.load_weights = broken
