@@ -39,5 +39,5 @@ def test_fsdp_on_one_rank_is_refitted_from_its_shards(tmp_path):
     assert_ok("fsdp_on_one_rank.py", rendezvous=tmp_path / "rendezvous", world_size=1)
 
 
-def test_layouts_of_two_ranks_are_true_and_such_a_policy_is_refused_in_process(tmp_path):
+def test_a_policy_over_two_ranks_yields_its_shards_and_is_refused_in_process(tmp_path):
     assert_ok("two_ranks.py", rendezvous=tmp_path / "rendezvous", world_size=2)

@@ -215,7 +215,7 @@ def test_a_buffer_that_nothing_feeds_is_named_before_the_first_byte():
     with pytest.raises(CoverageError) as caught:
         Refit(ModuleSource(policy), ModuleSink(engine, bindings=bindings_of, constant=CONSTANT[:2]))(version=1)
     assert caught.value.unfed == ("normalizer",)
-    with pytest.raises(CoverageError, match="embed.weight: 8 of 96 elements"):
+    with pytest.raises(CoverageError, match=r"embed.weight: 8 of 96 elements"):
         Refit(ModuleSource(policy), ModuleSink(engine, bindings=bindings_of, constant=CONSTANT[2:]))(version=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(engine).items())
 

@@ -54,18 +54,18 @@ def test_every_byte_arrives_once_over_nccl(world):
 
 # -- Real modules, through Refit --------------------------------------------------------------------
 
-LAYOUTS = [
-    (("fsdp", 2), ("whole", 1), False),
-    (("whole", 1), ("tp", 2), False),
-    (("fsdp", 2), ("tp", 4), False),
-    (("fsdp_tp", 4), ("tp", 2), False),
-    (("fsdp", 3), ("whole", 2), False),
-    (("fsdp", 2), ("tp", 2), True),
+CASES = [
+    ("llama", ("fsdp", 2), ("whole", 1), False),
+    ("qwen3_moe", ("whole", 1), ("tp", 2), False),
+    ("qwen3_moe", ("fsdp", 2), ("tp", 4), False),
+    ("llama", ("fsdp_tp", 4), ("tp", 2), False),
+    ("qwen3_moe", ("fsdp_tp", 4), ("whole", 1), False),
+    ("llama", ("fsdp", 3), ("whole", 2), False),
+    ("qwen3_moe", ("fsdp", 2), ("tp", 2), True),
 ]
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize(("sources", "sinks", "colocated"), LAYOUTS, ids=lambda side: str(side))
+@pytest.mark.parametrize(("model", "sources", "sinks", "colocated"), CASES, ids=str)
 def test_an_engine_gets_the_bits_of_a_sharded_policy_and_each_rank_only_its_own(
     world, model, sources, sinks, colocated
 ):
@@ -88,7 +88,7 @@ def test_an_engine_gets_the_bits_of_a_sharded_policy_and_each_rank_only_its_own(
 
 def test_replicas_on_one_host_are_fed_once_and_relay_to_one_another(world):
     found = world.run(
-        "modules", processes=4, worlds=["point_to_point"], model="llama", sources=["fsdp", 2], sinks=["whole", 2]
+        "modules", processes=4, worlds=["point_to_point"], model="llama", sources=["whole", 2], sinks=["whole", 2]
     )
     relayed = [process["point_to_point"][2] for process in found]
     assert relayed[0] == relayed[1] == 0  # the sources

@@ -248,11 +248,20 @@ FREE = Costs(
         for field in dataclasses.fields(Costs)
     }
 )
+BARE = dataclasses.replace(HARDWARE["h100"], hbm_gb_s=1e9)
 
 
 def test_slices_with_relays_and_without_software_reach_the_bound():
-    simulation = tiny("fsdp=8", "tp=4", costs=FREE, hardware=dataclasses.replace(HARDWARE["h100"], hbm_gb_s=1e9))
-    assert simulation.total_seconds == pytest.approx(simulation.bound_seconds, rel=0.05)
+    simulation = simulate(
+        "qwen3-8b",
+        train_gpus=16,
+        engine_gpus=16,
+        train_layout="fsdp=16",
+        engine_layout="tp=8",
+        costs=FREE,
+        hardware=BARE,
+    )
+    assert simulation.total_seconds == pytest.approx(simulation.bound_seconds, rel=0.01)
 
 
 # -- Terms -----------------------------------------------------------------------------------------
@@ -270,9 +279,9 @@ def test_faster_hardware_is_never_slower(scheme, figure):
 
 
 def test_more_bandwidth_helps_where_bandwidth_is_the_limit():
-    machines = [dataclasses.replace(HARDWARE["h100"], nic_gb_s=nic) for nic in (1, 2, 4)]
-    wires = [tiny(hardware=machine, costs=FREE).total_seconds for machine in machines]
-    assert wires[0] == pytest.approx(2 * wires[1]) == pytest.approx(4 * wires[2])
+    machines = [dataclasses.replace(BARE, nic_gb_s=nic) for nic in (1, 2, 4)]
+    seconds = [tiny(hardware=machine, costs=FREE).total_seconds for machine in machines]
+    assert seconds == pytest.approx([seconds[0], seconds[0] / 2, seconds[0] / 4], rel=1e-3)
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.routing != "slices"])
@@ -286,7 +295,7 @@ def test_more_tensors_of_as_many_bytes_take_longer(scheme):
 
 
 def test_experts_apart_take_longer_than_stacked():
-    assert tiny("ep=2", "ep=4").total_seconds > tiny("ep=2", "ep=4", stacked_experts=True).total_seconds
+    assert tiny("fsdp=8", "tp=2").total_seconds > tiny("fsdp=8", "tp=2", stacked_experts=True).total_seconds
 
 
 @pytest.mark.parametrize("name", [name for name in Costs.__slots__ if not name.endswith("_share")])
@@ -308,7 +317,7 @@ def test_relays_bring_every_byte_into_a_node_once():
         tiny("fsdp=8", "tp=2", scheme=name, hardware=machine) for name in ("slices", "slices_direct")
     )
     assert without.traffic.entered == pytest.approx(2 * with_relays.traffic.entered, rel=0.05)
-    assert crossovers_of(with_relays).pulls_over_relays == pytest.approx(2, rel=0.01)
+    assert crossovers_of(with_relays).pulls_over_relays == pytest.approx(2, rel=0.05)
 
 
 def test_whole_tensors_bring_p_over_k_times_the_bytes_of_slices():

@@ -25,7 +25,9 @@ def on_meta(shape, **given):
 
 def metas(**shapes):
     return Manifest(
-        tuple(TensorMeta(name=name, shape=shape, dtype="float32", layout=Layout.whole()) for name, shape in shapes.items())
+        tuple(
+            TensorMeta(name=name, shape=shape, dtype="float32", layout=Layout.whole()) for name, shape in shapes.items()
+        )
     )
 
 

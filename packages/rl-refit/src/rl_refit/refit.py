@@ -31,6 +31,9 @@ __all__ = ["Refit"]
 
 _DEFAULTS = RefitConfig()
 
+LONGEST_NAP_S = 5e-3
+"""Between two looks for the next refit, of a sink that waits for it: what a refit may begin late."""
+
 
 @final
 class Refit:
@@ -126,17 +129,7 @@ class Refit:
         if self._sides.source is not None or self._control is None:
             raise RefitError("this process has a source of weights, which gives the version: call refit(version=…)")
         self._agreed(self._watch())
-        began = time.monotonic()
-        while not self._control.next_has_begun():
-            self._control.look_around()
-            if timeout_s is not None and time.monotonic() - began > timeout_s:
-                raise DeadlineError(
-                    f"no refit began within timeout_s={timeout_s}",
-                    phase="prepare",
-                    peer=self._control.rendezvous.leader,
-                    seconds=timeout_s,
-                )
-            time.sleep(PATIENCE_S / 50)
+        self._await_begin(self._control, timeout_s)
         return self._take_part(None)
 
     def close(self) -> None:
@@ -145,6 +138,24 @@ class Refit:
         self._transport.close()
         if self._control is not None:
             self._control.close()
+
+    def _await_begin(self, control: Control, timeout_s: float | None) -> None:
+        began = looked = time.monotonic()
+        nap_s = 2e-4
+        while not control.next_has_begun():
+            now = time.monotonic()
+            if now - looked > PATIENCE_S:
+                looked = now
+                control.look_around()
+            if timeout_s is not None and now - began > timeout_s:
+                raise DeadlineError(
+                    f"no refit began within timeout_s={timeout_s}",
+                    phase="prepare",
+                    peer=control.rendezvous.leader,
+                    seconds=timeout_s,
+                )
+            time.sleep(nap_s)
+            nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
 
     def _take_part(self, version: int | None) -> RefitReport:
         if self._closed:
@@ -249,6 +260,8 @@ class Refit:
                 error.add_note(f"the others could not be told: {lost}")
         if self._party is not None:
             self._transport.finish()
+        else:
+            self._transport.close()
         _annotate(error, version, watch)
 
     def _report(self, party: Party, version: int, *, sample: Sample, outcome: Outcome, watch: Watch) -> RefitReport:

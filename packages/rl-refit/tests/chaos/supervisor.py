@@ -49,6 +49,7 @@ class Child:
         self._text = b""
         self.struck = None
         self.status = None
+        self.where = None
 
     def say(self, **command):
         with contextlib.suppress(BrokenPipeError):
@@ -180,6 +181,7 @@ def play(case, children, scratch):
     party_of_store = {"sink": "sink 0", "trainer": "source 0"}[case.get("store", "sink")]
     host = next(name for name, c in children.items() if party_of_store in (name, *both(c.spec)))
     where, deadline_s = address(), case["deadline_s"]
+    children[host].where = where
     for child in children.values():
         child.say(do="meet", address=where, name="first", hosts=child.name == host)
     outcome["meet"] = yield from answers(children.values())

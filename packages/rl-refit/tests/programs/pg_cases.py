@@ -31,6 +31,7 @@ from rl_refit.transports.point_to_point import PointToPoint
 from rl_refit.watch import Watch
 
 TRANSPORTS = {"broadcast": Broadcast, "point_to_point": PointToPoint}
+NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports
 DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
 
 

@@ -8,7 +8,6 @@ import math
 import zlib
 
 import torch
-import torch._dynamo  # fully_shard does: once, before processes are forked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 DEADLINE_S = 60
@@ -73,6 +74,8 @@ def serve() -> None:
         home = folder / str(number)
         home.mkdir()
         case = getattr(pg_cases, request["case"])
+        for module in pg_cases.NEEDS.get(request["case"], ()):
+            import_module(module)  # once, before processes are forked
         places = [Place(process, request["processes"], home) for process in range(request["processes"])]
         children = [_fork(place, case, request["arguments"]) for place in places]
         answers.write(json.dumps(_gather(children, set(request["dying"]), home)) + "\n")

@@ -1,4 +1,4 @@
-"""One of two ranks: layouts of real DTensors, and the refusal of a policy that one rank does not hold; prints `ok`."""
+"""One of two ranks: the shards of an uneven FSDP2 module, and its refusal in process; prints `ok`."""
 
 import sys
 
@@ -8,23 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl_refit import Layout, ModuleSink, ModuleSource, Refit, RefitError, Region
 
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-
-for mesh_shape in [(2,), (2, 1), (1, 2)]:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for shape in [(5, 3), (1, 4), (0, 2)]:
-        full = torch.arange(float(shape[0] * shape[1])).view(shape)
-        for placements in [[Shard(0)], [Shard(1)], [Replicate()]]:
-            placed = distribute_tensor(full, mesh, [*placements, Replicate()][: len(mesh_shape)])
-            region = Layout.from_tensor(placed).regions("w", shape)[rank]
-            whole = Region("w", (0, 0), shape)
-            assert torch.equal(full[region.index_within(whole)], placed.to_local()), (mesh_shape, shape, placements)
 
 # FSDP2 pads the shards of 3 rows to 2 and 2: what it yields is 2 and 1.
 policy = nn.Linear(2, 3, bias=False)
@@ -38,7 +27,7 @@ assert ModuleSource(policy).manifest().by_name["weight"].layout == Layout.from_p
 
 engine = nn.Linear(2, 3, bias=False)
 before = engine.weight.detach().clone()
-with pytest.raises(RefitError, match=r"between one rank and one engine; the source spans ranks \[0, 1\]"):
+with pytest.raises(RefitError, match=r"between one rank and one engine; the source spans ranks\s+\[0, 1\]"):
     Refit(ModuleSource(policy), ModuleSink(engine))(version=1)
 assert torch.equal(engine.weight, before)
 dist.barrier()

@@ -143,4 +143,5 @@ def _memory(figures: PlanFigures) -> list[str]:
 
 
 def _bucket_size(figures: PlanFigures) -> str:
-    return f"{figures.bucket_bytes / 2**20:g} MiB"
+    kibibytes = figures.bucket_bytes / 2**10
+    return f"{kibibytes / 2**10:g} MiB" if kibibytes >= 2**10 else f"{kibibytes:g} KiB"

@@ -7,8 +7,8 @@ memory spells the number of the checkpoint element that was put there.
 A value is `1 + digit`, an integer that the narrowest dtype of checkpoint and engine holds exactly: base 256 in
 bfloat16, 2048 in float16. Two more passes tell copying from computing: the complement of the first digit, whose sum
 with it is `base + 1` for whatever was copied, and not for what was scaled or shifted; and a hash of the number, which
-nothing that mixes elements gets right. Before each pass memory is filled with a mark that is no value, another one every time; what
-still has it was not written, and what has the same in all passes was set by the loader itself.
+nothing that mixes elements gets right. Before each pass memory is filled with a mark that is no value, another one
+every time; what still has it was not written, and what has the same in all passes was set by the loader itself.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def _require_copied(readings: dict[str, Readings]) -> None:
             lines.append(f"{name}: {int(strange.sum()):,} of {strange.numel():,} elements, the first at {where}")
     if lines:
         raise RefitError(
-            f"these tensors of the engine hold values that are no element of the checkpoint: load_weights "
-            f"computes them (scales, shifts, adds, rounds), or is not the same every time. Name them derived if the "
-            f"engine computes them after every refit." + "".join(f"\n  {line}" for line in lines),
+            "these tensors of the engine hold values that are no element of the checkpoint: load_weights computes them "
+            "(scales, shifts, adds, rounds), or is not the same every time. Name them derived if the engine computes "
+            "them after every refit." + "".join(f"\n  {line}" for line in lines),
             tensor=first,
         )
 

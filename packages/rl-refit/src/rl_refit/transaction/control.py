@@ -71,7 +71,8 @@ class Control:
                     peer=party,
                 )
         others = {party: process for party, process in processes.items() if party not in meeting.mine}
-        self._peers = Peers(self.store, others, liveness_s=meeting.liveness_s)
+        listen_to = [*others] if meeting.leads else [meeting.leader]
+        self._peers = Peers(self.store, others, listen_to=listen_to, liveness_s=meeting.liveness_s)
         self.processes = processes
 
     def look_around(self) -> None:

@@ -3,14 +3,15 @@
 Knows a store and process ids. Two signs:
 
 * every party counts up a number in the store, four times in `liveness_s`; whoever stands still for `liveness_s` is
-  silent: dead, stopped, or cut off;
-* a party on this host whose process is gone is dead, which is seen at once.
+  silent: dead, stopped, or cut off. The leader listens to all, and the others to the leader, which tells them: that is
+  what a store can bear with a thousand parties;
+* a party on this host whose process is gone is dead, which everybody on the host sees at once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any, final
@@ -63,10 +64,25 @@ class Heartbeat:
 
 @final
 class Peers:
-    """The other parties, each with the process that it said it is."""
+    """The other parties, each with the process that it said it is.
 
-    def __init__(self, store: Store, processes: Mapping[str, dict[str, Any]], *, liveness_s: float) -> None:
+    Args:
+        store: Where they count.
+        processes: What each said of its process, by party.
+        listen_to: Those whose counts are followed.
+        liveness_s: Seconds of silence that a party may keep.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        processes: Mapping[str, dict[str, Any]],
+        *,
+        listen_to: Collection[str],
+        liveness_s: float,
+    ) -> None:
         self._store, self._processes, self._liveness_s = store, processes, liveness_s
+        self._listen_to = listen_to
         self._host = this_process()["host"]
         self._counts: dict[str, tuple[bytes, float]] = {}
         self._heard = 0.0
@@ -86,7 +102,8 @@ class Peers:
             self._listen(now)
 
     def _listen(self, now: float) -> None:
-        for party, process in self._processes.items():
+        for party in self._listen_to:
+            process = self._processes[party]
             count = self._store.get(f"alive/{party}")
             before, since = self._counts.get(party, (b"", now))
             if count != before:

@@ -1,0 +1,234 @@
+"""Real vLLM in one process: a refit that fails changes nothing, or poisons; what depends on weights goes with them."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
+
+import faulty_worker
+import psutil
+import tiny
+import torch
+
+from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitError
+from rl_refit.refit import Refit
+from rl_refit.source import StateDictSource
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink
+
+OLD, NEW = 0, 1
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints, served):
+    served("qwen3", OLD), served("qwen3", NEW)  # one engine at a time: the groups of processes are one process's
+    with tiny.engine(checkpoints("qwen3", OLD), block_size=32, worker_extension_cls=WORKER_EXTENSION) as llm:
+        yield llm
+
+
+@pytest.fixture
+def sink(llm):
+    """A sink that has committed version 0: the old weights."""
+    sink = VllmSink(llm)
+    Refit(source(OLD), sink)(version=0)
+    return sink
+
+
+def source(seed):
+    return tiny.source(tiny.policy("qwen3", seed))
+
+
+def stage(sink, seed, *, leave_out=()):
+    """Stage the weights of `seed` as a transaction does; returns the digest of what was staged."""
+    given = source(seed)
+    coverage = sink.prepare(given.manifest())
+    names = [meta.name for meta in coverage.sink.tensors if meta.travels and meta.name not in leave_out]
+    for region, tensor in given.shards(names):
+        sink.stage(region, tensor)
+    return sink.digest()
+
+
+def test_a_bit_that_flips_between_verify_and_commit_is_found_and_nothing_is_loaded(llm, sink, served):
+    stage(sink, NEW)
+    sink._bank.tensors["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, 5] ^= 1
+    with pytest.raises(DigestError, match=r"loaded nothing: model\.layers\.1\.mlp\.down_proj\.weight"):
+        sink.commit(1)
+    sink.abort()
+    sink.check()
+    assert sink.version == 0
+    assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+
+
+def test_staging_and_giving_up_changes_nothing(llm, sink, served):
+    stage(sink, NEW)
+    sink.abort()
+    assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+    stage(sink, OLD)
+    sink.commit(1)  # and the bank, written over, is nobody's weights
+    stage(sink, NEW)
+    assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+    sink.abort()
+
+
+@pytest.mark.parametrize("after", [0, 1, 13, 23])
+def test_a_fault_in_the_middle_of_a_reload_poisons_until_a_refit_succeeds(llm, sink, served, after):
+    [model] = llm.apply_model(lambda model: model)
+    faulty_worker.break_loader(model, after)
+    with pytest.raises(RefitError, match=f"worker 0: OSError: a fault after {after} tensors"):
+        Refit(source(NEW), sink)(version=1)
+    assert sink.poisoned
+    with pytest.raises(PoisonedError, match="the commit of version 1 failed with RefitError"):
+        sink.check()
+    assert not any(tensor.is_meta for tensor in model.parameters())
+    Refit(source(NEW), sink)(version=1)
+    sink.check()
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
+def test_a_commit_forgets_what_was_cached_under_the_old_weights(llm, sink, served):
+    cached = [(tiny.generate(llm), cached_tokens(llm))[1] for _ in range(2)][-1]
+    assert cached >= 128
+    Refit(source(NEW), sink)(version=1)
+    assert cached_tokens(llm) == 0
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
+def test_without_resetting_the_prefix_cache_the_engine_would_be_wrong(llm, sink, served):
+    tiny.generate(llm)
+    expected = stage(sink, NEW)
+    assert [answer["state"] for answer in llm.collective_rpc("rl_refit_apply", args=(sink._identity, expected.hex))]
+    assert not tiny.same(tiny.generate(llm), served("qwen3", NEW), tolerance=0.1)
+    assert llm.reset_prefix_cache()
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+    sink.abort()
+
+
+def cached_tokens(llm):
+    from vllm import TokensPrompt
+
+    prompt = TokensPrompt(prompt_token_ids=tiny.PROMPTS[0])
+    (request,) = llm.generate([prompt], tiny.sampling(max_tokens=1), use_tqdm=False)
+    return request.num_cached_tokens
+
+
+def test_a_commit_is_refused_while_requests_are_unfinished(llm, sink, served):
+    from vllm import TokensPrompt
+
+    engine = llm.llm_engine
+    engine.add_request("under way", TokensPrompt(prompt_token_ids=tiny.PROMPTS[0]), tiny.sampling())
+    engine.step()
+    stage(sink, NEW)
+    with pytest.raises(RefitError, match="1 requests are unfinished"):
+        sink.commit(1)
+    while engine.has_unfinished_requests():
+        (finished,) = engine.step()
+    assert tiny.same([tiny.read(finished)], served("qwen3", OLD)[:1])
+    sink.commit(1)
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
+def test_thirty_refits_leave_no_memory_no_file_and_no_descriptor_behind(llm, sink):
+    process = psutil.Process()
+    refits = [Refit(source(seed), sink) for seed in (OLD, NEW)]
+    for version in range(1, 11):
+        refits[version % 2](version=version)
+    before = process.memory_info().rss, process.num_fds(), sorted(os.listdir("/dev/shm"))
+    for version in range(11, 41):
+        refits[version % 2](version=version)
+    after = process.memory_info().rss, process.num_fds(), sorted(os.listdir("/dev/shm"))
+    assert after[1] == before[1]
+    assert not [name for name in set(after[2]) - set(before[2]) if "refit" in name]
+    assert after[0] - before[0] < 4 << 20
+
+
+def test_what_was_not_staged_exactly_once_or_is_no_newer_is_refused(llm, sink, served):
+    stage(sink, NEW, leave_out=["model.norm.weight"])
+    with pytest.raises(RefitError, match=r"still missing: model\.norm\.weight \(\+64 elements\)"):
+        sink.commit(1)
+    sink.abort()
+    stage(sink, NEW)
+    with pytest.raises(RefitError, match="version 0 is not newer than the committed 0"):
+        sink.commit(0)
+    sink.abort()
+    with pytest.raises(RefitError, match="no transaction is open"):
+        sink.commit(1)
+    assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+
+
+def test_a_newer_sink_takes_the_engine_from_an_older_one(llm, sink, served):
+    stage(sink, NEW)
+    newer = VllmSink(llm)
+    Refit(source(OLD), newer)(version=5)
+    with pytest.raises(RefitError, match="another sink has given this worker its bank"):
+        sink.commit(1)
+    assert not sink.poisoned
+    assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+
+
+# -- Coverage, before the first byte -----------------------------------------------------------------------------
+
+
+def changed(**changes):
+    """The new weights as a state dict, with some exchanged; None takes one out."""
+    weights = dict(tiny.policy("qwen3", NEW).state_dict())
+    del weights["lm_head.weight"]
+    weights |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    return StateDictSource({name: tensor for name, tensor in weights.items() if tensor is not None})
+
+
+def refusal(llm, served, weights, **options):
+    """What an engine of the old weights says to `weights`; it says nothing else afterwards."""
+    sink = VllmSink(llm, **options)
+    with pytest.raises(CoverageError) as caught:
+        Refit(weights, sink)(version=100)
+    sink.check()
+    return caught.value
+
+
+def test_an_engine_tensor_that_the_source_does_not_feed_is_named(llm, sink, served):
+    error = refusal(llm, served, changed(model__layers__0__self_attn__k_proj__weight=None, model__norm__weight=None))
+    assert error.unfed == (
+        "model.layers.0.self_attn.qkv_proj.weight: 4,096 of 12,288 elements are never written",
+        "model.norm.weight: never written",
+    )
+    assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+
+
+def test_an_engine_tensor_may_be_declared_constant(llm, sink, served):
+    sink = VllmSink(llm, constant=["model.norm.*"])
+    Refit(changed(model__norm__weight=None), sink)(version=100)
+    assert "  declared constant: model.norm.weight" in sink.explain()
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))  # both policies have norms of one
+
+
+def test_a_source_tensor_without_a_place_is_named(llm, sink, served):
+    error = refusal(llm, served, changed(value_head__weight=torch.ones(1, 64)))
+    assert error.unmapped == ("value_head.weight",)
+    assert "the load_weights of vLLM's Qwen3ForCausalLM refuses 'value_head.weight'" in str(error)
+
+
+def test_an_untied_head_finds_no_place_in_an_engine_that_ties_it(llm, sink, served):
+    error = refusal(llm, served, changed(lm_head__weight=torch.ones(260, 64)))
+    assert error.unmapped + error.mismatched != ()
+    assert "lm_head.weight" in str(error)
+
+
+def test_nothing_is_cast_unless_asked_for(llm, sink, served):
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = changed(**{name.replace(".", "__"): tiny.policy("qwen3", NEW).state_dict()[name].double()})
+    error = refusal(llm, served, weights)
+    assert error.mismatched == (f"{name}: float64 in the source, float32 in the engine; cast=True allows it",)
+    sink = VllmSink(llm, cast=True)
+    Refit(weights, sink)(version=100)
+    assert f"  cast to float32: {name}" in sink.explain()
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
+def test_an_engine_without_the_worker_is_refused_with_what_to_do(checkpoints):
+    with (
+        tiny.engine(checkpoints("llama", OLD)) as other,
+        pytest.raises(RefitError, match=r"make it with worker_extension_cls='rl_refit\.vllm\.worker\.RefitWorker'"),
+    ):
+        VllmSink(other)
