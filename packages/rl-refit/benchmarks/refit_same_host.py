@@ -12,8 +12,12 @@ byte. All paths run one after the other in every round, the memcpy too, and the 
     gloo                 torch.distributed.broadcast of every tensor
     safetensors          a file in shared memory, written and read anew each time
     pickle               a pickled dict of tensors through a pipe
+    vLLM reload          with --vllm: `vllm_reload.py`, over its own memcpy; needs vllm, and minutes
 
-    python benchmarks/refit_same_host.py                      300 tensors, 1 GB; takes a minute and 6 GB of memory
+Milliseconds of processor time stand beside those of the clock, for the trainer and the engine: the slower of the two
+bounds what an idle machine can do, whatever else runs on this one.
+
+    python benchmarks/refit_same_host.py                      300 tensors, 1 GB; takes a minute and 8 GB of memory
     python benchmarks/refit_same_host.py --megabytes 100 --paths arena ring
 """
 
@@ -27,10 +31,13 @@ import os
 import pickle
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +113,20 @@ def start_gloo(settings: Settings, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{settings.directory}/gloo", rank=rank, world_size=2)
 
 
-# -- The engine's process -----------------------------------------------------------------------------------------------
+# -- The engine's process --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of one path."""
+
+    seconds: float
+    """Until the engine has everything."""
+
+    trainer_cpu: float
+    engine_cpu: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    """Of a refit, as the engine reports them."""
 
 
 @dataclass
@@ -129,8 +149,9 @@ class Engine:
             path, number = self.pipe.recv()
             if path is None:
                 return
+            cpu = time.process_time()
             phases = self.receive(path)
-            self.pipe.send(phases)
+            self.pipe.send((time.process_time() - cpu, phases))
             require_arrived(self.model_of(path), number)
             self.pipe.send("arrived")
 
@@ -167,7 +188,7 @@ class Engine:
         return {}
 
 
-# -- The trainer's process ----------------------------------------------------------------------------------------------
+# -- The trainer's process -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -186,25 +207,26 @@ class Trainer:
             self.policies[held] = build(self.settings)
         return self.policies[held]
 
-    def run(self, path: str, number: int) -> tuple[float, dict[str, float]]:
-        """Seconds until the engine has everything, and what its refit says of them."""
+    def run(self, path: str, number: int) -> Round:
+        """Change the policy, bring it to the engine, and have it compared."""
         policy = self.policy_of(path)
         change(policy, number)
         if path == "memcpy":
             self.target = self.target or build(self.settings)
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             for target, parameter in zip(self.target.parameters(), policy.parameters(), strict=True):
                 target.copy_(parameter)
-            return time.perf_counter() - start, {}
+            return Round(time.perf_counter() - start, time.process_time() - cpu)
         if path in REFITS and path not in self.refits:
             self.refits[path] = self.make_refit(path, policy)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         self.pipe.send((path, number))
         self.send(path, policy, number)
-        phases = self.pipe.recv()
-        seconds = time.perf_counter() - start
-        assert self.pipe.recv() == "arrived"
-        return seconds, phases
+        engine_cpu, phases = self.pipe.recv()
+        spent = Round(time.perf_counter() - start, time.process_time() - cpu, engine_cpu, phases)
+        if self.pipe.recv() != "arrived":
+            raise SystemExit(f"{path}: not arrived")
+        return spent
 
     def make_refit(self, path: str, policy: nn.Module) -> Refit:
         arena = path.startswith("arena")
@@ -233,8 +255,8 @@ class Trainer:
             self.pipe.send_bytes(pickle.dumps({name: p.data for name, p in policy.named_parameters()}))
 
 
-def measure(settings: Settings, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[dict[str, float]]]]:
-    """Seconds of every round, by path; and of refits their phases."""
+def measure(settings: Settings, rounds: int) -> dict[str, list[Round]]:
+    """Every round, by path."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=run_engine, args=(settings, there))
@@ -243,27 +265,20 @@ def measure(settings: Settings, rounds: int) -> tuple[dict[str, list[float]], di
     if "gloo" in settings.paths:
         start_gloo(settings, 0)
     trainer = Trainer(settings, here)
-    seconds: dict[str, list[float]] = {path: [] for path in ("memcpy", *settings.paths)}
-    phases: dict[str, list[dict[str, float]]] = {path: [] for path in seconds}
+    measured: dict[str, list[Round]] = {path: [] for path in ("memcpy", *settings.paths)}
     numbers = iter(range(1, 10**9))
     for number in range(rounds + 2):  # the first two warm up: they touch every page once, of both banks
-        for path in seconds:
-            spent, parts = trainer.run(path, next(numbers))
+        for path, spent in measured.items():
+            one = trainer.run(path, next(numbers))
             if number >= 2:
-                seconds[path].append(spent)
-                phases[path].append(parts)
+                spent.append(one)
     here.send((None, 0))
     process.join()
-    return seconds, phases
+    return measured
 
 
 def run_engine(settings: Settings, pipe: Connection) -> None:
     Engine(settings, pipe).serve()
-
-
-def median_phases(phases: list[dict[str, float]]) -> str:
-    names = list(phases[0])
-    return ", ".join(f"{name} {1e3 * statistics.median(part[name] for part in phases):.1f}" for name in names)
 
 
 def main() -> None:
@@ -275,6 +290,7 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", type=int, default=4 * 2**20)
     parser.add_argument("--buckets", type=int, default=2)
     parser.add_argument("--paths", nargs="+", choices=(*REFITS, *OTHERS), default=(*REFITS, *OTHERS))
+    parser.add_argument("--vllm", action="store_true", help="also measure vLLM's reload of a checkpoint")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     paths = tuple(arguments.paths)
@@ -292,46 +308,72 @@ def main() -> None:
             directory=directory,
         )
         load = os.getloadavg()[0]
-        seconds, phases = measure(settings, arguments.rounds)
-    report(settings, seconds, phases, load)
+        measured = measure(settings, arguments.rounds)
+        vllm = measure_vllm(settings, arguments.rounds) if arguments.vllm else None
+    report(settings, measured, load, vllm)
 
 
-def report(
-    settings: Settings,
-    seconds: dict[str, list[float]],
-    phases: dict[str, list[dict[str, float]]],
-    load: float,
-) -> None:
+def measure_vllm(settings: Settings, rounds: int) -> dict[str, float]:
+    """What the program beside this one says: vllm changes the process that it is imported into."""
+    program = Path(__file__).with_name("vllm_reload.py")
+    command = [sys.executable, program, "--megabytes", str(settings.megabytes), "--rounds", str(rounds)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    figures: dict[str, float] = json.loads(output.splitlines()[-1])
+    return figures
+
+
+def report(settings: Settings, measured: dict[str, list[Round]], load: float, vllm: dict[str, float] | None) -> None:
     nbytes = sum(parameter.nbytes for parameter in build(settings).parameters())
-    median = {path: statistics.median(spent) for path, spent in seconds.items()}
-    rounds = len(seconds["memcpy"])
+    memcpy = measured["memcpy"]
+    figures = {path: figures_of(rounds, memcpy) for path, rounds in measured.items()}
     print(
-        f"{settings.tensors} tensors, {nbytes / 1e6:.0f} MB, {settings.threads} thread a process, medians of {rounds} "
-        f"rounds; {os.cpu_count()} processors, load {load:.1f} before the first"
+        f"{settings.tensors} tensors, {nbytes / 1e6:.0f} MB, {settings.threads} thread a process, medians of "
+        f"{len(memcpy)} rounds; {os.cpu_count()} processors, load {load:.1f} before the first round"
     )
-    print(f"{'':18s}{'ms':>9s}{'GB/s':>8s}{'× memcpy':>10s}{'lowest':>9s}{'bar':>7s}   phases, ms")
-    for path, spent in median.items():
-        lowest = min(each / copy for each, copy in zip(seconds[path], seconds["memcpy"], strict=True))
+    print(f"{'':18s}{'ms':>9s}{'GB/s':>7s}{'× memcpy':>10s}{'bar':>6s}{'cpu ms':>14s}   phases, ms")
+    for path, row in figures.items():
         bar = f"{BARS[path]:.2f}" if path in BARS else ""
-        parts = median_phases(phases[path]) if path in REFITS else ""
-        ratio = spent / median["memcpy"]
-        print(f"{path:18s}{1e3 * spent:9.1f}{nbytes / spent / 1e9:8.1f}{ratio:10.2f}{lowest:9.2f}{bar:>7s}   {parts}")
-    figures = {
-        "benchmark": "refit_same_host",
-        "tensors": settings.tensors,
-        "bytes": nbytes,
-        "rounds": rounds,
-        "threads": settings.threads,
-        "bucket_bytes": settings.bucket_bytes,
-        "buckets": settings.buckets,
-        "load_before": round(load, 2),
-        "ms": {path: round(1e3 * spent, 2) for path, spent in median.items()},
-        "over_memcpy": {path: round(spent / median["memcpy"], 3) for path, spent in median.items()},
-        "bars": {path: bar for path, bar in BARS.items() if path in median},
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        cpu = f"{row['trainer_cpu_ms']:.0f} + {row['engine_cpu_ms']:.0f}"
+        speed = nbytes / row["ms"] / 1e6
+        parts = median_phases(measured[path]) if path in REFITS else ""
+        print(f"{path:18s}{row['ms']:9.1f}{speed:7.1f}{row['over_memcpy']:10.2f}{bar:>6s}{cpu:>14s}   {parts}")
+    if vllm is not None:
+        print(f"{'vLLM reload':18s}{vllm['reload_ms']:9.1f}{'':7s}{vllm['over_memcpy']:10.2f}")
+    print(
+        json.dumps(
+            {
+                "benchmark": "refit_same_host",
+                "tensors": settings.tensors,
+                "bytes": nbytes,
+                "rounds": len(memcpy),
+                "threads": settings.threads,
+                "bucket_bytes": settings.bucket_bytes,
+                "buckets": settings.buckets,
+                "load_before": round(load, 2),
+                "paths": figures,
+                "bars": {path: bar for path, bar in BARS.items() if path in figures},
+                "vllm": vllm,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
+        )
+    )
+
+
+def figures_of(rounds: list[Round], memcpy: list[Round]) -> dict[str, float]:
+    seconds = statistics.median(one.seconds for one in rounds)
+    return {
+        "ms": round(1e3 * seconds, 2),
+        "over_memcpy": round(seconds / statistics.median(one.seconds for one in memcpy), 3),
+        "lowest_over_memcpy": round(min(a.seconds / b.seconds for a, b in zip(rounds, memcpy, strict=True)), 3),
+        "trainer_cpu_ms": round(1e3 * statistics.median(one.trainer_cpu for one in rounds), 2),
+        "engine_cpu_ms": round(1e3 * statistics.median(one.engine_cpu for one in rounds), 2),
     }
-    print(json.dumps(figures))
+
+
+def median_phases(rounds: list[Round]) -> str:
+    names = list(rounds[0].phases)
+    return ", ".join(f"{name} {1e3 * statistics.median(one.phases[name] for one in rounds):.1f}" for name in names)
 
 
 if __name__ == "__main__":

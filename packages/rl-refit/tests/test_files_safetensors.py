@@ -21,12 +21,16 @@ DTYPES += [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch
 
 
 def random(dtype, shape, *, seed=0):
-    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    raw = torch.randint(
+        0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return (raw % 2 if dtype is torch.bool else raw).view(dtype).squeeze(-1)
 
 
 def same(one, other):
-    return one.dtype == other.dtype and one.shape == other.shape and one.tolist().__repr__() == other.tolist().__repr__()
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and one.tolist().__repr__() == other.tolist().__repr__()
+    )
 
 
 def write(path, tensors, metadata=None):
@@ -93,11 +97,7 @@ def test_a_view_keeps_the_mapping_and_writing_to_it_changes_no_file(tmp_path):
     assert path.read_bytes() == before
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3).map(tuple)), max_size=8
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3).map(tuple)), max_size=8))
 def test_any_set_of_tensors_makes_the_trip(tmp_path_factory, kinds):
     path = tmp_path_factory.mktemp("trip") / "a.safetensors"
     tensors = {f"{i}": random(dtype, shape, seed=i) for i, (dtype, shape) in enumerate(kinds)}
@@ -159,7 +159,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
 
 
 def test_what_the_format_has_no_word_for_is_refused_before_writing():
-    with pytest.raises(RefitError, match="'z' is of torch.complex128, and safetensors has F64"):
+    with pytest.raises(RefitError, match=r"'z' is of torch.complex128, and safetensors has F64"):
         lay_out([("z", torch.complex128, (2,))])
     with pytest.raises(RefitError, match="called 'z'"):
         lay_out([("z", torch.int8, (2,)), ("z", torch.int16, (2,))])

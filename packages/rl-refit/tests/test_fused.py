@@ -15,7 +15,7 @@ from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, Region, pla
 from rl_refit.fused import fused_gate_up, fused_qkv, padded_vocabulary, sharded, stacked_experts
 from rl_refit.trace import trace
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from toy_engine import HuggingFace, Shape, ToyEngine, checkpoint, manifest
 
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from rl_refit.buckets import Piece
-from rl_refit.errors import RefitError
+from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Stream
 from rl_refit.transports.base import Channel, Transport
@@ -42,6 +43,10 @@ def test_every_byte_arrives_once_in_any_world_and_nobody_waits_in_a_circle(world
     # Each seed: up to `processes` source and sink ranks, some in one process, random layouts, nodes, buckets and slots.
     worlds = world.run("shapes", processes=processes, seeds=[100 * processes, 100 * processes + 7])
     assert sum(worlds) >= 14
+
+
+def test_a_group_of_the_users_own_serves_as_well(world):
+    assert sum(world.run("shapes", processes=3, seeds=[40, 52], one_group=True)) >= 24
 
 
 @pytest.mark.gpu
@@ -152,7 +157,9 @@ def test_a_header_names_what_was_expected_and_what_came():
     (slot,) = slots_of(100, 1, torch.device("cpu"))
     write_header(slot, (3, 1, 7, 100))
     check_header(slot, (3, 1, 7, 100), "source 1")
-    with pytest.raises(RefitError, match="expected refit 3, stream 1, bucket 6, bytes 90 from source 1, got refit 3") as e:
+    with pytest.raises(
+        RefitError, match="expected refit 3, stream 1, bucket 6, bytes 90 from source 1, got refit 3"
+    ) as e:
         check_header(slot, (3, 1, 6, 90), "source 1")
     assert (e.value.peer, e.value.bucket, e.value.phase) == ("source 1", 6, "transfer")
     slot.zero_()
@@ -186,10 +193,21 @@ def test_devices_without_a_backend_are_refused():
     assert Address().host is None
 
 
+def test_a_peer_that_does_not_come_ends_the_wait_at_the_deadline_by_name():
+    channel = Channel(
+        schedule=SimpleNamespace(streams=(stream(0),)),
+        source_rank=0,
+        sink_rank=None,
+        slots=2,
+        device=torch.device("cpu"),
+        store=HashStore(),
+    )
+    with pytest.raises(DeadlineError, match="waiting for sink 0"):
+        PointToPoint().open(channel, Watch(deadline_s=0.1))
+
+
 def test_other_processes_without_a_store_are_refused():
     schedule = SimpleNamespace(streams=(stream(0),))
-    channel = Channel(
-        schedule=schedule, source_rank=0, sink_rank=None, slots=2, device=torch.device("cpu"), store=None
-    )
+    channel = Channel(schedule=schedule, source_rank=0, sink_rank=None, slots=2, device=torch.device("cpu"), store=None)
     with pytest.raises(RefitError, match="the streams join source 0, sink 0, and this process is source 0 alone"):
         take_seats(channel, Watch(deadline_s=1))

@@ -77,9 +77,7 @@ def test_who_gives_up_is_not_taken_for_dead_and_the_transport_says_that_it_is_br
         assert party != victim or "make a new Refit" in errors[1][1]
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected", "got"), [("drop", 4, 5), ("duplicate", 5, 4), ("delay", 4, 5)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("fault", "expected", "got"), [("drop", 4, 5), ("duplicate", 5, 4), ("delay", 4, 5)], ids=str)
 def test_a_bucket_that_is_dropped_duplicated_or_overtaken_is_noticed(world, fault, expected, got):
     found = world.run("bare", processes=2, transport="point_to_point", fault=fault, at=4)
     kind, message, peer, bucket = found[1][1][0]

@@ -42,13 +42,24 @@ def some_stripes(rng, shape):
     return Layout.from_boxes({3: rows[::2], 1: rows[1::2]})
 
 
+def some_windows(rng, shape):
+    """For a sink: rows of three ranks that overlap in part."""
+    if not shape:
+        return some_mesh(rng, shape)
+    spans = [sorted(rng.choices(range(shape[0] + 1), k=2)) for _ in range(3)]
+    rest = tuple(0 for _ in shape[1:]), shape[1:]
+    return Layout.from_boxes(
+        {rank: [Region("", (a, *rest[0]), (b - a, *rest[1]))] for rank, (a, b) in enumerate(spans)}
+    )
+
+
 def some_plan(rng, nodes="ab"):
     sides = [], []
     for number in range(rng.randint(1, 4)):
         shape = tuple(rng.choice((0, 1, 2, 5, 8, 40)) for _ in range(rng.randint(0, 2)))
         dtype = rng.choice(["int8", "bfloat16", "float64"])
-        for side in sides:
-            layout = rng.choice([some_mesh, some_mesh, some_stripes])(rng, shape)
+        for side, more in zip(sides, (some_mesh, some_windows), strict=True):
+            layout = rng.choice([some_mesh, some_stripes, more])(rng, shape)
             side.append(TensorMeta(name=f"w{number}", shape=shape, dtype=dtype, layout=layout))
     source_nodes, sink_nodes = (tuple(rng.choices(nodes, k=MAX_RANKS)) for _ in range(2))
     topology = rng.choice([None, Topology(source_nodes=source_nodes, sink_nodes=sink_nodes)])

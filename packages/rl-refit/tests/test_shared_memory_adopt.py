@@ -18,7 +18,9 @@ from rl_refit.watch import Watch
 
 def policy():
     torch.manual_seed(0)
-    module = nn.ModuleDict({"embed": nn.Embedding(11, 8), "head": nn.Linear(8, 11, bias=False), "norm": nn.Linear(8, 3)})
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(11, 8), "head": nn.Linear(8, 11, bias=False), "norm": nn.Linear(8, 3)}
+    )
     module["head"].weight = module["embed"].weight
     module.register_buffer("scale", torch.arange(5, dtype=torch.bfloat16))
     return module

@@ -74,7 +74,9 @@ def test_a_segment_is_the_same_memory_wherever_it_is_mapped(tmp_path):
 def test_a_segment_too_large_for_its_file_system_is_refused_with_the_numbers():
     state = os.statvfs("/dev/shm")
     nbytes = (state.f_blocks + 1) * state.f_frsize
-    expected = re.escape(f"{nbytes:,} bytes does not fit into /dev/shm, which has {state.f_bavail * state.f_frsize:,}"[:60])
+    expected = re.escape(
+        f"{nbytes:,} bytes does not fit into /dev/shm, which has {state.f_bavail * state.f_frsize:,}"[:60]
+    )
     with pytest.raises(RefitError, match=expected):
         Segment.create("/dev/shm", nbytes)
 
@@ -90,7 +92,7 @@ def test_another_host_is_refused_on_both_sides(here):
 def test_a_peer_that_never_comes_ends_at_the_deadline(tmp_path):
     for side in ("source", "sink"):
         transport = SharedMemoryRing(directory=str(tmp_path))
-        with pytest.raises(DeadlineError, match="waiting for (source|sink) 0"):
+        with pytest.raises(DeadlineError, match=r"waiting for (source|sink) 0"):
             transport.open(channel(**{f"{side}_rank": 0}, store=HashStore()), Watch(deadline_s=0.1))
     assert list(tmp_path.iterdir()) == []
 

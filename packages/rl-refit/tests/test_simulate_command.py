@@ -139,3 +139,11 @@ def test_the_document_shows_what_its_commands_print(capsys, command, shown):
         assert [line for line in quoted if line != "…"] == [line for line in printed if line in set(quoted)]
     else:
         assert printed == quoted
+
+
+def test_every_second_in_the_documents_prose_is_in_an_output():
+    prose = re.sub(r"```.*?```", "", DOCUMENT.read_text(), flags=re.DOTALL)
+    printed = "".join(shown for _, shown in QUOTED)
+    said = re.findall(r"\d+\.\d{3}|\d+\.\d GB|\d{1,3}(?:,\d{3})+", prose)
+    assert len(said) > 5
+    assert [figure for figure in said if figure not in printed] == []

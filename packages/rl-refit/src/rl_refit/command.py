@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} COMMAND ...",
+        usage=f"{PROGRAM} {{{','.join(COMMANDS)}}} ...",
         description="Weights into a running engine: what will move, how long it will take.",
         epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -43,7 +43,7 @@ class Region:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.shape) or any(n < 0 for n in (*self.offsets, *self.shape)):
+        if len(self.offsets) != len(self.shape) or min((*self.offsets, *self.shape), default=0) < 0:
             raise ValueError(
                 f"a region needs one offset and one size a dim, none negative; "
                 f"got offsets={self.offsets} and shape={self.shape} for {self.name!r}"

@@ -204,12 +204,16 @@ def _cut(needs: list[_Need], num_sources: int, num_sinks: int) -> list[_Need]:
     relayed = sum(need.nbytes * (len(need.receivers) - 1) for need in needs)
     cut: list[_Need] = []
     for need in needs:
-        itemsize, copies = need.nbytes // need.region.numel, len(need.receivers) - 1
+        copies = len(need.receivers) - 1
         limits = [sent // num_sources] if len(need.holders) > 1 else []
         limits += [relayed // num_sinks // copies] if copies else []
         limit = max(_WORTH_A_ROUTE, min(limits, default=need.nbytes))
-        parts = split(need.region, max_elements=limit // itemsize) if need.nbytes > limit else [need.region]
-        cut += [_Need(part, part.numel * itemsize, need.holders, need.receivers) for part in parts]
+        if need.nbytes <= limit:
+            cut.append(need)
+        else:
+            itemsize = need.nbytes // need.region.numel
+            parts = split(need.region, max_elements=limit // itemsize)
+            cut += [_Need(part, part.numel * itemsize, need.holders, need.receivers) for part in parts]
     return cut
 
 

@@ -6,6 +6,8 @@ and `Transport`. Not safe to call from two threads at once.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from typing import Any, final
 
@@ -13,7 +15,7 @@ import torch
 
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
-from rl_refit.errors import DeadlineError, RefitError
+from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.report import RefitReport
@@ -25,12 +27,13 @@ from rl_refit.transaction.party import Outcome, Party, abort_message
 from rl_refit.transports.base import Channel, Inbox, Outbox, Transport
 from rl_refit.transports.in_process import InProcess
 from rl_refit.verification_share import VerificationShare
-from rl_refit.watch import PATIENCE_S, Watch
+from rl_refit.watch import Watch
 
 __all__ = ["Refit"]
 
 _DEFAULTS = RefitConfig()
 
+_FAREWELL_S = 1.0  # who hosts the store waits so long for the others to hear why a refit was given up
 LONGEST_NAP_S = 5e-3
 """Between two looks for the next refit, of a sink that waits for it: what a refit may begin late."""
 
@@ -128,8 +131,12 @@ class Refit:
         """
         if self._sides.source is not None or self._control is None:
             raise RefitError("this process has a source of weights, which gives the version: call refit(version=…)")
-        self._agreed(self._watch())
-        self._await_begin(self._control, timeout_s)
+        self._require_open()
+        watch = self._watch(math.inf if timeout_s is None else timeout_s)
+        self._await_begin(self._control, watch)
+        if self._party is None:
+            self._agreed(self._watch())
+            self._await_begin(self._control, watch)
         return self._take_part(None)
 
     def close(self) -> None:
@@ -139,27 +146,28 @@ class Refit:
         if self._control is not None:
             self._control.close()
 
-    def _await_begin(self, control: Control, timeout_s: float | None) -> None:
-        began = looked = time.monotonic()
-        nap_s = 2e-4
-        while not control.next_has_begun():
-            now = time.monotonic()
-            if now - looked > PATIENCE_S:
-                looked = now
-                control.look_around()
-            if timeout_s is not None and now - began > timeout_s:
-                raise DeadlineError(
-                    f"no refit began within timeout_s={timeout_s}",
-                    phase="prepare",
-                    peer=control.rendezvous.leader,
-                    seconds=timeout_s,
-                )
-            time.sleep(nap_s)
-            nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+    def _await_begin(self, control: Control, watch: Watch) -> None:
+        try:
+            control.meet(watch)
+            watch.at(peer=control.rendezvous.leader)
+            nap_s = 2e-4
+            while not control.next_has_begun():
+                watch.check()
+                time.sleep(nap_s)
+                nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+        except DeadlineError as late:
+            raise DeadlineError(
+                f"no refit began within timeout_s={watch.deadline_s:g}; the sink is as it was, without {late.peer}",
+                phase="prepare",
+                peer=late.peer,
+                seconds=late.seconds,
+            ) from None
+        except RefitError as error:
+            _annotate(error, None, watch)
+            raise
 
     def _take_part(self, version: int | None) -> RefitReport:
-        if self._closed:
-            raise RefitError("this Refit is closed; make a new one")
+        self._require_open()
         party = self._agreed(self._watch(), version)
         watch = self._watch()
         try:
@@ -167,12 +175,14 @@ class Refit:
                 version, sample = self._begin(version, watch)
             for box in (party.outbox, party.inbox):
                 if box is not None:
-                    box.watch, box.version, box.refit = watch, version, self._refits
+                    box.watch, box.version, box.refit = watch, version, self._number
             outcome = party.run(version, sample, watch)
         except BaseException as error:
             self._abort(error, version, watch)
             raise
         self._transport.finish()
+        if self._control is not None:
+            self._control.over()
         self._share.learn(watch.seconds)
         return self._report(party, version, sample=sample, outcome=outcome, watch=watch)
 
@@ -185,6 +195,11 @@ class Refit:
             return version, sample
         message = {"version": version, "stride": sample.stride, "phase": sample.phase}
         said = self._control.begin(message if self._control.rendezvous.leads else None, watch)
+        if "version" not in said:
+            raise RefitError(
+                f"{self._control.rendezvous.leader} plans anew, and this party has planned before; all make a new "
+                f"Refit, of another name"
+            )
         if version is not None and said["version"] != version:
             raise RefitError(
                 f"{' and '.join(self._control.rendezvous.mine)} is called with version {version}, and "
@@ -226,6 +241,9 @@ class Refit:
             store=None if self._control is None else self._control.namespace("transport"),
         )
         self._transport.open(channel, watch)
+        if self._control is not None:
+            self._control.agree("opened", watch)
+            self._control.over()
         outbox = inbox = None
         if self._sides.source is not None:
             outbox = Outbox(self._sides.source, schedule, watch, version=0, refit=0)
@@ -243,6 +261,11 @@ class Refit:
             sink_rank=sink_rank,
         )
 
+    @property
+    def _number(self) -> int:
+        """Of this refit, the same at all parties."""
+        return self._refits if self._control is None else self._control.refit
+
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {"transport": self._transport.name}
         if self._transport.bounded:
@@ -251,18 +274,30 @@ class Refit:
 
     def _abort(self, error: BaseException, version: int | None, watch: Watch) -> None:
         """Have all parties abort, and this one first of all."""
+        decision = self._tell_others(error, watch)
+        if self._party is not None:
+            self._party.give_up(error, decision, watch)
         if self._sides.sink is not None:
             self._sides.sink.abort()
-        if self._control is not None and self._control.store is not None and self._control.refit:
-            try:
-                self._control.decide(abort_message(error, self._control, watch))
-            except RefitError as lost:
-                error.add_note(f"the others could not be told: {lost}")
         if self._party is not None:
             self._transport.finish()
         else:
             self._transport.close()
         _annotate(error, version, watch)
+
+    def _tell_others(self, error: BaseException, watch: Watch) -> Any:
+        """What is decided for all; None where that cannot be known."""
+        if self._control is None or not self._control.under_way:
+            return None
+        try:
+            decision = self._control.decide(abort_message(error, self._control, watch))
+        except RefitError as lost:
+            error.add_note(f"the others could not be told: {lost}")
+            return None
+        with contextlib.suppress(PeerError):
+            self._control.over()
+            self._control.see_off(_FAREWELL_S)
+        return decision
 
     def _report(self, party: Party, version: int, *, sample: Sample, outcome: Outcome, watch: Watch) -> RefitReport:
         plan = party.agreement.plan
@@ -281,9 +316,13 @@ class Refit:
             extra_bytes=self._transport.extra_bytes,
         )
 
-    def _watch(self) -> Watch:
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RefitError("this Refit is closed; make a new one")
+
+    def _watch(self, deadline_s: float | None = None) -> Watch:
         look_around = None if self._control is None else self._control.look_around
-        return Watch(deadline_s=self._config.deadline_s, look_around=look_around)
+        return Watch(deadline_s=self._config.deadline_s if deadline_s is None else deadline_s, look_around=look_around)
 
 
 def _check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvous | None) -> None:

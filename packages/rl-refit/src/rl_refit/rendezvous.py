@@ -67,8 +67,9 @@ class Rendezvous:
         self.source_rank, self.sink_rank = source_rank, sink_rank
         self.liveness_s = liveness_s
         self.name = name
-        self.host = "sink 0" if hosts is None else "the party told to"
-        self._hosts = sink_rank == 0 if hosts is None else hosts
+        by_default = isinstance(address, str) and urlsplit(address).scheme == "tcp"
+        self.host = "sink 0" if by_default and hosts is None else "another party"
+        self.hosts = by_default and sink_rank == 0 if hosts is None else hosts
         self._timeout_s = timeout_s
         self._store = None if isinstance(address, str) else address
         if isinstance(address, str) and urlsplit(address).scheme not in ("tcp", "file"):
@@ -111,7 +112,7 @@ class Rendezvous:
             try:
                 self._store = self._open()
             except (RuntimeError, OSError) as error:
-                role = "host" if self._hosts else "reach"
+                role = "host" if self.hosts else "reach"
                 raise RefitError(
                     f"{' and '.join(self.mine)} cannot {role} the store at {self.address}: "
                     f"{str(error).splitlines()[0]}; {self.host} hosts it"
@@ -125,7 +126,7 @@ class Rendezvous:
         if parts.hostname is None or parts.port is None:
             raise OSError(f"no host or no port in {self.address!r}")
         timeout = timedelta(seconds=self._timeout_s)
-        if not self._hosts:
+        if not self.hosts:
             return TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False, timeout=timeout)
         listener = _listen(parts.hostname, parts.port)  # torch's own would listen on every interface
         return TCPStore(

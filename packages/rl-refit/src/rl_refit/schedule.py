@@ -144,10 +144,14 @@ def _once(boxes: tuple[Box, ...]) -> list[list[Box]]:
 
 def _as_the_source_yields(regions: list[Region], source_rank: int, plan: RefitPlan) -> list[Region]:
     """Sorted by tensor, in the sink's order, then by the source rank's box that each lies in, then by place."""
-    order = {meta.name: number for number, meta in enumerate(plan.sink.tensors)}
-    boxes = {region.name: plan.source.by_name[region.name].regions_on(source_rank) for region in regions}
+    order = {name: number for number, name in enumerate(plan.sink.by_name)}
+    boxes: dict[str, tuple[Region, ...]] = {}
 
     def place(region: Region) -> tuple[int, int, tuple[int, ...]]:
+        if plan.source.by_name[region.name].layout.boxes is None:  # a mesh gives a rank one box
+            return order[region.name], 0, region.offsets
+        if region.name not in boxes:
+            boxes[region.name] = plan.source.by_name[region.name].regions_on(source_rank)
         inside = next(number for number, box in enumerate(boxes[region.name]) if box.intersect(region) == region)
         return order[region.name], inside, region.offsets
 

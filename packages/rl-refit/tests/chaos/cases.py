@@ -13,7 +13,6 @@ from __future__ import annotations
 
 MODES = ("staged", "swap", "in_place")
 TRANSPORTS = ("SharedMemory", "SharedMemoryRing", "PointToPoint", "Broadcast")
-PEER_KINDS = ("PeerError",)
 
 BEFORE_BYTES = ("source is asked for its manifest", "sink prepares", "before 'prepared' is said", "transfer begins")
 UNDECIDED = {
@@ -81,8 +80,8 @@ def deaths_elsewhere():
                 torn = engines(mode, bytes_moved=True)
                 yield case(
                     f"source {verb}",
-                    "source 0, bucket 3",
-                    ("source 0", "bucket leaves", action, 3),
+                    "source 0, piece 5",
+                    ("source 0", "piece leaves", action, 5),
                     **more,
                     engines=["old", "poisoned"] if mode == "in_place" else ["old"],
                 )
@@ -181,6 +180,7 @@ def in_doubt():
                     sinks=2,
                     store=store,
                     engines=["new"],
+                    kinds=["PeerError", "RefitError"],
                     **after,
                 )
         yield case(
@@ -189,6 +189,7 @@ def in_doubt():
             ("sink 1", "sink has committed", action),
             sinks=2,
             engines=["new"],
+            kinds=["PeerError", "RefitError"],
             **after,
         )
         yield case(
@@ -197,6 +198,7 @@ def in_doubt():
             ("sink 1", "engine takes the weights", action),
             sinks=2,
             engines=["new"],
+            kinds=["PeerError", "RefitError"],
             **after,
         )
 
@@ -223,8 +225,9 @@ def wire():
                 "piece twice",
                 "the third is staged again",
                 ("sink 0", "sink stages", "duplicate", 3),
-                **same,
-                blame=["staged"],
+                **more,
+                next="broken" if transport in ("PointToPoint", "Broadcast") else "same",
+                blame=["staged a second time"],
                 kinds=["RefitError"],
             )
         if transport == "SharedMemory":
@@ -248,7 +251,7 @@ def raising():
         for transport in TRANSPORTS:
             for party, point, nth in (
                 ("source 0", "source is asked for its manifest", 0),
-                ("source 0", "bucket leaves", 3),
+                ("source 0", "piece leaves", 5),
                 ("source 0", "source is digested", 0),
                 ("sink 0", "sink prepares", 0),
                 ("sink 0", "sink stages", 4),
@@ -256,11 +259,11 @@ def raising():
                 ("sink 0", "before 'verified' is said", 0),
                 ("source 0", "'verified' is said", 0),
             ):
-                broken = transport in ("PointToPoint", "Broadcast") and point in ("bucket leaves", "sink stages")
+                broken = transport in ("PointToPoint", "Broadcast") and point in ("piece leaves", "sink stages")
                 for mode in MODES:
                     moved = point not in BEFORE_BYTES and "manifest" not in point and "prepares" not in point
                     states = engines(mode, bytes_moved=moved)
-                    if mode == "in_place" and point == "bucket leaves":
+                    if mode == "in_place" and point == "piece leaves":
                         states = ["old", "poisoned"]
                     yield case(
                         f"{action} in a {party.split()[0]}",

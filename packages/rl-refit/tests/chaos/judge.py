@@ -34,6 +34,8 @@ def _survivors(case, outcome):
         elif "dead" in said or "crashed" in said:
             if name != victim or case["fault"]["action"] != "kill":
                 yield f"{name} ended: {said}"
+        elif "error" not in said and name in outcome["stopped"] and said.get("sink_version", 2) == 2:
+            continue  # it slept while the others committed, and then heard that they had
         elif "error" not in said:
             yield f"{name} noticed nothing: {said}"
         else:
@@ -85,6 +87,9 @@ def _state(said):
 
 
 def _after(case, outcome):
+    for name, said in outcome.get("broken", {}).items():
+        if "broken" not in said.get("message", "") or "make a new Refit" not in said["message"]:
+            yield f"{name} does not say that its transport is broken: {said}"
     for name, said in outcome.get("next", {}).items():
         if "error" in said or "dead" in said or "hang" in said or "crashed" in said:
             yield f"then {name} failed: {said}"

@@ -175,6 +175,7 @@ def wrap_buckets(fault):
     def chaotic(outbox, stream):
         last, swapped = None, None
         for bucket, piece, tensor in pieces(outbox, stream):
+            fault.at("piece leaves")
             if bucket != last:
                 last = bucket
                 fault.at("bucket leaves")

@@ -147,7 +147,9 @@ def processes(case):
 
 def start(case, name, ranks, scratch, *, faulty):
     spec = {
-        key: case[key] for key in ("transport", "mode", "deadline_s", "liveness_s", "verify", "receive_s") if key in case
+        key: case[key]
+        for key in ("transport", "mode", "deadline_s", "liveness_s", "verify", "receive_s")
+        if key in case
     }
     spec |= ranks | {"num_sources": case["sources"], "num_sinks": case["sinks"], "directory": str(scratch / "memory")}
     if faulty:
@@ -204,11 +206,12 @@ def play(case, children, scratch):
     outcome["seconds"] = {name: time_ - since for name, time_ in ended.items() if name not in {c.name for c in stopped}}
     outcome["limit_s"] = deadline_s + case["liveness_s"]
     outcome["stopped"] = [child.name for child in stopped]
-    if case.get("next") == "same":
+    after = case["next"]
+    if after in ("same", "broken"):
         for child in children.values():
             child.say(do="bring", version=3)
-        outcome["next"] = yield from answers(children.values())
-    elif case.get("next") == "fresh":
+        outcome["next" if after == "same" else "broken"] = yield from answers(children.values())
+    if after in ("fresh", "broken"):
         outcome["next"] = yield from again(case, children, (scratch, host))
     return outcome
 

@@ -1,4 +1,4 @@
-"""Parties of a refit through files, one thread each: sources and sinks of plain tensors, and a transaction in miniature."""
+"""Parties of a refit through files, one thread each: plain tensors on both sides, a transaction in miniature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from rl_refit import Coverage, Layout, Manifest, Region, TensorMeta, digest_regions, plan_refit
-from rl_refit.errors import AbortedError
+from rl_refit.errors import AbortedError, RefitError
 from rl_refit.schedule import make_schedule
 from rl_refit.transports.base import Channel, Inbox, Outbox
 from rl_refit.watch import Watch
@@ -25,12 +25,24 @@ TENSORS = {
 
 
 def random(dtype, shape, seed):
-    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    raw = torch.randint(
+        0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
 
 
 def new_weights(seed, tensors=TENSORS):
     return {name: random(dtype, shape, seed * 100 + i) for i, (name, (dtype, shape)) in enumerate(tensors.items())}
+
+
+def trained(weights, step):
+    """One element of each tensor is another."""
+    changed = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in changed.values():
+        if tensor.numel():
+            flat = tensor.view(-1).view(torch.uint8)
+            flat[step * tensor.element_size() % flat.numel()] ^= 1
+    return changed
 
 
 def bits(tensor):
@@ -86,7 +98,13 @@ class StateSink:
         self._staged[region] = tensor if stays else tensor.clone()
 
     def digest(self, regions=None):
-        return digest_regions(self._staged if regions is None else regions, self._staged.__getitem__)
+        return digest_regions(regions or self._staged, self._read)
+
+    def _read(self, region):
+        for box, tensor in (self._staged or self.boxes).items():
+            if box.name == region.name and box.intersect(region) == region:
+                return tensor[region.index_within(box)]
+        raise AssertionError(f"{region} is not here")
 
     def commit(self, version):
         for region, box in self.boxes.items():
@@ -102,7 +120,9 @@ class StateSink:
         self._staged = {}
 
     def has(self, weights):
-        return all(torch.equal(bits(box), bits(local(weights[region.name], region))) for region, box in self.boxes.items())
+        return all(
+            torch.equal(bits(box), bits(local(weights[region.name], region))) for region, box in self.boxes.items()
+        )
 
 
 class Party:
@@ -184,7 +204,7 @@ class Parties:
 
         try:
             party.transfer(version, self.refits, Watch(deadline_s=self.deadline_s, look_around=look_around))
-        except Exception as error:
+        except (RefitError, OSError) as error:
             failed.set()
             return error
         return None

@@ -75,7 +75,7 @@ def build(model, version):
 
 
 def laid_out(model, version, layout, ranks):
-    """A module with the state of `version`, sharded over `ranks` of the default group: "whole", "fsdp", "tp", "fsdp_tp"."""
+    """A module with the state of `version`, sharded over `ranks` as "whole", "fsdp", "tp" or "fsdp_tp"."""
     module = build(model, version)
     if layout == "whole":
         return module

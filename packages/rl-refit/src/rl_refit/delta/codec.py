@@ -30,6 +30,7 @@ __all__ = ["apply", "encode", "inspect", "revert"]
 _SEGMENT_BYTES = 4 * 2**20
 _BLOCK_BYTES = 2**20  # compared and searched in a core's cache
 _SPARSE_SHARE = 1 / 32  # of changed elements, up to which it pays to search eight bytes at a time first
+_SAMPLE = 4096  # elements that are counted to guess that share
 
 
 def encode(base: Tensor, new: Tensor, *, base_digest: str | None = None) -> Tensor:
@@ -114,11 +115,10 @@ def _encode_segment(old: Tensor, new: Tensor) -> tuple[Segment, list[Tensor]]:
 def _find_changes(old: Tensor, new: Tensor) -> list[tuple[Tensor, Tensor]] | None:
     """Positions, int64, and XOR of the changed words, block by block; None once they take more bytes than all words."""
     length, limit = _BLOCK_BYTES // old.element_size(), old.nbytes // (old.element_size() + 1)
-    found, few = [], True
+    found = []
     for start in range(0, old.numel(), length):
         block = old[start : start + length] ^ new[start : start + length]
-        positions = _nonzero_by_eight_bytes(block) if few and block.nbytes % 8 == 0 else block.nonzero().view(-1)
-        few = positions.numel() <= _SPARSE_SHARE * block.numel()
+        positions = _nonzero(block)
         found.append((positions + start, block[positions]))
         limit -= positions.numel()
         if limit < 0:
@@ -126,8 +126,11 @@ def _find_changes(old: Tensor, new: Tensor) -> list[tuple[Tensor, Tensor]] | Non
     return found
 
 
-def _nonzero_by_eight_bytes(block: Tensor) -> Tensor:
-    """What `block.nonzero()` finds, looking at eight bytes at once and then only into those that are not zero."""
+def _nonzero(block: Tensor) -> Tensor:
+    """What `block.nonzero()` finds; where little is, by a look at eight bytes at once and then into those not zero."""
+    sample = block[:_SAMPLE]
+    if block.nbytes % 8 or int(sample.count_nonzero()) > _SPARSE_SHARE * sample.numel():
+        return block.nonzero().view(-1)
     per_word = 8 // block.element_size()
     words = block.view(torch.int64).nonzero().view(-1)
     inside = block.view(-1, per_word)[words].view(-1).nonzero().view(-1)

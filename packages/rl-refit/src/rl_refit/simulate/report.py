@@ -112,10 +112,13 @@ def _terms(simulation: Simulation) -> list[str]:
 
 
 def _busiest(simulation: Simulation) -> list[str]:
-    traffic = simulation.traffic
+    traffic, floor = simulation.traffic, simulation.floor
+    neediest = max(floor.nodes, key=lambda node: node.missing)
+    least = f"at least {neediest.missing / 1e9:.1f} GB must enter the neediest node of the engine"
     if traffic is None:
-        return []
+        return [least]
     return [
+        least,
         f"busiest trainer rank sends {traffic.sent / 1e9:.1f} GB over its card, in {traffic.pieces_sent:,} pieces",
         (
             f"busiest engine rank receives {traffic.received / 1e9:.1f} GB in {traffic.pieces_received:,} pieces, "

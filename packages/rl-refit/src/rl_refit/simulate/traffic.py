@@ -47,7 +47,7 @@ class Traffic:
     """Routes of the plan."""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def traffic_of(workload: Workload, *, relays: bool = True) -> Traffic:
     """Plan the workload and add up what its routes ask; without relays, every rank of the engine pulls for itself."""
     plan = plan_refit(*workload.manifests, workload.topology if relays else None)

@@ -6,6 +6,7 @@ complement b + 1 − value of the first digit, and 1 + h(i) % b with a hash h th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,19 +14,20 @@ from torch import Tensor
 
 __all__ = ["Code", "as_integers", "mark", "marked", "values_held"]
 
-_PRIME = (1 << 31) - 1
-_MAX_BASE = 1 << 20
+_MAX_BITS = 20
+_MASK = (1 << 31) - 1
+_ODD = 0x9E3779B1
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def values_held(dtype: torch.dtype) -> int:
-    """The n for which `dtype` holds 1, 2, … n exactly, at most 2²⁰; 0 where that is too few to spell with."""
+    """The n for which `dtype` holds 1, 2, … n exactly and at least two values more; 0 where that is too few."""
     if dtype in _INTEGERS:
-        return min(torch.iinfo(dtype).max - 1, _MAX_BASE)
+        return torch.iinfo(dtype).max - 1
     if dtype in _FLOATS:
-        return min(round(2 / torch.finfo(dtype).eps), _MAX_BASE)
+        return round(2 / torch.finfo(dtype).eps)
     return 0
 
 
@@ -33,16 +35,26 @@ def values_held(dtype: torch.dtype) -> int:
 class Code:
     """How the numbers 0 … `total` − 1 are spelled."""
 
-    base: int
+    bits: int
+    """Of a digit; the base is 2 to the power of it."""
+
     total: int
+
+    @classmethod
+    def for_dtypes(cls, dtypes: Iterable[torch.dtype], total: int) -> Code:
+        """The largest base that all of `dtypes` hold, of those that hold any."""
+        held = [count for count in map(values_held, dtypes) if count]
+        return cls(min(_MAX_BITS, min(held, default=2).bit_length() - 1), total)
+
+    @property
+    def base(self) -> int:
+        """The largest value."""
+        return 1 << self.bits
 
     @property
     def digits(self) -> int:
         """Passes that spell the number."""
-        count = 1
-        while self.base**count < self.total:
-            count += 1
-        return count
+        return max(1, -(-max(0, self.total - 1).bit_length() // self.bits))
 
     @property
     def passes(self) -> int:
@@ -51,13 +63,14 @@ class Code:
 
     def values(self, number: Tensor, which: int) -> Tensor:
         """The value of each int64 `number` in pass `which`, int64 from 1 to `base`."""
+        last = self.base - 1
         if which < self.digits:
-            return number.div(self.base**which, rounding_mode="floor").remainder(self.base).add(1)
+            return number.bitwise_right_shift(which * self.bits).bitwise_and_(last).add_(1)
         if which == self.digits:
-            return number.remainder(self.base).neg().add(self.base)
-        residue = number.remainder(_PRIME)
-        hashed = residue.mul(residue).add(12_345).remainder(_PRIME)  # the product is below 2⁶²
-        return hashed.div(61, rounding_mode="floor").remainder(self.base).add(1)
+            return number.bitwise_and(last).neg_().add_(self.base)
+        residue = number.bitwise_and(_MASK)
+        hashed = residue.mul_(residue).add_(number)  # below 2⁶³
+        return hashed.bitwise_xor_(hashed >> 17).mul_(_ODD).bitwise_right_shift_(23).bitwise_and_(last).add_(1)
 
 
 def mark(tensor: Tensor, which: int) -> None:

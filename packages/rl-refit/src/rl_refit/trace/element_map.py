@@ -1,8 +1,8 @@
 """From the checkpoint element that each element of engine memory holds, to boxes.
 
-Knows numbers, not loaders. A map is an int64 tensor of the engine tensor's shape: the index of a checkpoint element,
-counted over the named tensors one after the other, or a negative number where there is none. It is cut, along the dim
-that needs the fewest cuts, until in each cell one step along any dim of the engine's memory is one constant step in one
+Knows numbers, not loaders. A map is an integer tensor of the engine tensor's shape: the number of a checkpoint element,
+counted over the named tensors one after the other, or a negative one where there is none. It is cut, along the dim that
+needs the fewest cuts, until in each cell one step along any dim of the engine's memory is one constant step in one
 named tensor; such a cell is a nest of loops, and `strided` makes boxes of it.
 """
 
@@ -41,7 +41,7 @@ class Numbering:
 
     def owners(self, index: Tensor) -> Tensor:
         """For each number the position in `names` of the tensor that has it; negative numbers stay as they are."""
-        ends = torch.tensor(self.starts[1:])
+        ends = torch.tensor(self.starts[1:], dtype=index.dtype)
         owner = torch.bucketize(index, ends, right=True, out_int32=True)
         return torch.where(index < 0, index.to(torch.int32), owner)
 
@@ -151,5 +151,6 @@ def _steps(index: Tensor, owner: Tensor, dim: int) -> Tensor:
     some = mapped.any(1)
     common = step.gather(1, mapped.to(torch.uint8).argmax(1, keepdim=True))
     same = (((step == common) | ~mapped) & (owners[1:] == owners[:-1])).all(1)
-    value = torch.where(same & (~some | (common[:, 0] > 0)), common[:, 0], _NO_STEP)
+    forward = common[:, 0].to(torch.int64)
+    value = torch.where(same & (~some | (forward > 0)), forward, _NO_STEP)
     return torch.where(same & ~some, 0, value)

@@ -23,8 +23,8 @@ NEVER_WRITTEN = -1
 FILLED = -2
 """In a map: the loader set the element by itself."""
 
-_CHUNK = 1 << 22
-_COPIED, _MARKED, _SAME = 1, 2, 4
+_CHUNK = 1 << 16
+_COPIED, _MARKED, _SAME = 1, 2, 4  # bit 0, 1 and 2
 
 
 class Readings:
@@ -49,22 +49,27 @@ class Readings:
         self.untouched = False
         if not self.spelled:
             return
-        flat = flat.to("cpu", copy=True)
+        flat = flat.to("cpu")
         if self._read is None:
-            self._read = _Read.of(flat, self._code, first_pass=which == 0)
+            self._read = _Read.of(flat.clone(), self._code, first_pass=which == 0)
         for chunk in _chunks(flat.numel()):
             self._read.add(flat[chunk], self._code, chunk=chunk, which=which)
 
-    def map(self) -> tuple[Tensor, Tensor]:
-        """The number of each element, int64 and of the tensor's shape, and where there is none that makes sense."""
-        shape = self.tensor.shape
+    def strange(self) -> Tensor:
+        """Where it holds what is no element of the checkpoint, of the tensor's shape."""
         if self._read is None:
-            return torch.full(shape, NEVER_WRITTEN), torch.zeros(shape, dtype=torch.bool)
-        number = self._read.number.to(torch.int64)
-        copied, is_marked, same = (self._read.facts & fact != 0 for fact in (_COPIED, _MARKED, _SAME))
-        number[~copied & same] = FILLED
-        number[~copied & is_marked] = NEVER_WRITTEN
-        return number.view(shape), ~(copied | is_marked | same).view(shape)
+            return torch.zeros(self.tensor.shape, dtype=torch.bool)
+        return (self._read.facts == 0).view(self.tensor.shape)
+
+    def map(self) -> Tensor:
+        """The number of each element, or why it has none; int32 or int64, of the tensor's shape."""
+        if self._read is None:
+            return torch.full(self.tensor.shape, NEVER_WRITTEN)
+        number, facts = self._read.number, self._read.facts
+        if bool((facts & _COPIED == 0).any()):
+            without = torch.where(facts & _SAME != 0, FILLED, NEVER_WRITTEN).to(number.dtype)
+            number = torch.where(facts & _COPIED != 0, number, without)
+        return number.view(self.tensor.shape)
 
     def free(self) -> None:
         """Drop what was read."""
@@ -88,29 +93,24 @@ class _Read:
     def of(cls, flat: Tensor, code: Code, *, first_pass: bool) -> _Read:
         # Written for the first time in a later pass: no code, no constant, and marked before.
         facts = _COPIED | _MARKED | _SAME if first_pass else _MARKED
-        dtype = torch.int32 if code.total < 1 << 31 else torch.int64
+        dtype = torch.int32 if code.total <= 1 << 30 else torch.int64
         return cls(flat, torch.zeros(flat.shape, dtype=dtype), torch.full(flat.shape, facts, dtype=torch.uint8))
 
     def add(self, raw: Tensor, code: Code, *, chunk: slice, which: int) -> None:
-        value, is_value = _values(raw, code.base)
-        number = self.number[chunk].to(torch.int64)
+        value = raw.to(torch.int32)
+        is_value = (value.to(raw.dtype) == raw).logical_and_(value >= 1).logical_and_(value <= code.base)
+        number = self.number[chunk]
         if which < code.digits:
-            number += (value - 1) * code.base**which
-            self.number[chunk] = number.clamp(max=code.total).to(self.number.dtype)
-            is_value &= number < code.total
+            shift = which * code.bits
+            digit = value.sub_(1)
+            is_value.logical_and_(digit <= (code.total - 1) >> shift)
+            number |= digit.mul_(is_value).to(number.dtype).bitwise_left_shift_(shift)
+            is_value.logical_and_(number < code.total)
         else:
-            is_value &= code.values(number, which) == value
-        seen = is_value * _COPIED + marked(raw, which) * _MARKED + (raw == self.first[chunk]) * _SAME
-        self.facts[chunk] &= seen.to(torch.uint8)
-
-
-def _values(raw: Tensor, base: int) -> tuple[Tensor, Tensor]:
-    """`raw` as int64, and where it is one of the integers 1 … `base`; 1 elsewhere."""
-    wide = raw.to(torch.float64) if raw.is_floating_point() else raw.to(torch.int64)
-    is_value = (wide >= 1) & (wide <= base)
-    if wide.is_floating_point():
-        is_value &= wide == wide.floor()
-    return torch.where(is_value, wide, 1).to(torch.int64), is_value
+            is_value.logical_and_(code.values(number.to(torch.int64), which) == value)
+        same = raw == self.first[chunk]
+        seen = is_value.view(torch.uint8) | marked(raw, which).view(torch.uint8) << 1 | same.view(torch.uint8) << 2
+        self.facts[chunk] &= seen
 
 
 def _chunks(numel: int) -> Iterator[slice]:

@@ -67,7 +67,8 @@ def agree(control: Control, sides: Sides, *, settings: dict[str, Any], watch: Wa
     """
     rendezvous = control.rendezvous
     control.meet(watch)
-    control.begin({"settings": settings} if rendezvous.leads else None, watch)
+    if "settings" not in control.begin({"settings": settings} if rendezvous.leads else None, watch):
+        raise RefitError(f"{rendezvous.leader} has planned without this party; all make a new Refit, of another name")
     source = None if sides.source is None else _own(sides.source.manifest(), rendezvous.source_rank, rendezvous)
     _require_alike(control, settings, watch)
     merged_source = _merge(control, "source", source, watch=watch)

@@ -10,15 +10,16 @@ for it and one wins, for everybody, even after the leader has died.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.stores import PrefixStore, Store
+from rl_refit.transaction.bounded_store import BoundedStore
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 from rl_refit.transaction.messages import error_from_message
 from rl_refit.watch import Watch
@@ -29,6 +30,7 @@ COMMIT = "commit"
 """The decision that all sinks make the staged weights theirs."""
 
 _CHUNK_BYTES = 4 * 2**20  # a TCPStore takes less than 8 MiB in one value
+_LONGEST_NAP_S = 2e-3
 _KEPT_REFITS = 2  # parties may be one refit behind the leader when they read its keys
 
 
@@ -43,27 +45,30 @@ class Control:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self.refit = 0
-        """Number of the refit under way; every party counts them."""
-        self.store: Store | None = None
+        """Number of the last refit that began; the leader counts them, and who missed some goes on with the latest."""
+        self.store: BoundedStore | None = None
+        self.under_way = False
+        """Whether a refit has begun, and is not over for this party."""
         self.processes: dict[str, Any] = {}
         """What each party said of its process when they met."""
         self._peers: Peers | None = None
         self._heartbeat: Heartbeat | None = None
         self._posted: dict[int, list[str]] = {}
         self._undecided = False
+        self._completed: set[int] = set()
 
     def meet(self, watch: Watch) -> None:
         """Connect, say who this is, and learn who the others are; once."""
         if self.processes:
             return
         meeting = self.rendezvous
-        self.store = PrefixStore(meeting.name, meeting.connect())
-        with self._reaching():
-            self._heartbeat = Heartbeat(self.store, meeting.mine, liveness_s=meeting.liveness_s)
-            for party in meeting.mine:
-                self._set(f"party/{party}", {**this_process(), "numbers": meeting.numbers})
-        processes = {party: self._wait(f"party/{party}", watch, peer=party) for party in meeting.parties}
-        for party, process in processes.items():
+        if self._heartbeat is None:
+            self._introduce()
+        processes: dict[str, Any] = {}
+        for party in meeting.parties:
+            process = processes[party] = self._wait(f"party/{party}", watch, peer=party)
+            if process["hosts"]:
+                meeting.host = party
             if process["numbers"] != meeting.numbers:
                 raise PeerError(
                     f"{party} was told of {process['numbers']} and this process of {meeting.numbers}: "
@@ -72,8 +77,27 @@ class Control:
                 )
         others = {party: process for party, process in processes.items() if party not in meeting.mine}
         listen_to = [*others] if meeting.leads else [meeting.leader]
+        assert self.store is not None
         self._peers = Peers(self.store, others, listen_to=listen_to, liveness_s=meeting.liveness_s)
         self.processes = processes
+
+    def _introduce(self) -> None:
+        """Say who this is, once under one name."""
+        meeting, store = self.rendezvous, PrefixStore(self.rendezvous.name, self.rendezvous.connect())
+        self.store = BoundedStore(store, limit_s=meeting.liveness_s)
+        process = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts}
+        with self._reaching():
+            for party in meeting.mine:
+                before = self._get(f"party/{party}")
+                if before and before != [process]:
+                    raise PeerError(
+                        f"process {before[0]['pid']} has been {party} under the name {meeting.name!r} before; "
+                        f"after a restart, all parties make a new Refit with a rendezvous of another name",
+                        peer=party,
+                    )
+            self._heartbeat = Heartbeat(store, meeting.mine, liveness_s=meeting.liveness_s)
+            for party in meeting.mine:
+                self._set(f"party/{party}", process)
 
     def look_around(self) -> None:
         """Pass while no party has given up, left or died.
@@ -92,21 +116,34 @@ class Control:
 
     def begin(self, message: dict[str, Any] | None, watch: Watch) -> dict[str, Any]:
         """Open the next refit: the leader says what it is about, the others hear it."""
-        self.refit += 1
-        self._undecided = False
-        self._forget(self.refit - _KEPT_REFITS)
+        self.under_way = self._undecided = False
         if message is None:
+            self._await_next(watch)
             message = self._wait(self._key("begin"), watch, peer=self.rendezvous.leader)
         else:
+            self.refit += 1
             self.post("begin", message)
-        self._undecided = True
+            with self._reaching():
+                self._set("begun", self.refit, forget=False)
+        self.under_way = self._undecided = True
+        self._forget(self.refit - _KEPT_REFITS)
         return message
 
     def next_has_begun(self) -> bool:
-        """Whether the leader has begun the refit after this one."""
-        assert self.store is not None
+        """Whether the leader has begun a refit after the last one that this party knows."""
+        return self._latest() > self.refit
+
+    def _await_next(self, watch: Watch) -> None:
+        watch.at(peer=self.rendezvous.leader)
+        while not self.next_has_begun():
+            watch.check()
+            time.sleep(_LONGEST_NAP_S)
+        self.refit = self._latest()
+
+    def _latest(self) -> int:
         with self._reaching():
-            return bool(self.store.check([f"{self.refit + 1}/begin"]))
+            latest: int = (self._get("begun") or [0])[0]
+        return latest
 
     def post(self, key: str, value: object) -> None:
         """Set a key of this refit."""
@@ -139,23 +176,64 @@ class Control:
             text = self.store.compare_set(self._key("decision"), "", json.dumps([decision]))
             self._posted.setdefault(self.refit, []).append(self._key("decision"))
         self._undecided = False
-        return json.loads(text)[0]
+        decision = json.loads(text)[0]
+        if decision != COMMIT:
+            self.complete()
+        return decision
 
     def decision(self, watch: Watch) -> Any:
         """Wait for the decision; the caller tells commit from abort."""
         self._undecided = False
         return self._wait(self._key("decision"), watch, peer=self.rendezvous.leader)
 
+    def agree(self, step: str, watch: Watch) -> None:
+        """Commit to what all parties have done, once each has said so.
+
+        Raises:
+            RefitError: A party gave up before.
+        """
+        self.gather(step, dict.fromkeys(self.rendezvous.mine), watch)
+        decision = self.decide(COMMIT) if self.rendezvous.leads else self.decision(watch)
+        if decision != COMMIT:
+            raise error_from_message(decision)
+
+    def complete(self) -> None:
+        """Everybody has done what was decided: nobody will ask for the decision later."""
+        self._completed.add(self.refit)
+
+    def over(self) -> None:
+        """This party knows how the refit ended."""
+        self.under_way = False
+        with self._reaching():
+            for party in self.rendezvous.mine:
+                self._set(f"over/{party}", self.refit, forget=False)
+
+    def see_off(self, limit_s: float) -> None:
+        """Where this process hosts the store: wait until the others know how the refit ended, or are dead."""
+        if not self.rendezvous.hosts or self._peers is None:
+            return
+        until = time.monotonic() + limit_s
+        waiting = [party for party in self.rendezvous.parties if party not in self.rendezvous.mine]
+        while waiting and time.monotonic() < until:
+            with self._reaching():
+                known = {party: (self._get(f"over/{party}") or [0])[0] for party in waiting}
+            waiting = [party for party in waiting if known[party] < self.refit and self._peers.has_process(party)]
+            time.sleep(_LONGEST_NAP_S if waiting else 0)
+
     def namespace(self, name: str) -> Store:
         """The store under keys of its own, for a transport."""
         assert self.store is not None
-        return PrefixStore(name, self.store)
+        return PrefixStore(name, self.store.store)
 
     def close(self) -> None:
         """Stop counting as alive; the others will see that this process has left."""
+        with contextlib.suppress(PeerError):
+            self.see_off(self.rendezvous.liveness_s)
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
+        if self.store is not None:
+            self.store.close()
 
     def _key(self, name: str) -> str:
         return f"{self.refit}/{name}"
@@ -166,17 +244,31 @@ class Control:
         while True:
             with self._reaching():
                 value = self._get(key)
+            if not value:
+                value = self._unless_said(key, watch)
             if value:
                 watch.at(bucket=watch.bucket, tensor=watch.tensor)
                 return value[0]
-            watch.check()
             time.sleep(nap_s)
-            nap_s = min(1.2 * nap_s, 2e-3)
+            nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
 
-    def _set(self, key: str, value: object) -> None:
+    def _unless_said(self, key: str, watch: Watch) -> list[Any]:
+        """Look at the watch; a peer that spoke before it left or died has spoken."""
+        try:
+            watch.check()
+        except PeerError:
+            with self._reaching():
+                value = self._get(key)
+            if not value:
+                raise
+            return value
+        return []
+
+    def _set(self, key: str, value: object, *, forget: bool = True) -> None:
         assert self.store is not None
         data = json.dumps([value], separators=(",", ":"))
-        self._posted.setdefault(self.refit, []).append(key)
+        if forget:
+            self._posted.setdefault(self.refit, []).append(key)
         if len(data) <= _CHUNK_BYTES:
             self.store.set(key, f"={data}")
             return
@@ -189,7 +281,7 @@ class Control:
     def _get(self, key: str) -> list[Any]:
         """The value of a key as a list of one, or an empty one where it is not set yet."""
         assert self.store is not None
-        if not self.store.check([key]):
+        if not self.store.check(key):
             return []
         text = self.store.get(key).decode()
         if text.startswith("+"):
@@ -201,10 +293,13 @@ class Control:
         """Delete what this process posted for an old refit, so that the store does not grow."""
         assert self.store is not None
         with self._reaching():
-            for key in self._posted.pop(refit, ()) if refit > 0 else ():
-                self.store.delete_key(key)
+            for old in [number for number in self._posted if 0 < number <= refit]:
+                for key in self._posted.pop(old):
+                    if key != f"{old}/decision" or old in self._completed:
+                        self.store.delete_key(key)
+                self._completed.discard(old)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield

@@ -10,6 +10,7 @@ Knows a store and process ids. Two signs:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,8 +19,11 @@ from typing import Any, final
 
 from rl_refit.errors import PeerError
 from rl_refit.stores import Store
+from rl_refit.transaction.bounded_store import BoundedStore
 
 __all__ = ["Heartbeat", "Peers", "this_process"]
+
+_LEFT = "left"
 
 
 def this_process() -> dict[str, Any]:
@@ -39,12 +43,12 @@ class Heartbeat:
     def __init__(self, store: Store, parties: tuple[str, ...], *, liveness_s: float) -> None:
         self._store, self._parties, self._interval_s = store, parties, liveness_s / 4
         self._stop = threading.Event()
-        self._beat(0)
+        self._beat("0")
         self._thread = threading.Thread(target=self._run, name="rl-refit heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop counting."""
+        """Stop counting, and tell the others that these parties have left."""
         self._stop.set()
         self._thread.join(timeout=1.0)
 
@@ -53,13 +57,15 @@ class Heartbeat:
         while not self._stop.wait(self._interval_s):
             count += 1
             try:
-                self._beat(count)
+                self._beat(str(count))
             except RuntimeError:  # the store is gone: whoever waits for anything finds out, and says so
                 return
+        with contextlib.suppress(RuntimeError):
+            self._beat(_LEFT)
 
-    def _beat(self, count: int) -> None:
+    def _beat(self, count: str) -> None:
         for party in self._parties:
-            self._store.set(f"alive/{party}", str(count))
+            self._store.set(f"alive/{party}", count)
 
 
 @final
@@ -75,7 +81,7 @@ class Peers:
 
     def __init__(
         self,
-        store: Store,
+        store: BoundedStore,
         processes: Mapping[str, dict[str, Any]],
         *,
         listen_to: Collection[str],
@@ -94,17 +100,24 @@ class Peers:
             PeerError: One is dead or silent; names it.
         """
         for party, process in self._processes.items():
-            if process["host"] == self._host and _started(process["pid"]) != process["started"]:
+            if not self.has_process(party):
                 raise PeerError(f"{party} is dead: its process {process['pid']} on this host is gone", peer=party)
         now = monotonic()
         if now - self._heard >= self._liveness_s / 4:
             self._heard = now
             self._listen(now)
 
+    def has_process(self, party: str) -> bool:
+        """Whether its process is there; True where that cannot be seen, on another host."""
+        process = self._processes[party]
+        return bool(process["host"] != self._host or _started(process["pid"]) == process["started"])
+
     def _listen(self, now: float) -> None:
         for party in self._listen_to:
             process = self._processes[party]
             count = self._store.get(f"alive/{party}")
+            if count == _LEFT.encode():
+                raise PeerError(f"{party} has left: it closed its Refit", peer=party)
             before, since = self._counts.get(party, (b"", now))
             if count != before:
                 self._counts[party] = (count, now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_refit import errors
-from rl_refit.errors import AbortedError, RefitError
+from rl_refit.errors import AbortedError, DeadlineError, RefitError
 
 __all__ = ["error_from_message", "error_to_message"]
 
@@ -24,12 +24,14 @@ def error_to_message(error: BaseException, *, party: str, where: str) -> dict[st
     message: dict[str, Any] = {
         "kind": type(error).__name__,
         "text": str(error) or type(error).__name__,
-        "party": getattr(error, "peer", None) if type(error).__name__ == "AbortedError" else party,
+        "party": (isinstance(error, AbortedError) and error.peer) or party,
         "where": where,
     }
     if isinstance(error, RefitError):
         message |= {"phase": error.phase, "tensor": error.tensor, "bucket": error.bucket, "about": error.peer}
         message |= {name: list(getattr(error, name)) for name in _LISTS if hasattr(error, name)}
+    if isinstance(error, DeadlineError):
+        message["seconds"] = error.seconds
     return message
 
 
@@ -41,6 +43,8 @@ def error_from_message(message: dict[str, Any]) -> RefitError:
     error = AbortedError(text) if kind is None else kind(text)
     error.phase, error.tensor, error.bucket = message.get("phase"), message.get("tensor"), message.get("bucket")
     error.peer = message.get("about") or message["party"]
+    if isinstance(error, DeadlineError):
+        error.seconds = message["seconds"]
     for name in _LISTS:
         if name in message and hasattr(error, name):
             setattr(error, name, tuple(message[name]))

@@ -10,6 +10,7 @@ Knows no wire. In one process there is no control, and the same phases run witho
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -56,6 +57,10 @@ class Party:
     source_rank: int | None
     sink_rank: int | None
     _boxes: dict[tuple[int, int], list[tuple[Region, int]]] = field(default_factory=dict)
+    _voted: bool = False
+    """Whether others may commit by this party's leave, and do not know yet what became of its own commit."""
+    _whole: bool = False
+    """Whether this party has done its own commit."""
 
     def run(self, version: int, sample: Sample, watch: Watch) -> Outcome:
         """All phases. Whatever is raised, the caller aborts.
@@ -63,6 +68,7 @@ class Party:
         Raises:
             RefitError: Of any kind; see `Refit`.
         """
+        self._voted = self._whole = False
         with watch.phase("prepare"):
             self._prepare(version, watch)
         with watch.phase("transfer"):
@@ -174,12 +180,14 @@ class Party:
         if self.control is None:
             return
         watch.check()
+        self._voted = True
         self.control.gather("verified", dict.fromkeys(self.control.rendezvous.mine, version), watch)
         if self.control.rendezvous.leads:
             decision = self.control.decide(COMMIT)
         else:
             decision = self._learn_decision(watch)
         if decision != COMMIT:
+            self._voted = False
             raise error_from_message(decision)
 
     def _learn_decision(self, watch: Watch) -> Any:
@@ -187,18 +195,41 @@ class Party:
         try:
             return self.control.decision(watch)
         except RefitError as silence:
-            try:
-                # Whoever proposes first decides for all: after this either nobody commits, or everybody does.
-                return self.control.decide(abort_message(silence, self.control, watch))
-            except PeerError as lost:
-                self._doubt(lost)
-                raise
+            # Whoever proposes first decides for all: after this either nobody commits, or everybody does.
+            return self.control.decide(abort_message(silence, self.control, watch))
 
-    def _doubt(self, lost: PeerError) -> None:
-        """The store is gone and the decision with it: other ranks of the sink may have committed."""
-        if self.sides.sink is not None and len(self.agreement.plan.sink.ranks) > 1:
-            _poison(self.sides.sink, f"{lost}, between verify and commit: other ranks of this sink may have committed")
-            lost.add_note("this rank of the sink is poisoned until a refit succeeds, since others may have committed")
+    def give_up(self, error: BaseException, decision: object, watch: Watch) -> None:
+        """After any error: where others commit, or may, and this party has not, tell them, and trust nothing here.
+
+        Args:
+            error: Why this party gives up.
+            decision: What holds for all; None where the store is gone, and the decision with it.
+            watch: Says where it was.
+        """
+        in_doubt, self._voted = self._voted and decision in (None, COMMIT), False
+        if self.control is None or not in_doubt:
+            return
+        message = abort_message(error, self.control, watch)
+        sink = self.sides.sink
+        torn = sink is not None and not self._whole
+        if sink is not None and torn and len(self.agreement.plan.sink.ranks) > 1:
+            others = "other ranks have committed" if decision == COMMIT else "other ranks may have committed"
+            _poison(sink, f"this rank gave up in {watch.where()}, and {others}: {_text(message)}")
+            error.add_note(f"this rank of the sink is poisoned until a refit succeeds, since {others}")
+        if decision == COMMIT:
+            with contextlib.suppress(PeerError):
+                self._say_given_up(message, torn=torn)
+
+    def _say_given_up(self, message: dict[str, Any], *, torn: bool) -> None:
+        assert self.control is not None
+        rendezvous, text = self.control.rendezvous, _text(message)
+        if rendezvous.leads:
+            blamed = rendezvous.mine[-1] if torn else message.get("about") or rendezvous.leader
+            self.control.post("committed/all", {"failed": {blamed: text}, "digest": None})
+            return
+        for party in rendezvous.mine:
+            failed = torn and party.startswith("sink")
+            self.control.post(f"committed/{party}", {"failed": text} if failed else {"digest": None})
 
     def _commit(self, version: int, expected: dict[int, Digest], *, sample: Sample, watch: Watch) -> Outcome:
         """Commit here, hear that all have, and make one digest of all.
@@ -208,14 +239,10 @@ class Party:
         """
         unreadable: tuple[str, ...] = ()
         if self.sides.sink is not None:
-            try:
-                self.sides.sink.commit(version)
-                with watch.part("confirm"):
-                    unreadable = self._confirm(expected, sample)
-            except BaseException as error:
-                if self.control is not None:
-                    self._say_committed({"failed": abort_message(error, self.control, watch)["text"]}, watch)
-                raise
+            self.sides.sink.commit(version)
+            with watch.part("confirm"):
+                unreadable = self._confirm(expected, sample)
+        self._whole = True
         own = Digest({f"{rank}": digest.hex for rank, digest in expected.items()}).hex if expected else None
         if self.control is None:
             return Outcome(digest=own, unreadable=unreadable)
@@ -230,15 +257,16 @@ class Party:
             hexes = {party: other.get("digest") for party, other in said.items() if party.startswith("sink")}
             answer = {"failed": failed, "digest": Digest(hexes).hex if all(hexes.values()) else None}
         answer = self.control.announce("committed", answer, watch)
-        others = {party: text for party, text in answer["failed"].items() if party not in self.control.rendezvous.mine}
-        if others and "failed" not in value:
-            lines = "".join(f"\n  {party}: {text}" for party, text in others.items())
+        self._voted = False
+        if answer["failed"]:
+            lines = "".join(f"\n  {party}: {text}" for party, text in answer["failed"].items())
             raise RefitError(
-                f"{len(others)} parties failed in their commit, which the others have done; refit all again before "
-                f"using any of the failed:{lines}",
+                f"not all parties came through their commit, which the others have done; refit all again before using "
+                f"any of these:{lines}",
                 phase="commit",
-                peer=next(iter(others)),
+                peer=next(iter(answer["failed"])),
             )
+        self.control.complete()
         digest: str | None = answer["digest"]
         return digest
 
@@ -259,6 +287,10 @@ class Party:
             _poison(sink, f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}")
             raise
         return tuple(unreadable)
+
+
+def _text(message: dict[str, Any]) -> str:
+    return f"{message['kind']}: {message['text']}"
 
 
 def abort_message(error: BaseException, control: Control, watch: Watch) -> dict[str, Any]:

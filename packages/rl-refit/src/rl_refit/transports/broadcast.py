@@ -27,7 +27,17 @@ from rl_refit.transports.base import Channel, Inbox, Outbox, slot_view
 from rl_refit.transports.groups import Address, Group, backend_for
 from rl_refit.transports.process_group import Session, connect
 from rl_refit.transports.seating import Seating
-from rl_refit.transports.wire import HEADER_BYTES, Message, Numbers, Task, Traffic, check_header, payload_of, slots_of, write_header
+from rl_refit.transports.wire import (
+    HEADER_BYTES,
+    Message,
+    Numbers,
+    Task,
+    Traffic,
+    check_header,
+    payload_of,
+    slots_of,
+    write_header,
+)
 from rl_refit.watch import Watch
 
 __all__ = ["Broadcast"]
@@ -44,7 +54,8 @@ class Broadcast:
         group: A process group that has all parties in it, to be used instead of groups of its own; other source ranks
             then receive each broadcast too, and drop it. Nothing else may use it during a refit, and a refit that fails
             breaks it.
-        host: Where gloo listens: a name or an address of this machine. Loopback where neither is given.
+        host: Where gloo listens: a name or an address of this machine, other machines give theirs. Loopback where
+            neither is given.
         interface: The same as a network interface, such as "eth0".
 
     Raises:
@@ -175,12 +186,14 @@ class _Transfer:
 
     def _begin(self, stream: Stream, slot: Tensor, numbers: Numbers) -> Message:
         group, process = self.session.groups[_name(stream)], self.seating.process_of("source", stream.source_rank)
-        work = group.broadcast(slot[: HEADER_BYTES + numbers[3]], process)
+        broadcast = partial(group.broadcast, slot[: HEADER_BYTES + numbers[3]], process)
         peer = f"source {stream.source_rank}"
         if process == self.seating.own:
             own = self.session.channel.sink_rank
             peer = ", ".join(f"sink {rank}" for rank in stream.sink_ranks if rank != own)
-        return self.session.wire.follow(Message(bucket=numbers[2], peer=peer, group=group, work=work), line="broadcast")
+        return self.session.wire.begin(
+            broadcast, group=group, line="broadcast", numbers=numbers, peer=peer, shared=True
+        )
 
     def _end_one(self) -> Generator[Message, None, Tensor]:
         """Wait for the oldest broadcast, keep this process's part of it, and return its slot."""

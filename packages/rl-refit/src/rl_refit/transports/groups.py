@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # exported by name only where it is run
+from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     ProcessGroup,
     Work,

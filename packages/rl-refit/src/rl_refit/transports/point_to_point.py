@@ -29,7 +29,17 @@ from rl_refit.transports.base import Channel, Inbox, Outbox, slot_view
 from rl_refit.transports.groups import Address, Group, backend_for
 from rl_refit.transports.process_group import Session, connect
 from rl_refit.transports.seating import Hop, Seating, hop_of
-from rl_refit.transports.wire import HEADER_BYTES, Message, Numbers, Task, Traffic, check_header, payload_of, slots_of, write_header
+from rl_refit.transports.wire import (
+    HEADER_BYTES,
+    Message,
+    Numbers,
+    Task,
+    Traffic,
+    check_header,
+    payload_of,
+    slots_of,
+    write_header,
+)
 from rl_refit.watch import Watch
 
 __all__ = ["PointToPoint"]
@@ -42,10 +52,13 @@ _Hops = tuple[tuple[Stream, Hop], ...]
 class PointToPoint:
     """Sends and receives over a process group of the refit's own: gloo for CPU tensors, NCCL for CUDA. A `Transport`.
 
+    A process that is a rank of both sides has a ring of slots for each.
+
     Args:
         group: A process group that has all parties in it, to be used instead of one of its own. Nothing else may use it
             during a refit, and a refit that fails breaks it.
-        host: Where gloo listens: a name or an address of this machine. Loopback where neither is given.
+        host: Where gloo listens: a name or an address of this machine, other machines give theirs. Loopback where
+            neither is given.
         interface: The same as a network interface, such as "eth0".
 
     Raises:
@@ -90,6 +103,8 @@ class PointToPoint:
             members=partial(_members, streams, channel.device),
             greet=partial(_greet, streams),
         )
+        if self._group is not None and session.seating is not None:
+            _require_one_lane(streams, session.seating, channel.device)
         hops = [] if session.seating is None else [(s, hop_of(s, session.seating)) for s in streams]
         self._sent = tuple((s, hop) for s, hop in hops if hop is not None and hop.origin is None)
         self._received = tuple((s, hop) for s, hop in hops if hop is not None and hop.origin is not None)
@@ -203,9 +218,9 @@ class _Transfer:
         messages = []
         for process, peer in hop.targets:
             group = self._group((self.seating.own, process), relayed=relayed)
-            work = group.send(slot[: HEADER_BYTES + numbers[3]], process, self._tag(numbers))
-            message = Message(bucket=numbers[2], peer=peer, group=group, work=work)
-            messages.append(self.session.wire.follow(message, line="relay" if relayed else "send"))
+            send = partial(group.send, slot[: HEADER_BYTES + numbers[3]], process, self._tag(numbers))
+            line = "relay" if relayed else "send"
+            messages.append(self.session.wire.begin(send, group=group, line=line, numbers=numbers, peer=peer))
         return messages
 
     def _expect(self, slot: Tensor, hop: Hop, numbers: Numbers) -> Message:
@@ -215,8 +230,8 @@ class _Transfer:
         group = self._group((process, self.seating.own), relayed=peer.startswith("sink"))
         # Gloo takes what is shorter than promised, and the header then tells; NCCL takes what was promised.
         target = slot if group.waits else slot[: HEADER_BYTES + numbers[3]]
-        work = group.receive(target, process, self._tag(numbers))
-        return self.session.wire.follow(Message(bucket=numbers[2], peer=peer, group=group, work=work), line="receive")
+        receive = partial(group.receive, target, process, self._tag(numbers))
+        return self.session.wire.begin(receive, group=group, line="receive", numbers=numbers, peer=peer)
 
     def _group(self, way: tuple[int, int], *, relayed: bool) -> Group:
         return self.session.groups[_lane(self.session.channel.device, way, relayed=relayed)]
@@ -241,12 +256,25 @@ def _links(streams: Iterable[Stream], seating: Seating, device: torch.device) ->
     """Every lane and way that any process uses, in the order of the schedule."""
     links: dict[tuple[str, int, int], None] = {}
     for stream in streams:
-        for own in dict.fromkeys(seating.processes.values()):
+        senders = (seating.process_of("source", stream.source_rank), seating.process_of("sink", stream.sink_ranks[0]))
+        for own in dict.fromkeys(senders):
             hop = hop_of(stream, replace(seating, own=own))
-            for process, _ in () if hop is None else hop.targets:
-                assert hop is not None
+            assert hop is not None
+            for process, _ in hop.targets:
                 links[_lane(device, (own, process), relayed=hop.origin is not None), own, process] = None
     return links
+
+
+def _require_one_lane(streams: Iterable[Stream], seating: Seating, device: torch.device) -> None:
+    """One NCCL group has one order for all that is between two processes, which several lanes would break."""
+    lanes: dict[frozenset[int], str] = {}
+    for lane, sender, receiver in _links(streams, seating, device):
+        if lanes.setdefault(frozenset((sender, receiver)), lane) != lane:
+            raise RefitError(
+                f"{seating.name_of(sender)} and {seating.name_of(receiver)} send to one another, or relay: over NCCL "
+                f"that needs groups of the refit's own; leave out the argument group",
+                phase="prepare",
+            )
 
 
 def _members(streams: tuple[Stream, ...], device: torch.device, seating: Seating) -> dict[str, tuple[int, ...]]:

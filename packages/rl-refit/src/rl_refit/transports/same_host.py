@@ -2,7 +2,8 @@
 
 Knows no weights. Each source rank listens at a socket in a private directory (0700) and tells its place through the
 store; each sink rank that shares a stream with it connects, and gets the memory through that connection, which stays
-open for tokens. The directory is gone as soon as all are connected.
+open for tokens. The directory is gone as soon as all are connected; a process that is killed before leaves it empty but
+for a socket.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-
 from rl_refit.errors import PeerError, RefitError
+from rl_refit.stores import Store
 from rl_refit.transports.base import Channel
 from rl_refit.transports.tokens import Link
 from rl_refit.watch import PATIENCE_S, Watch

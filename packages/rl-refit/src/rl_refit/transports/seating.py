@@ -115,14 +115,15 @@ def take_seats(channel: Channel, watch: Watch, *, group_rank: int | None = None)
 
 def _number(said: Mapping[str, Any]) -> dict[str, int]:
     """Party → process, from the parties that each one's process is and its rank in the user's group."""
-    firsts = list(dict.fromkeys(parties[0] for parties, _ in said.values()))
+    firsts = dict.fromkeys(parties[0] for parties, _ in said.values())
+    numbers = {first: number for number, first in enumerate(firsts)}
     given = {parties[0]: rank for parties, rank in said.values()}
     ranks = list(given.values())
     if any(rank is None for rank in ranks) != all(rank is None for rank in ranks) or (
         ranks[0] is not None and len(set(ranks)) < len(ranks)
     ):
         raise RefitError(f"each process needs its own rank in one process group, or none any; got {given}")
-    return {party: firsts.index(them[0]) if rank is None else rank for party, (them, rank) in said.items()}
+    return {party: numbers[them[0]] if rank is None else rank for party, (them, rank) in said.items()}
 
 
 def _read(store: Store, key: str, waiting: tuple[str, Watch]) -> Any:

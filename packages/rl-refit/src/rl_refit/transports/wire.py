@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import final
@@ -24,7 +24,18 @@ from rl_refit.errors import PeerError, RefitError
 from rl_refit.transports.groups import Group
 from rl_refit.watch import PATIENCE_S, Watch
 
-__all__ = ["HEADER_BYTES", "Message", "Numbers", "Task", "Traffic", "Wire", "check_header", "payload_of", "slots_of", "write_header"]
+__all__ = [
+    "HEADER_BYTES",
+    "Message",
+    "Numbers",
+    "Task",
+    "Traffic",
+    "Wire",
+    "check_header",
+    "payload_of",
+    "slots_of",
+    "write_header",
+]
 
 HEADER_BYTES = ALIGNMENT
 """Bytes before the first piece of every bucket on a wire; they keep the pieces aligned."""
@@ -69,10 +80,15 @@ class Message:
 
     bucket: int
     peer: str
-    """The party at the other end."""
+    """The party at the other end, or those that are waited for."""
+
+    shared: bool
+    """Whether all of the group take part, so that any of them may be the one that is lost."""
 
     group: Group
-    work: Work
+    work: Work | None
+    """None where it could not even begin."""
+
     ended: threading.Event = field(default_factory=threading.Event)
     errors: list[BaseException] = field(default_factory=list)
 
@@ -94,10 +110,34 @@ class Wire:
         self._lines: dict[str, SimpleQueue[Message | None]] = {}
         self._under_way: set[Message] = set()
 
-    def follow(self, message: Message, *, line: str) -> Message:
-        """Look after `message`; those of one line end in the order in which they were handed over."""
+    def begin(
+        self,
+        begin: Callable[[], Work],
+        *,
+        group: Group,
+        line: str,
+        numbers: Numbers,
+        peer: str,
+        shared: bool = False,
+    ) -> Message:
+        """Begin a message and look after it; those of one line are waited for in the order in which they began.
+
+        Args:
+            begin: Called at once.
+            group: Over which it goes.
+            line: "send", "relay", "receive" or "broadcast".
+            numbers: Of its bucket.
+            peer: The party at the other end.
+            shared: Whether all of the group take part.
+        """
+        try:
+            message = Message(bucket=numbers[2], peer=peer, shared=shared, group=group, work=begin())
+        except RuntimeError as error:  # gloo knows already that the connection is broken
+            message = Message(bucket=numbers[2], peer=peer, shared=shared, group=group, work=None, errors=[error])
+            message.ended.set()
+            return message
         self._under_way.add(message)
-        if message.group.waits:
+        if group.waits:
             if line not in self._lines:
                 self._lines[line] = SimpleQueue()
                 arguments = (self._lines[line], self._news)
@@ -157,16 +197,17 @@ class Wire:
         self.groups = ()
 
     def _lost(self, message: Message, watch: Watch) -> RefitError:
-        watch.at(bucket=message.bucket, peer=message.peer)
+        peer = (" and ".join(message.group.lost()) if message.shared else "") or message.peer
+        watch.at(bucket=message.bucket, peer=peer)
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             watch.check()
             time.sleep(PATIENCE_S)
         watch.check()
-        peer = " and ".join(message.group.lost()) or message.peer
         reason = str(message.errors[0]).split(". This is typically")[0].split("] ", 1)[-1]
         return PeerError(
-            f"lost the connection to {peer} at bucket {message.bucket} ({reason}): it is dead, or ended without a reason",
+            f"lost the connection to {peer} at bucket {message.bucket} ({reason}): "
+            f"it is dead, or gave up without a reason",
             phase=watch.phase_name,
             bucket=message.bucket,
             peer=peer,
@@ -176,6 +217,7 @@ class Wire:
 def _wait_for(line: SimpleQueue[Message | None], news: threading.Event) -> None:
     """What each line's thread does; it holds nothing while it has nothing to wait for."""
     while (message := line.get()) is not None:
+        assert message.work is not None
         try:
             message.work.wait()
         except RuntimeError as error:
@@ -188,9 +230,11 @@ def _wait_for(line: SimpleQueue[Message | None], news: threading.Event) -> None:
 def _has_ended(message: Message) -> bool:
     if message.group.waits or message.ended.is_set():
         return message.ended.is_set()
+    assert message.work is not None
     if message.work.is_completed():
-        error = message.work.exception()
-        if error is not None:
+        try:
+            message.work.wait()  # it is over: this lets go of the tensor, and raises what went wrong
+        except RuntimeError as error:
             message.errors.append(error)
         message.ended.set()
     return message.ended.is_set()

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import re
+from pathlib import Path
 
 import torch
 
@@ -125,6 +126,12 @@ def generate(llm, **others):
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in PROMPTS]
     requests = llm.generate(prompts, sampling(**others), use_tqdm=False)
     return [read(request) for request in requests]
+
+
+def shared_files(process):
+    """Inode → whether it is "(deleted)", of the files in shared memory that a process has mapped."""
+    rows = (line.split() for line in Path(f"/proc/{process}/maps").read_text().splitlines())
+    return {int(row[4]): row[-1] for row in rows if len(row) > 5 and row[5].startswith("/dev/shm/")}
 
 
 def read(request):

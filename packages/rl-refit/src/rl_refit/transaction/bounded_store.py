@@ -1,0 +1,91 @@
+"""A store whose calls end: with their answer, or with an error after a number of seconds.
+
+Knows no keys and no parties. Torch's own clients wait without end for a host that is stopped, and hold no lock that
+anybody else could break. So one thread asks, and whoever wants to know waits for it no longer than `limit_s`. What was
+asked of a silent store stays asked: it is done as soon as the store is back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, final
+
+from rl_refit.stores import Store
+
+__all__ = ["BoundedStore", "SilentStoreError"]
+
+_T = TypeVar("_T")
+_Answer = SimpleQueue[tuple[Any, RuntimeError | None]]
+_Questions = SimpleQueue[tuple[Callable[[], Any], _Answer] | None]
+
+
+class SilentStoreError(RuntimeError):
+    """The store does not answer; a `RuntimeError`, as torch's own errors of stores are."""
+
+
+@final
+class BoundedStore:
+    """The calls of a store that a refit needs; for one thread at a time.
+
+    Args:
+        store: Whose calls they are.
+        limit_s: Seconds that one of them may take.
+    """
+
+    def __init__(self, store: Store, *, limit_s: float) -> None:
+        self.store = store
+        self._limit_s = limit_s
+        self._asked: _Questions = SimpleQueue()
+        self._late: _Answer | None = None
+        threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="rl-refit store").start()
+
+    def check(self, key: str) -> bool:
+        """Whether a key is set."""
+        return self._ask(lambda: bool(self.store.check([key])))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is set."""
+        return self._ask(lambda: bytes(self.store.get(key)))
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._ask(lambda: self.store.set(key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key that has the value `expected`, or none where that is empty; return what it has then."""
+        return self._ask(lambda: bytes(self.store.compare_set(key, expected, desired)))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return self._ask(lambda: self.store.delete_key(key))
+
+    def close(self) -> None:
+        """End the thread, once it has asked what is asked already."""
+        self._asked.put(None)
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        answer: _Answer = SimpleQueue()
+        self._asked.put((call, answer))
+        if self._late is not None and self._late.empty():
+            raise SilentStoreError(f"still no answer after {self._limit_s} s: its host is stopped or cut off")
+        self._late = None
+        try:
+            value, error = answer.get(timeout=self._limit_s)
+        except Empty:
+            self._late = answer
+            raise SilentStoreError(f"no answer within {self._limit_s} s: its host is stopped or cut off") from None
+        if error is not None:
+            raise error
+        result: _T = value
+        return result
+
+
+def _answer(asked: _Questions) -> None:
+    while (question := asked.get()) is not None:
+        call, answer = question
+        try:
+            answer.put((call(), None))
+        except RuntimeError as error:
+            answer.put((None, error))

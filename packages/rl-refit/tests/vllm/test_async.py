@@ -1,0 +1,179 @@
+"""Real `AsyncLLM`: refits while requests are under way, from a thread beside its event loop."""
+
+import asyncio
+import threading
+import time
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
+
+import psutil
+import tiny
+
+from rl_refit.errors import RefitError
+from rl_refit.refit import Refit
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink
+
+OLD, NEW = 0, 1
+PATIENCE_S = 120
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def start(self, what):
+        return asyncio.run_coroutine_threadsafe(what, self.loop)
+
+    def run(self, what):
+        return self.start(what).result(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = Loop()
+    yield loop
+    loop.loop.call_soon_threadsafe(loop.loop.stop)
+    loop.thread.join(PATIENCE_S)
+    loop.loop.close()
+
+
+@pytest.fixture(scope="module")
+def engine(loop, checkpoints, served):
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    served("qwen3", OLD), served("qwen3", NEW)  # one engine at a time
+    options = tiny.options(checkpoints("qwen3", OLD), load_format="dummy", worker_extension_cls=WORKER_EXTENSION)
+
+    async def start():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+    async def stop():
+        engine.shutdown()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    engine = loop.run(start())
+    yield engine
+    loop.run(stop())
+
+
+def sink_of(engine, **options):
+    sink = VllmSink(engine, **options)
+    Refit(source(OLD), sink)(version=0)
+    return sink
+
+
+def source(seed):
+    return tiny.source(tiny.policy("qwen3", seed))
+
+
+async def ask(engine, name, prompt=0, **others):
+    """One request, to its end."""
+    from vllm import TokensPrompt
+
+    prompt = TokensPrompt(prompt_token_ids=tiny.PROMPTS[prompt])
+    async for output in engine.generate(prompt, tiny.sampling(**others), request_id=name):
+        last = output
+    return last
+
+
+def answers(engine, loop, name):
+    return [tiny.read(loop.run(ask(engine, f"{name}-{i}", i))) for i in range(len(tiny.PROMPTS))]
+
+
+def wait_until_under_way(engine, loop, long):
+    while engine.get_num_unfinished_requests() == 0:
+        time.sleep(0.01)
+    time.sleep(0.1)  # some tokens, so that it has seen the old weights
+    assert not long.done()
+
+
+def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(engine, loop, served):
+    sink = sink_of(engine)
+    assert tiny.same(answers(engine, loop, "old"), served("qwen3", OLD))
+    Refit(source(NEW), sink)(version=7)
+    assert tiny.same(answers(engine, loop, "new"), served("qwen3", NEW))
+    assert loop.run(engine.get_weight_version()) == "7"
+
+
+def test_a_coroutine_refits_through_a_thread_and_is_told_so(engine, loop, served):
+    async def refit(how):
+        sink = VllmSink(engine)  # the loop is found: this runs in it
+        return await how(Refit(source(NEW), sink), version=1)
+
+    async def directly(refit, version):
+        return refit(version=version)
+
+    with pytest.raises(RefitError, match=r"from a coroutine, use `await asyncio\.to_thread\(refit, version=…\)`"):
+        loop.run(refit(directly))
+    report = loop.run(refit(asyncio.to_thread))
+    assert report.version == 1
+    assert tiny.same(answers(engine, loop, "thread"), served("qwen3", NEW))
+
+
+def test_requests_that_are_kept_go_on_with_the_new_weights(engine, loop, served):
+    sink = sink_of(engine, pause="keep")
+    long = loop.start(ask(engine, "kept", max_tokens=340))
+    wait_until_under_way(engine, loop, long)
+    Refit(source(NEW), sink)(version=3)
+    assert not loop.run(engine.is_paused())
+    (answer,) = long.result(PATIENCE_S).outputs
+    assert len(answer.token_ids) == 340
+    assert answer.finish_reason == "length"
+    assert [span.version for span in answer.weight_versions] == ["0", "3"]
+    assert tiny.same(answers(engine, loop, "after-keep"), served("qwen3", NEW))
+
+
+def test_requests_that_are_waited_for_have_the_weights_that_they_began_with(engine, loop, served):
+    sink = sink_of(engine)
+    long = loop.start(ask(engine, "waited-for", max_tokens=200))
+    wait_until_under_way(engine, loop, long)
+    Refit(source(NEW), sink)(version=3)
+    (answer,) = long.result(PATIENCE_S).outputs
+    assert [span.version for span in answer.weight_versions] == ["0"]
+    assert len(answer.token_ids) == 200
+    assert tiny.same(answers(engine, loop, "after-wait"), served("qwen3", NEW))
+
+
+def test_requests_that_are_aborted_say_so(engine, loop, served):
+    sink = sink_of(engine, pause="abort")
+    long = loop.start(ask(engine, "aborted", max_tokens=340))
+    wait_until_under_way(engine, loop, long)
+    Refit(source(NEW), sink)(version=3)
+    assert long.result(PATIENCE_S).outputs[0].finish_reason == "abort"
+    assert tiny.same(answers(engine, loop, "after-abort"), served("qwen3", NEW))
+
+
+def test_thirty_refits_leave_no_memory_and_no_file_behind_in_any_process(engine, loop):
+    sink = sink_of(engine)
+    refits = [Refit(source(seed), sink) for seed in (OLD, NEW)]
+    workers = psutil.Process().children(recursive=True)
+
+    def state():
+        mapped = [tiny.shared_files(process.pid) for process in workers]
+        return [process.memory_info().rss for process in workers], (mapped, [each.num_fds() for each in workers])
+
+    for version in range(1, 11):
+        refits[version % 2](version=version)
+    memory, files = state()
+    for version in range(11, 41):
+        refits[version % 2](version=version)
+    later, still = state()
+    assert still == files
+    assert max(b - a for a, b in zip(memory, later, strict=True)) < 4 << 20
+
+
+def test_pauses_that_an_engine_does_not_know_are_refused(engine):
+    with pytest.raises(ValueError, match="pause is 'wait', 'keep' or 'abort'; got 'refuse'"):
+        VllmSink(engine, pause="refuse")

