@@ -130,3 +130,28 @@ def test_what_a_source_leaves_out_is_left_out_by_name():
 def test_a_binding_must_be_of_the_regions_shape():
     with pytest.raises(ValueError, match=r"is bound to a tensor of shape \[3\]"):
         Binding(Region("q", (0,), (2,)), (2,), torch.zeros(3))
+
+
+def test_padding_under_the_tensors_own_name_is_declared_and_the_name_is_fed():
+    """vLLM pads `embed` to eight rows, and the head is tied to it."""
+    engine, table = nn.Module(), torch.randn(5, 3)
+    engine.embed = nn.Parameter(torch.zeros(8, 3))
+    engine.head = engine.embed
+
+    def unpadded(module):
+        yield Binding(Region("embed", (0, 0), (5, 3)), (5, 3), module.embed[:5])
+
+    sink = ModuleSink(engine, bindings=unpadded, constant=["embed"])
+    assert sink.manifest().by_name["embed"].feeding == "fed"
+    Refit(StateDictSource({"embed": table}), sink)(version=1)
+    assert torch.equal(engine.embed[:5], table)
+    with pytest.raises(CoverageError, match="embed"):
+        ModuleSink(engine, bindings=unpadded).manifest()
+
+
+def test_a_name_that_the_module_has_elsewhere_is_not_given_to_others():
+    def stolen(module):
+        yield Binding(Region("norm", (0,), (3,)), (3,), module.qk[0])
+
+    with pytest.raises(RefitError, match="'norm' is a tensor of the module, and bindings give the name to others"):
+        ModuleSink(Fused(), bindings=stolen, constant=["qk"]).manifest()

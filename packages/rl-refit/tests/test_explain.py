@@ -11,7 +11,7 @@ import pytest
 from rl_refit.explain import explain_plan
 from rl_refit.explain.checkpoint import read_checkpoint
 from rl_refit.explain.command import add_arguments, run
-from rl_refit.explain.figures import figures_of, predict_delta
+from rl_refit.explain.figures import figures_of
 from rl_refit.explain.layouts import manifest_of_side, parse_axes
 from rl_refit.explain.names import fold_names
 from rl_refit.explain.text import describe_layout, human_size
@@ -107,17 +107,6 @@ def test_what_stays_on_its_node_crosses_no_link():
     figures = figures_of(plan_refit(small_plan().source, small_plan().sink, one_node), bucket_bytes=512, slots=2)
     assert figures.link == figures.link_without_relays == 0
     assert figures.into_nodes == {"a": (0, 0)}
-
-
-def test_a_delta_wins_where_comparing_and_sending_less_is_faster_than_sending_all():
-    """S/R + w S/B < S/B. bfloat16: an index and a value are 6 bytes for 2, so that 1 % of the elements are w = 3 %."""
-    plan = small_plan()
-    delta = predict_delta(plan, changed=0.01, compare_bytes_per_s=2e9)
-    assert math.isclose(delta.wire, 0.03)
-    assert math.isclose(delta.break_even_gbps, 2e9 * 0.97 * 8 / 1e9)
-    size, rate, at = 1e9, 2e9, delta.break_even_gbps * 1e9 / 8
-    assert math.isclose(size / rate + delta.wire * size / at, size / at)
-    assert predict_delta(plan, changed=0.5, compare_bytes_per_s=2e9).break_even_gbps == 0
 
 
 def test_layouts_in_words():
@@ -415,7 +404,11 @@ def test_json_is_the_last_line_and_holds_the_figures(capsys, folder):
     assert figures["usually_fused"] == 2 * 6
     assert figures["balance"] == 1.0
     assert figures["seconds"] == figures["link"] / 1e9 == total / 1e9  # each engine takes all of it at 1 GB/s
-    assert figures["delta"]["break_even_gbps"] > 0
+    delta, speed = figures["delta"], figures["delta"]["speed"]
+    assert speed["changed_share"] == 0.01
+    codec_s = delta["source_bytes"] / speed["encode_bytes_per_s"] + delta["sink_bytes"] / speed["apply_bytes_per_s"]
+    at = delta["break_even_gbps"] * 1e9 / 8  # where both arrive at the same time
+    assert math.isclose(codec_s + speed["wire_share"] * delta["total_bytes"] / at, delta["total_bytes"] / at)
     plan = plan_refit(Manifest(tuple(side(folder, "fsdp=2").values())), Manifest(tuple(side(folder, "dp=2").values())))
     assert figures["plan_hash"] == plan.hash()
 

@@ -125,13 +125,16 @@ class ModuleReader:
         layouts: dict[str, Layout] = {}
         rank = this_rank()
         bound = self._bind(tensors, held, shapes)
+        fed_by_bindings = set(held)
         for name, tensor in tensors.items():
             if name not in bound:
                 layouts[name] = Layout.from_tensor(tensor) if _is_dtensor(tensor) else Layout.whole(rank)
                 shapes[name] = tuple(tensor.shape)
                 mine = layouts[name].regions(name, shapes[name]).get(rank, ())
                 held[name] = [(region, _local_part(tensor)) for region in mine]
-        feeding = self._declared([*held, *bound])
+        # Of a bound tensor a pattern means the elements that no binding reaches, also where a bound name is the same.
+        declared = self._declared([*held, *bound])
+        feeding = {name: kind for name, kind in declared.items() if name not in fed_by_bindings}
         excluded = _matching(self._exclude, held)
         metas: list[TensorMeta] = []
         roots: dict[object, str] = {}
@@ -170,8 +173,9 @@ class ModuleReader:
             for name, local in locals_.items()
             if local.numel() and local.untyped_storage().data_ptr() in storages
         }
-        for name, local in bound.items():
-            if name in held and not any(view.shape == local.shape for _, view in held[name]):
+        for name in held.keys() & locals_.keys():
+            memory = locals_[name].untyped_storage().data_ptr()
+            if not any(view.untyped_storage().data_ptr() == memory for _, view in held[name]):
                 raise RefitError(
                     f"{name!r} is a tensor of the module, and bindings give the name to others", tensor=name
                 )
@@ -180,8 +184,10 @@ class ModuleReader:
         return set(bound)
 
     def _require_covered(self, bound: dict[str, Tensor], views: list[Tensor]) -> None:
-        declared = self._declared([*bound], strict=False)
-        loose = {name: count for name, count in uncovered_by(views, bound).items() if name not in declared}
+        declared = {_place(bound[name]) for name in self._declared([*bound], strict=False)}  # with what is tied to it
+        loose = {
+            name: count for name, count in uncovered_by(views, bound).items() if _place(bound[name]) not in declared
+        }
         if loose:
             lines = tuple(f"{name}: {count:,} of {bound[name].numel():,} elements" for name, count in loose.items())
             raise CoverageError(
@@ -244,18 +250,12 @@ def _memory(holdings: list[Holding]) -> object:
     """Equal for tensors that are the same memory seen the same way; tensors without elements share nothing."""
     if not any(view.numel() for _, view in holdings):
         return object()
-    return tuple(
-        (
-            view.untyped_storage().data_ptr(),
-            view.storage_offset(),
-            view.shape,
-            view.stride(),
-            view.dtype,
-            view.device,
-            region.offsets,
-        )
-        for region, view in holdings
-    )
+    return tuple((_place(view), view.dtype, view.device, region.offsets) for region, view in holdings)
+
+
+def _place(view: Tensor) -> tuple[object, ...]:
+    """Equal for views that are the same elements of a storage, in the same order."""
+    return view.untyped_storage().data_ptr(), view.storage_offset(), view.shape, view.stride()
 
 
 def _reshard(module: nn.Module) -> None:

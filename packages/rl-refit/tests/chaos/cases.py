@@ -434,11 +434,10 @@ def everything():
 
 def quick():
     """The first cases of every kind, over transports and modes in turn: a part of `everything` that has all kinds."""
-    chosen, turn = [], 0
+    chosen = []
     by_kind = {}
     for made in everything():
         by_kind.setdefault(made["kind"], []).append(made)
-    for cases in by_kind.values():
+    for turn, cases in enumerate(by_kind.values()):
         chosen += [cases[(turn * 7) % len(cases)], *([cases[len(cases) // 2]] if len(cases) > 4 else [])]
-        turn += 1
     return list({made["name"]: made for made in chosen}.values())

@@ -1,4 +1,4 @@
-"""Runs cases of chaos, several at a time: a JSON list of cases on stdin, a line of JSON for each that is over.
+"""Runs cases of chaos, some at a time: a JSON list of cases on stdin, a line of JSON for each that is over.
 
 Imports torch once and forks a process for each party. Has one thread, so that forking is safe; a case is a generator
 that is resumed until it ends. Whoever has not ended after `HANG_S` seconds is asked for a traceback and killed: that is
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import party
 
 HANG_S = 30.0
-AT_ONCE = 5
 _hosts = 0
 
 
@@ -75,6 +74,10 @@ class Child:
                 self.status = status
         return self.status is not None
 
+    def last_words(self):
+        """What a process that is dead has said before."""
+        return self.answer() or {"dead": self.status}
+
     @property
     def stopped(self):
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -101,27 +104,28 @@ def answers(children, hang_s=HANG_S):
     said = {}
     while True:
         for child in children:
-            if child.name not in said:
-                answer = child.answer()
-                if answer is not None:
-                    said[child.name] = answer
-                elif child.dead:
-                    answer = child.answer()
-                    said[child.name] = answer or {"dead": child.status}
+            answer = None if child.name in said else child.answer() or (child.dead and child.last_words())
+            if answer:
+                said[child.name] = answer
         silent = [child for child in children if child.name not in said]
         if not silent or all(child.stopped for child in silent):
             return said
         if time.monotonic() > until:
-            for child in silent:
-                os.kill(child.pid, signal.SIGUSR1)
-            wait = time.monotonic() + 1
-            while time.monotonic() < wait:
-                yield
-            for child in silent:
-                said[child.name] = {"hang": child.log.read_text()[-6000:]}
-                os.kill(child.pid, signal.SIGKILL)
+            said |= yield from tracebacks(silent)
             return said
         yield
+
+
+def tracebacks(children):
+    """Of processes that hang; then they are killed."""
+    for child in children:
+        os.kill(child.pid, signal.SIGUSR1)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        yield
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+    return {child.name: {"hang": child.log.read_text()[-6000:]} for child in children}
 
 
 def address():
@@ -243,11 +247,11 @@ def again(case, children, place):
 
 def main():
     cases = json.load(sys.stdin)
-    for case, outcome in run_all(cases):
+    for case, outcome in run_all(cases, at_once=int(sys.argv[1])):
         print(json.dumps([case["name"], outcome]), flush=True)
 
 
-def run_all(cases, at_once=AT_ONCE):
+def run_all(cases, *, at_once):
     """Yield (case, outcome) as they end."""
     waiting, running = list(reversed(cases)), []
     while waiting or running:

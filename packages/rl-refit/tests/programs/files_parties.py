@@ -151,7 +151,7 @@ class Party:
 class Parties:
     """Sources and sinks that share `weights`, each with a transport of its own, and what they did so far."""
 
-    def __init__(self, make_transport, source, sink, weights, *, deadline_s=20.0):
+    def __init__(self, make_transport, source, sink, weights, *, deadline_s=60.0):
         plan = plan_refit(source, sink)
         store, self.deadline_s, self.refits = HashStore(), deadline_s, 0
         self.schedule = make_schedule(plan, routing="multicast", bucket_bytes=None)

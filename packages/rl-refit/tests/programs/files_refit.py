@@ -1,6 +1,7 @@
 """One process of two sources and two sinks that refit through files: commits, an abort, and a source that is killed.
 
-Arguments: "source" or "sink", rank, "files" or "delta", a private directory. Prints one line of JSON.
+Arguments: "source" or "sink", rank, a private directory. First through `Files`, then through `DeltaFiles`, in
+whose last refit source 0 is killed before its file gets its name. Prints one line of JSON.
 """
 
 import json
@@ -18,14 +19,7 @@ from rl_refit.transports.file_writer import FileWriter
 from rl_refit.transports.files import Files
 
 torch.set_num_threads(1)
-side, rank, kind, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-meeting = Rendezvous(f"file://{directory}/store", num_sources=2, num_sinks=2, timeout_s=60.0, **{f"{side}_rank": rank})
-transport = (Files if kind == "files" else DeltaFiles)(directory / "weights")
-weights = new_weights(0)
-source = StateSource(manifest_of(2, 0), rank, weights) if side == "source" else None
-sink = StateSink(manifest_of(2, 1), rank) if side == "sink" else None
-refit = Refit(source, sink, transport, rendezvous=meeting, deadline_s=60.0, verify="full")
-outcomes, bases = [], []
+side, rank, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 
 
 def failing(*_arguments, **_options):
@@ -36,28 +30,41 @@ def killed(*_arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-expected = None
-for version in (1, 2, 3, 4, 5):
-    weights = trained(weights, version)
-    stage = None if sink is None else sink.stage
-    if source is not None:
-        source.weights = weights
-    elif version == 3 and rank == 1:
-        sink.stage = failing
-    if version == 5 and side == "source" and rank == 0:
-        FileWriter.publish = killed
-    try:
-        if source is not None:
-            refit(version=version)
-        else:
-            refit.receive(timeout_s=60.0)
-        outcomes.append("committed")
-        expected = weights
-    except (RefitError, OSError) as error:
-        outcomes.append(f"{type(error).__name__}: {error}")
-    if sink is not None:
-        sink.stage = stage
-        assert sink.has(expected), f"the weights after version {version} are not those last committed"
-    elif kind == "delta":
-        bases.append(transport.traffic.base)
-print(json.dumps({"outcomes": outcomes, "bases": bases, "version": None if sink is None else sink.version}))
+def take_part(name, transport, versions):
+    """Refit to each of `versions`; version 3 fails at sink 1, version 5 kills source 0."""
+    ranks = {f"{side}_rank": rank}
+    meeting = Rendezvous(f"file://{directory}/store", num_sources=2, num_sinks=2, name=name, **ranks)
+    source = StateSource(manifest_of(2, 0), rank, new_weights(0)) if side == "source" else None
+    sink = StateSink(manifest_of(2, 1), rank) if side == "sink" else None
+    refit = Refit(source, sink, transport, rendezvous=meeting, deadline_s=60.0, verify="full")
+    outcomes, bases, weights, expected = [], [], new_weights(0), None
+    for version in versions:
+        weights = trained(weights, version)
+        if version == 5 and (side, rank) == ("source", 0):
+            FileWriter.publish = killed
+        try:
+            if source is not None:
+                source.weights = weights
+                refit(version=version)
+            else:
+                sink.stage = failing if (version, rank) == (3, 1) else type(sink).stage.__get__(sink)
+                refit.receive(timeout_s=60.0)
+            outcomes.append("committed")
+            expected = weights
+        except (RefitError, OSError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        if sink is not None:
+            assert sink.has(expected), f"the weights after version {version} are not those last committed"
+        elif name == "delta":
+            bases.append(transport.traffic.base)
+    return {"outcomes": outcomes, "bases": bases, "version": None if sink is None else sink.version}
+
+
+print(
+    json.dumps(
+        {
+            "files": take_part("files", Files(directory / "files"), (1, 2, 3, 4)),
+            "delta": take_part("delta", DeltaFiles(directory / "delta"), (1, 2, 3, 4, 5)),
+        }
+    )
+)

@@ -1,6 +1,11 @@
 """Real vLLM in one process: a refit that fails changes nothing, or poisons; what depends on weights goes with them."""
 
+import os
+import subprocess
+import sys
+import threading
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +19,9 @@ import torch
 
 from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitError
 from rl_refit.refit import Refit
+from rl_refit.rendezvous import Rendezvous
 from rl_refit.source import StateDictSource
+from rl_refit.transports.shared_memory import SharedMemory
 from rl_refit.vllm import WORKER_EXTENSION, VllmSink
 
 OLD, NEW = 0, 1
@@ -129,6 +136,28 @@ def test_a_commit_is_refused_while_requests_are_unfinished(llm, sink, served):
     assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
 
 
+def test_a_commit_can_wait_for_another_thread_to_finish_its_requests(llm, served):
+    from vllm import TokensPrompt
+
+    engine, sink = llm.llm_engine, VllmSink(llm, pause="wait", timeout_s=2)
+    Refit(source(OLD), sink)(version=0)
+    engine.add_request("under way", TokensPrompt(prompt_token_ids=tiny.PROMPTS[0]), tiny.sampling())
+    with pytest.raises(RefitError, match=r"requests are still unfinished after timeout_s=2"):
+        Refit(source(NEW), sink)(version=1)
+    finished = []
+
+    def generate():
+        while engine.has_unfinished_requests():
+            finished.extend(engine.step())
+
+    thread = threading.Timer(0.2, generate)
+    thread.start()
+    Refit(source(NEW), sink)(version=1)
+    thread.join()
+    assert tiny.same([tiny.read(finished[-1])], served("qwen3", OLD)[:1])
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
 def test_thirty_refits_leave_no_memory_no_file_and_no_descriptor_behind(llm, sink):
     process = psutil.Process()
     refits = [Refit(source(seed), sink) for seed in (OLD, NEW)]
@@ -153,6 +182,23 @@ def test_what_was_not_staged_exactly_once_or_is_no_newer_is_refused(llm, sink, s
     with pytest.raises(RefitError, match="no transaction is open"):
         sink.commit(1)
     assert tiny.same(tiny.generate(llm), served("qwen3", OLD), tolerance=0)
+
+
+def test_a_trainer_in_another_process_refits_the_engine(llm, served, tmp_path):
+    sink, program = VllmSink(llm), Path(__file__).parent / "programs" / "trainer.py"
+    command = [sys.executable, str(program), "qwen3", str(tmp_path / "store"), str(NEW), str(OLD)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=inherited()) as trainer:
+        for version, seed in enumerate((NEW, OLD)):
+            meeting = Rendezvous(f"file://{tmp_path}/store-{version}", num_sources=1, num_sinks=1, sink_rank=0)
+            report = Refit(sink=sink, transport=SharedMemory(), rendezvous=meeting).receive(timeout_s=120)
+            assert trainer.stdout.readline().strip() == report.digest
+            assert tiny.same(tiny.generate(llm), served("qwen3", seed))
+
+
+def inherited():
+    """The environment, without what vLLM has put into it for processes of its own."""
+    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def test_a_newer_sink_takes_the_engine_from_an_older_one(llm, sink, served):

@@ -13,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
+from rl_refit.delta.forecast import DeltaForecast, forecast_delta, measure_codec
 from rl_refit.errors import CoverageError
 from rl_refit.explain.checkpoint import Checkpoint, read_checkpoint
-from rl_refit.explain.figures import Delta, PlanFigures, figures_of, predict_delta
+from rl_refit.explain.figures import PlanFigures, figures_of
 from rl_refit.explain.layouts import AXES, count_usually_fused, read_side, rules_in_words
 from rl_refit.explain.text import DEFAULT_SLOTS, human_size, plan_lines
 from rl_refit.manifest import Manifest
@@ -52,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--delta-percent", type=float, default=1.0, help="elements that a step changes, for a delta (%(default)g)"
     )
-    parser.add_argument(
-        "--compare-gb-per-s", type=float, default=2.0, help="GB/s at which a rank finds what changed (%(default)g)"
-    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
@@ -86,9 +84,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             print(json.dumps({"holds": False, **lists}))
         return 1
     figures = figures_of(plan, bucket_bytes=round(arguments.bucket_mb * 2**20), slots=arguments.slots)
-    delta = predict_delta(
-        plan, changed=arguments.delta_percent / 100, compare_bytes_per_s=arguments.compare_gb_per_s * 1e9
-    )
+    delta = forecast_delta(plan, measure_codec(arguments.delta_percent / 100))
     print("\n".join([*plan_lines(plan, figures), *_predictions(figures, delta, arguments)]))
     if arguments.json:
         plain = _plain(figures, delta, arguments.bandwidth_gbps)
@@ -103,7 +99,7 @@ def _source(given: str | None, checkpoint: Checkpoint) -> tuple[Manifest, str]:
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("bucket_mb", "slots", "bandwidth_gbps", "compare_gb_per_s"):
+    for name in ("bucket_mb", "slots", "bandwidth_gbps"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(arguments, name):g}")
     if not 0 <= arguments.delta_percent <= 100:
@@ -132,7 +128,7 @@ def _seconds(nbytes: int, bandwidth_gbps: float) -> float:
     return nbytes * 8 / (bandwidth_gbps * 1e9)
 
 
-def _predictions(figures: PlanFigures, delta: Delta, arguments: argparse.Namespace) -> list[str]:
+def _predictions(figures: PlanFigures, delta: DeltaForecast, arguments: argparse.Namespace) -> list[str]:
     gbps = arguments.bandwidth_gbps
     line = (
         f"at {gbps:g} Gb/s a rank: {_seconds(figures.link, gbps):.3g} s, if nothing but the busiest link takes time ("
@@ -140,12 +136,18 @@ def _predictions(figures: PlanFigures, delta: Delta, arguments: argparse.Namespa
     line += f"{human_size(figures.link)})"
     if figures.link_without_relays > figures.link:
         line += f"; {_seconds(figures.link_without_relays, gbps):.3g} s without relays"
-    wins = f"wins below {delta.break_even_gbps:.3g} Gb/s a rank" if delta.break_even_gbps else "never wins"
-    reads = f"finding them reads {arguments.compare_gb_per_s:g} GB/s"
-    return [line, f"a delta of {100 * delta.changed:g} % of the elements {wins}, if {reads}"]
+    gbps = delta.break_even_bytes_per_s * 8e-9
+    wins = f"wins where one link of less than {gbps:.3g} Gb/s carries all" if gbps else "never wins"
+    speed = (
+        f"{delta.speed.encode_bytes_per_s / 1e9:.3g} GB/s to encode, {delta.speed.apply_bytes_per_s / 1e9:.3g} to apply"
+    )
+    return [
+        line,
+        f"a delta of {100 * delta.speed.changed_share:g} % of the elements {wins} ({speed}, a core of this machine)",
+    ]
 
 
-def _plain(figures: PlanFigures, delta: Delta, gbps: float) -> dict[str, object]:
+def _plain(figures: PlanFigures, delta: DeltaForecast, gbps: float) -> dict[str, object]:
     return {
         "holds": True,
         **figures.to_plain(),
@@ -153,5 +155,5 @@ def _plain(figures: PlanFigures, delta: Delta, gbps: float) -> dict[str, object]
         "bandwidth_gbps": gbps,
         "seconds": _seconds(figures.link, gbps),
         "seconds_without_relays": _seconds(figures.link_without_relays, gbps),
-        "delta": asdict(delta),
+        "delta": {**asdict(delta), "break_even_gbps": delta.break_even_bytes_per_s * 8e-9},
     }

@@ -13,7 +13,7 @@ from statistics import median
 from rl_refit.plan import RefitPlan
 from rl_refit.schedule import make_schedule
 
-__all__ = ["Delta", "PlanFigures", "Spread", "figures_of", "link_bytes", "predict_delta"]
+__all__ = ["PlanFigures", "Spread", "figures_of", "link_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,38 +188,3 @@ def _spread(ranks: Iterable[int], bytes_of: Callable[[int], int]) -> Spread:
         busiest=min(rank for rank, nbytes in each.items() if nbytes == most),
         ranks=len(each),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """When to send changed elements only."""
-
-    changed: float
-    """Fraction of the elements that changed."""
-
-    wire: float
-    """Bytes of the delta over bytes of all: each changed element with a 4-byte index."""
-
-    break_even_gbps: float
-    """Bandwidth of a link below which the delta is faster; 0 where it never is."""
-
-
-_INDEX_BYTES = 4
-
-
-def predict_delta(plan: RefitPlan, *, changed: float, compare_bytes_per_s: float) -> Delta:
-    """When a delta of a fraction `changed` wins, if finding what changed reads `compare_bytes_per_s`.
-
-    A link of B bytes/s carries S bytes in S/B. A delta first compares, S/R, then carries w·S, where w = changed ·
-    (itemsize + 4)/itemsize: it wins below B = R·(1 - w), whatever S.
-    """
-    sizes = Counter({1: 0})
-    for meta in plan.sink.tensors:
-        if meta.travels:
-            sizes[meta.torch_dtype.itemsize] += meta.total_bytes
-    all_bytes = sum(sizes.values())
-    with_indices = sum(nbytes * (size + _INDEX_BYTES) / size for size, nbytes in sizes.items())
-    wire = changed * with_indices / all_bytes if all_bytes else 0.0
-    # bytes/s to Gb/s
-    break_even_gbps = max(0.0, compare_bytes_per_s * (1 - wire)) * 8 / 1e9
-    return Delta(changed=changed, wire=wire, break_even_gbps=break_even_gbps)

@@ -140,11 +140,14 @@ class Versions:
         self._written = [*(other for other in self._written if other != version), version]
 
     def delete_old(self) -> None:
-        """Delete all but the newest, which by now have served."""
+        """Delete all but the newest, which by now have served; what cannot be deleted is tried again the next time."""
         for version in self._written[: -self._keep]:
             assert self._source_rank is not None
-            self.directory.forget(version, self._source_rank)
-        self._written = self._written[-self._keep :]
+            try:
+                self.directory.forget(version, self._source_rank)
+            except OSError:  # the refit is over, and was good: a disk that fills up is found by the next one
+                continue
+            self._written.remove(version)
 
 
 def store_of(channel: Channel) -> Store:

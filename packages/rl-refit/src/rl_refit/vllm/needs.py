@@ -161,7 +161,8 @@ def _explain(answers: Sequence[Answer], manifest: Manifest, unreadable: Mapping[
         lines += [f"  declared constant: {name}" for name in (*answer["never"], *answer["partial"])]
         lines += [f"  padded: {name}" for name in answer["padded"]]
         lines += [f"  cast to {dtype}: {name}" for name, dtype in answer["casts"].items()]
-        lines += [f"  tied: {name} -> {root}" for name, root in answer["ties"].items()]
+        ties = {name: root for name, root in answer["ties"].items() if name not in answer["derived"]}
+        lines += [f"  tied: {name} -> {root}" for name, root in ties.items()]
     reasons: dict[str, list[str]] = {}
     for name, why in unreadable.items():
         reasons.setdefault(why, []).append(name)

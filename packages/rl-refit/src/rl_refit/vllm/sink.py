@@ -47,7 +47,8 @@ class VllmSink:
 
     Costs the weights once more in shared memory of the host, whatever the number of workers. One thread at a time. The
     first `prepare` for a source takes the engine's attention for as long as its model class takes to construct without
-    memory; later ones, and staging, none.
+    memory; later ones, and staging, none. Whoever generates asks `check` first: an engine of rl-generation does when it
+    is made with `ready=sink.check`.
 
     Args:
         engine: A `vllm.LLM` or an `AsyncLLM`, made with `worker_extension_cls=WORKER_EXTENSION`; its workers are
