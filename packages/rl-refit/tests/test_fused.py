@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, Region, plan_refit
 from rl_refit.fused import fused_gate_up, fused_qkv, padded_vocabulary, sharded, stacked_experts
-from rl_refit.trace import trace
+from rl_refit.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from toy_engine import HuggingFace, Shape, ToyEngine, checkpoint, manifest

@@ -104,7 +104,10 @@ def test_swap_refuses_what_it_would_tear():
     part.register_buffer("part", base[:2])
     twice.register_buffer("one", base)
     twice.register_buffer("other", base.view(4, 3))
-    for module, complaint in [(part, "'part' is part of a larger tensor"), (twice, "'other' shares the memory of 'one'")]:
+    for module, complaint in [
+        (part, "'part' is part of a larger tensor"),
+        (twice, "'other' shares the memory of 'one'"),
+    ]:
         sink = ModuleSink(module, mode="swap")
         with pytest.raises(RefitError, match=complaint):
             sink.prepare(sink.manifest())
@@ -157,7 +160,7 @@ def test_weights_that_are_not_what_was_committed_poison_the_sink_and_the_version
     spoil.append(True)
     sink = ModuleSink(engine, on_commit=spoil_once)
     refit = Refit(ModuleSource(linear(2.0)), sink)
-    with pytest.raises(DigestError, match="1 tensors are not in the engine after the commit as source 0 sent them:\n  bias"):
+    with pytest.raises(DigestError, match="not in the engine after the commit as source 0 sent them:\n  bias"):
         refit(version=1)
     with pytest.raises(PoisonedError, match="could not be confirmed after the commit: DigestError"):
         sink.check()

@@ -17,24 +17,26 @@ import rl_refit
 README = Path(__file__).parents[1] / "README.md"
 
 SIGNATURES = {
+    "Layout.from_boxes": "(boxes)",
     "Layout.from_placements": "(mesh_shape, placements, *, ranks)",
     "Layout.from_tensor": "(tensor)",
     "Manifest.hash": "(self)",
-    "ModuleSink": "(module, *, on_commit)",
-    "ModuleSource": "(module, *, rename)",
-    "Refit": "(source, sink, *, bucket_bytes, buckets, deadline_s, verify)",
+    "ModuleSink": "(module, *, mode, on_commit, rename, bindings, derived, constant)",
+    "ModuleSource": "(module, *, rename, bindings, exclude)",
+    "Refit": "(source, sink, transport, *, rendezvous, bucket_bytes, buckets, deadline_s, verify)",
     "Refit.__call__": "(self, version)",
+    "Refit.receive": "(self, *, timeout_s)",
     "RefitPlan.bytes_received": "(self, rank)",
     "RefitPlan.explain": "(self, *, bucket_bytes)",
     "RefitPlan.lower_bound": "(self, rank)",
     "WeightSink.abort": "(self)",
     "WeightSink.commit": "(self, version)",
-    "WeightSink.digest": "(self)",
+    "WeightSink.digest": "(self, regions)",
     "WeightSink.prepare": "(self, manifest)",
-    "WeightSink.stage": "(self, region, tensor)",
+    "WeightSink.stage": "(self, region, tensor, *, stays)",
     "WeightSource.manifest": "(self)",
     "WeightSource.shards": "(self, names)",
-    "plan_refit": "(source, sink)",
+    "plan_refit": "(source, sink, topology)",
 }
 
 

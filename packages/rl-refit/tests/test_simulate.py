@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import plan_refit
-from rl_refit.simulate import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Parallelism, Workload, simulate
-from rl_refit.simulate.crossovers import crossovers_of
-from rl_refit.simulate.floor import floor_of
-from rl_refit.simulate.models import SimulatedModel
-from rl_refit.simulate.traffic import traffic_of
+from rl_refit.simulator import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Parallelism, Workload, simulate
+from rl_refit.simulator.crossovers import crossovers_of
+from rl_refit.simulator.floor import floor_of
+from rl_refit.simulator.models import SimulatedModel
+from rl_refit.simulator.traffic import traffic_of
 
 TINY = SimulatedModel(
     name="tiny",

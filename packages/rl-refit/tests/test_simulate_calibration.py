@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rl_refit.simulate.calibration import compare, errors_of
-from rl_refit.simulate.costs import CALIBRATED
-from rl_refit.simulate.published import NOT_PREDICTED, ROWS
-from rl_refit.simulate.report import calibration_as_text, calibration_errors
+from rl_refit.simulator.calibration import compare, errors_of
+from rl_refit.simulator.costs import CALIBRATED
+from rl_refit.simulator.published import NOT_PREDICTED, ROWS
+from rl_refit.simulator.report import calibration_as_text, calibration_errors
 
 
 @pytest.fixture(scope="module")

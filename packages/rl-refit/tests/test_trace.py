@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rl_refit import Layout, Manifest, RefitError, Region, TensorMeta
-from rl_refit.trace import trace
+from rl_refit.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from toy_engine import HuggingFace, Shape, ToyEngine, checkpoint, manifest

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_refit.trace.strided import Loop, Piece, join_pieces, pieces_of_loops, row_major
+from rl_refit.tracing.strided import Loop, Piece, join_pieces, pieces_of_loops, row_major
 
 
 def visited(loops, start, memory):

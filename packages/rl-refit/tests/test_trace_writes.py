@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rl_refit import Layout, Manifest, RefitError, Region, TensorMeta
-from rl_refit.trace import trace, trace_writes
+from rl_refit.tracing import trace, trace_writes
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from toy_engine import Shape, ToyEngine, manifest

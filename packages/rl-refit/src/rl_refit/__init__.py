@@ -1,9 +1,13 @@
 """Fresh policy weights into a running engine as a transaction: all of them verified, or none.
 
-Knows tensors, names and layouts; does not know trainers, engines or networks. Needs torch alone.
+Knows tensors, names and layouts; does not know trainers, engines or networks. Needs torch alone. What moves the bytes
+between processes, and what only explains or predicts, is loaded when its name is first used.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rl_refit.bindings import Binding
 from rl_refit.config import RefitConfig
@@ -27,20 +31,54 @@ from rl_refit.report import RefitReport
 from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource, StateDictSource
 from rl_refit.topology import Topology
+from rl_refit.transports.base import Transport
+
+if TYPE_CHECKING:
+    from rl_refit.delta.transport import DeltaFiles
+    from rl_refit.simulator import simulate
+    from rl_refit.tracing import trace, trace_writes
+    from rl_refit.transports.broadcast import Broadcast
+    from rl_refit.transports.cuda_ipc import CudaIpc
+    from rl_refit.transports.files import Files
+    from rl_refit.transports.offline import read_version, write_version
+    from rl_refit.transports.point_to_point import PointToPoint
+    from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+    from rl_refit.vllm.sink import VllmSink
+
+_HOMES = {
+    "Broadcast": "transports.broadcast",
+    "CudaIpc": "transports.cuda_ipc",
+    "DeltaFiles": "delta.transport",
+    "Files": "transports.files",
+    "PointToPoint": "transports.point_to_point",
+    "SharedMemory": "transports.shared_memory",
+    "SharedMemoryRing": "transports.shared_memory",
+    "VllmSink": "vllm.sink",
+    "read_version": "transports.offline",
+    "simulate": "simulator",
+    "trace": "tracing",
+    "trace_writes": "tracing",
+    "write_version": "transports.offline",
+}
 
 __all__ = [
     "AbortedError",
     "Binding",
+    "Broadcast",
     "Coverage",
     "CoverageError",
+    "CudaIpc",
     "DeadlineError",
+    "DeltaFiles",
     "Digest",
     "DigestError",
+    "Files",
     "Layout",
     "Manifest",
     "ModuleSink",
     "ModuleSource",
     "PeerError",
+    "PointToPoint",
     "PoisonedError",
     "Refit",
     "RefitConfig",
@@ -50,13 +88,32 @@ __all__ = [
     "Region",
     "Rendezvous",
     "Route",
+    "SharedMemory",
+    "SharedMemoryRing",
     "StateDictSource",
     "TensorMeta",
     "Topology",
+    "Transport",
+    "VllmSink",
     "WeightSink",
     "WeightSource",
     "digest_regions",
     "digest_tensor",
     "merge_manifests",
     "plan_refit",
+    "read_version",
+    "simulate",
+    "trace",
+    "trace_writes",
+    "write_version",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"rl_refit.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

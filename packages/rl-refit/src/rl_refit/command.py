@@ -20,7 +20,7 @@ __all__ = ["main"]
 PROGRAM = "python -m rl_refit"
 COMMANDS = {
     "explain": ("rl_refit.explain.command", "what a refit would move, from whom to whom, and what nobody feeds"),
-    "simulate": ("rl_refit.simulate.command", "predict a refit on many GPUs, beside what physics allows"),
+    "simulate": ("rl_refit.simulator.command", "predict a refit on many GPUs, beside what physics allows"),
 }
 
 

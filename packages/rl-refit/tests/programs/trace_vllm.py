@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rl_refit import Layout, Manifest, Region, TensorMeta
-from rl_refit.trace import trace, trace_writes
+from rl_refit.tracing import trace, trace_writes
 
 
 def check(model, tensors):

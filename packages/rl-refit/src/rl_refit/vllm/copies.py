@@ -1,6 +1,6 @@
 """Which plain copies a loader makes of its source tensors, and into what else their values go.
 
-Knows torch alone. Beside `rl_refit.trace`, which says what is written at all: here is where a source tensor lies
+Knows torch alone. Beside `rl_refit.tracing`, which says what is written at all: here is where a source tensor lies
 afterwards, what is written without a source, and whether two of them are written to the same place.
 """
 

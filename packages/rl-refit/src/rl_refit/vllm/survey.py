@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from rl_refit.errors import RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.trace import WriteCoverage, trace_writes
+from rl_refit.tracing import WriteCoverage, trace_writes
 from rl_refit.vllm.copies import Copies, Place, box_within, storage_of
 
 if TYPE_CHECKING:

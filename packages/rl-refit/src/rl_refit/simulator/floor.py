@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rl_refit.layout import Layout, Region
-from rl_refit.simulate.workload import Stack, Workload
+from rl_refit.simulator.workload import Stack, Workload
 
 __all__ = ["Floor", "NodeFloor", "floor_of"]
 

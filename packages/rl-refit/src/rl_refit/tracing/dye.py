@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.trace.code import Code, mark, values_held
-from rl_refit.trace.element_map import Numbering, find_pieces, find_regions
-from rl_refit.trace.engine_memory import EngineMemory, read_memory
-from rl_refit.trace.loader_map import LoaderMap, TracedTensor
-from rl_refit.trace.readings import FILLED, NEVER_WRITTEN, Readings
+from rl_refit.tracing.code import Code, mark, values_held
+from rl_refit.tracing.element_map import Numbering, find_pieces, find_regions
+from rl_refit.tracing.engine_memory import EngineMemory, read_memory
+from rl_refit.tracing.loader_map import LoaderMap, TracedTensor
+from rl_refit.tracing.readings import FILLED, NEVER_WRITTEN, Readings
 
 __all__ = ["LoadWeights", "trace"]
 

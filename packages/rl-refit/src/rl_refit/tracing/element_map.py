@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
-from rl_refit.trace.strided import Loop, Piece, join_pieces, pieces_of_loops
+from rl_refit.tracing.strided import Loop, Piece, join_pieces, pieces_of_loops
 
 __all__ = ["Numbering", "find_pieces", "find_regions"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl_refit.trace.dye import trace
-from rl_refit.trace.loader_map import LoaderMap
-from rl_refit.trace.writes import WriteCoverage, trace_writes
+from rl_refit.tracing.dye import trace
+from rl_refit.tracing.loader_map import LoaderMap
+from rl_refit.tracing.writes import WriteCoverage, trace_writes
 
 __all__ = ["LoaderMap", "WriteCoverage", "trace", "trace_writes"]

@@ -11,14 +11,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_refit.simulate.costs import CALIBRATED, Costs
-from rl_refit.simulate.hardware import HARDWARE
-from rl_refit.simulate.models import MODELS
-from rl_refit.simulate.parallelism import Parallelism
-from rl_refit.simulate.predict import Options, Simulation, predict
-from rl_refit.simulate.published import ROWS, PublishedRow
-from rl_refit.simulate.schemes import SCHEMES
-from rl_refit.simulate.workload import Workload
+from rl_refit.simulator.costs import CALIBRATED, Costs
+from rl_refit.simulator.hardware import HARDWARE
+from rl_refit.simulator.models import MODELS
+from rl_refit.simulator.parallelism import Parallelism
+from rl_refit.simulator.predict import Options, Simulation, predict
+from rl_refit.simulator.published import ROWS, PublishedRow
+from rl_refit.simulator.schemes import SCHEMES
+from rl_refit.simulator.workload import Workload
 
 __all__ = ["Comparison", "Errors", "compare", "compare_row", "errors_of"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rl_refit.layout import Region
-from rl_refit.trace.element_map import find_regions
-from rl_refit.trace.strided import Loop, pieces_of_loops
+from rl_refit.tracing.element_map import find_regions
+from rl_refit.tracing.strided import Loop, pieces_of_loops
 
 __all__ = ["Write", "unwritten"]
 

@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rl_refit.simulate.calibration import Comparison, Errors, errors_of
-from rl_refit.simulate.costs import CALIBRATED
-from rl_refit.simulate.crossovers import crossovers_of
-from rl_refit.simulate.predict import Simulation
-from rl_refit.simulate.published import NOT_PREDICTED
+from rl_refit.simulator.calibration import Comparison, Errors, errors_of
+from rl_refit.simulator.costs import CALIBRATED
+from rl_refit.simulator.crossovers import crossovers_of
+from rl_refit.simulator.predict import Simulation
+from rl_refit.simulator.published import NOT_PREDICTED
 
 __all__ = ["as_dict", "as_text", "calibration_as_dict", "calibration_as_text"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rl_refit.bindings import Binding
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
-from rl_refit.trace.engine_memory import read_memory
-from rl_refit.trace.strided import Piece
+from rl_refit.tracing.engine_memory import read_memory
+from rl_refit.tracing.strided import Piece
 
 __all__ = ["LoaderMap", "TracedTensor"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_refit.trace.code import Code, marked, values_held
+from rl_refit.tracing.code import Code, marked, values_held
 
 __all__ = ["FILLED", "NEVER_WRITTEN", "Readings"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_refit.errors import RefitError
-from rl_refit.trace.engine_memory import storage_id
-from rl_refit.trace.written import Write
+from rl_refit.tracing.engine_memory import storage_id
+from rl_refit.tracing.written import Write
 
 __all__ = ["Recorder"]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from rl_refit.simulate.costs import CALIBRATED, Costs
-from rl_refit.simulate.hardware import HARDWARE, Hardware
-from rl_refit.simulate.models import MODELS, SimulatedModel
-from rl_refit.simulate.parallelism import Parallelism
-from rl_refit.simulate.predict import Options, Simulation, predict
-from rl_refit.simulate.schemes import SCHEMES
-from rl_refit.simulate.workload import Wire, Workload
+from rl_refit.simulator.costs import CALIBRATED, Costs
+from rl_refit.simulator.hardware import HARDWARE, Hardware
+from rl_refit.simulator.models import MODELS, SimulatedModel
+from rl_refit.simulator.parallelism import Parallelism
+from rl_refit.simulator.predict import Options, Simulation, predict
+from rl_refit.simulator.schemes import SCHEMES
+from rl_refit.simulator.workload import Wire, Workload
 
 __all__ = [
     "CALIBRATED",

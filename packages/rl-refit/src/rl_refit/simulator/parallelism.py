@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from rl_refit.layout import Layout
-from rl_refit.simulate.models import ModelTensor, SimulatedModel
+from rl_refit.simulator.models import ModelTensor, SimulatedModel
 
 __all__ = ["AXES", "Parallelism"]
 

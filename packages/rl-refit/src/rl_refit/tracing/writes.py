@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.trace.engine_memory import read_memory
-from rl_refit.trace.recorder import Recorder
-from rl_refit.trace.written import unwritten
+from rl_refit.tracing.engine_memory import read_memory
+from rl_refit.tracing.recorder import Recorder
+from rl_refit.tracing.written import unwritten
 
 __all__ = ["WriteCoverage", "trace_writes"]
 

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.simulate.models import ModelTensor, SimulatedModel
-from rl_refit.simulate.parallelism import Parallelism
+from rl_refit.simulator.models import ModelTensor, SimulatedModel
+from rl_refit.simulator.parallelism import Parallelism
 from rl_refit.topology import Topology
 
 __all__ = ["Stack", "Wire", "Workload"]

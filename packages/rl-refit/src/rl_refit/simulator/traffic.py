@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from rl_refit.plan import RefitPlan, plan_refit
-from rl_refit.simulate.workload import Workload
+from rl_refit.simulator.workload import Workload
 
 __all__ = ["Traffic", "traffic_of"]
 
