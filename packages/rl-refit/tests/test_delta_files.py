@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from files_parties import Parties, manifest_of, new_weights, trained
 
 from rl_refit import DigestError, RefitError
+from rl_refit.delta import codec
 from rl_refit.delta import transport as delta_transport
 from rl_refit.delta.base_copy import BaseCopy
 from rl_refit.delta.transport import DeltaFiles
@@ -158,6 +159,25 @@ def test_a_copy_that_rotted_is_noticed_named_and_replaced(tmp_path):
     assert isinstance(error, DigestError)
     assert str(error).startswith("tall: this is not the base of the delta")
     assert refit.sinks[0].sink.has(weights)
+    refit.commit(2, trained(weights, 2))
+    assert bases(refit) == [None]
+
+
+def test_a_copy_that_was_torn_in_the_middle_of_a_box_is_sent_whole_again(tmp_path, monkeypatch):
+    refit, weights = parties(tmp_path, ((1, None), (1, None))), new_weights(1)
+    refit.commit(1, weights)
+    mine = {tensor.data_ptr() for tensor in refit.sinks[0].transport._taken[0].tensors.values()}
+    exchange = codec._exchange_segment
+
+    def interrupted(words, payload, segment):
+        exchange(words, payload, segment)
+        if words.data_ptr() in mine:
+            raise OSError("the process was shaken")
+
+    monkeypatch.setattr(codec, "_exchange_segment", interrupted)
+    refit.give(trained(weights, 1))
+    assert isinstance(raised(refit.refit(2)), OSError)
+    monkeypatch.undo()
     refit.commit(2, trained(weights, 2))
     assert bases(refit) == [None]
 

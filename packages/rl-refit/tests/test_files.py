@@ -128,6 +128,15 @@ def test_a_sink_that_waits_in_vain_says_for_whom_and_what_it_found(tmp_path):
     assert str(error).endswith(f"{tmp_path}/version-1/source-0-of-2.COMPLETE: a marker of refit 1 of another run")
 
 
+def test_a_sink_does_not_take_what_an_aborted_refit_left(tmp_path):
+    refit = parties(tmp_path, ((1, None), (1, None)))
+    sinks, refit.sinks = refit.sinks, []
+    assert refit.refit(1) == [None]
+    refit.sources, refit.sinks, refit.deadline_s = [], sinks, 0.3
+    (error,) = refit.refit(1)
+    assert str(error).endswith("COMPLETE: a marker of refit 1 of this run")
+
+
 def damaged(tmp_path, monkeypatch, damage):
     """What a sink says when `damage` is done to a directory between the marker and its eyes."""
     refit = parties(tmp_path, ((1, None), (1, None)))

@@ -76,7 +76,7 @@ def test_importing_it_imports_nothing_beside_torch_and_the_standard_library():
 
 
 def test_no_pickle_is_imported_anywhere():
-    for path in Path(rl_refit.__file__).parent.glob("*.py"):
+    for path in Path(rl_refit.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             assert not {"pickle", "marshal", "shelve", "save", "load"} & set(names), path

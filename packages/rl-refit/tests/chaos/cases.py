@@ -12,7 +12,8 @@ A case is plain data, so that it travels as JSON. `expect` says, for who survive
 from __future__ import annotations
 
 MODES = ("staged", "swap", "in_place")
-TRANSPORTS = ("SharedMemory", "SharedMemoryRing", "PointToPoint", "Broadcast")
+WIRES = ("SharedMemoryRing", "PointToPoint", "Broadcast")
+TRANSPORTS = ("SharedMemory", *WIRES, "Files", "DeltaFiles")
 
 BEFORE_BYTES = ("source is asked for its manifest", "sink prepares", "before 'prepared' is said", "transfer begins")
 UNDECIDED = {
@@ -77,7 +78,6 @@ def deaths_elsewhere():
             for action in ("kill", "stop"):
                 verb = {"kill": "dies", "stop": "stops"}[action]
                 more = {"transport": transport, "mode": mode, "next": "fresh" if action == "kill" else None}
-                torn = engines(mode, bytes_moved=True)
                 yield case(
                     f"source {verb}",
                     "source 0, piece 5",
@@ -92,7 +92,7 @@ def deaths_elsewhere():
                     **more,
                     sources=2,
                     sinks=2,
-                    engines=torn,
+                    engines=["old", "poisoned"] if mode == "in_place" else ["old"],
                 )
                 yield case(
                     f"sink {verb}",
@@ -230,8 +230,7 @@ def wire():
                 blame=["staged a second time"],
                 kinds=["RefitError"],
             )
-        if transport == "SharedMemory":
-            continue
+    for transport in WIRES:
         for action in ("drop", "duplicate", "reorder"):
             yield case(
                 f"bucket {action}",
@@ -243,6 +242,41 @@ def wire():
                 blame=["bucket"],
                 next="same" if transport == "SharedMemoryRing" else "broken",
             )
+
+
+def files():
+    """What may happen to a file before others read it."""
+    for transport in ("Files", "DeltaFiles"):
+        for action, kinds, words in (
+            ("flip", ["DigestError", "RefitError"], []),
+            ("truncate", ["RefitError"], ["partial or foreign"]),
+            ("lose", ["DeadlineError"], ["nothing"]),
+            ("stale base", ["RefitError", "DigestError"], ["base"]),
+            ("kill", ["PeerError"], ["source 0"]),
+            ("raise", ["AbortedError"], ["ChaosError"]),
+        ):
+            if action == "stale base" and transport == "Files":
+                continue
+            yield case(
+                f"file: {action}",
+                "before its marker is written",
+                ("source 0", "file is written", action),
+                transport=transport,
+                sinks=2,
+                kinds=kinds,
+                blame=words,
+                next="fresh" if action == "kill" else "same",
+            )
+        yield case(
+            "disk is full",
+            "no more than 4 KiB",
+            ("source 0", "call", "full disk"),
+            transport=transport,
+            sinks=2,
+            kinds=["RefitError"],
+            blame=["source-0-of-1"],
+            next="same",
+        )
 
 
 def raising():
@@ -263,7 +297,7 @@ def raising():
                 for mode in MODES:
                     moved = point not in BEFORE_BYTES and "manifest" not in point and "prepares" not in point
                     states = engines(mode, bytes_moved=moved)
-                    if mode == "in_place" and point == "piece leaves":
+                    if mode == "in_place" and party == "source 0":  # the sink may hear of it before its first byte
                         states = ["old", "poisoned"]
                     yield case(
                         f"{action} in a {party.split()[0]}",
@@ -427,7 +461,19 @@ def colocated():
 
 def everything():
     """All cases, of unique names."""
-    sets = (deaths, deaths_elsewhere, store_host, in_doubt, wire, raising, disagreement, absence, space, colocated)
+    sets = (
+        deaths,
+        deaths_elsewhere,
+        store_host,
+        in_doubt,
+        wire,
+        files,
+        raising,
+        disagreement,
+        absence,
+        space,
+        colocated,
+    )
     cases = {made["name"]: made for cases in sets for made in cases()}
     return list(cases.values())
 

@@ -9,22 +9,26 @@ import faulthandler
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import time
 
 import torch
-from points import ChaosSink, ChaosSource, Fault, wrap_buckets, wrap_control, wrap_transport, wrap_wire
+from points import ChaosSink, ChaosSource, Fault, wrap_buckets, wrap_control, wrap_files, wrap_transport, wrap_wire
 from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous
+from rl_refit.delta.transport import DeltaFiles
 from rl_refit.transports.broadcast import Broadcast
+from rl_refit.transports.files import Files
 from rl_refit.transports.point_to_point import PointToPoint
 from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
 
 LAYERS, HIDDEN = 6, 32
 BUCKET_BYTES = 4608  # a layer: a weight of 4096 bytes, a bias of 128, and what aligns them
 IN_MEMORY = {"SharedMemory": SharedMemory, "SharedMemoryRing": SharedMemoryRing}
+IN_FILES = {"Files": Files, "DeltaFiles": DeltaFiles}
 OVER_GROUPS = {"PointToPoint": PointToPoint, "Broadcast": Broadcast}
 
 
@@ -39,6 +43,11 @@ def set_weights(module, generator):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def limit_files(nbytes):
+    """No file of this process may become larger, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
 def change_manifest(module, how):
@@ -73,6 +82,7 @@ class Party:
             self.source = ChaosSource(ModuleSource(self.module), self.fault)
         wrap_buckets(self.fault)
         wrap_wire(self.fault)
+        wrap_files(self.fault)
 
     def on_commit(self, version):
         self.fault.at("engine takes the weights")
@@ -113,7 +123,10 @@ class Party:
 
     def transport(self):
         name, directory = self.spec["transport"], self.spec["directory"]
-        made = IN_MEMORY[name](directory=directory) if name in IN_MEMORY else OVER_GROUPS[name]()
+        if name in IN_FILES:
+            made = IN_FILES[name](f"{self.spec['files']}/{self.rendezvous.name}")
+        else:
+            made = IN_MEMORY[name](directory=directory) if name in IN_MEMORY else OVER_GROUPS[name]()
         wrap_transport(made, self.fault, self.source)
         return made
 
@@ -137,6 +150,7 @@ class Party:
             del error
         result["ended"] = time.monotonic()
         self.fault.armed = False
+        limit_files(resource.RLIM_INFINITY)
         gc.collect()
         return result | self.state()
 
@@ -147,7 +161,9 @@ class Party:
             change_manifest(self.module, self.fault.action)
         elif self.fault.point == "call":
             self.tell_fault()
-            if self.fault.action == "kill":
+            if self.fault.action == "full disk":
+                limit_files(4096)
+            elif self.fault.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.fault.action == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -204,9 +220,7 @@ def main(spec, commands, answer):
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     if spec.get("file_bytes"):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (spec["file_bytes"], spec["file_bytes"]))
+        limit_files(spec["file_bytes"])
     status = 1
     try:
         Party(spec, answer).obey(commands)

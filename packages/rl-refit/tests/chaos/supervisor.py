@@ -156,6 +156,7 @@ def start(case, name, ranks, scratch, *, faulty):
         if key in case
     }
     spec |= ranks | {"num_sources": case["sources"], "num_sinks": case["sinks"], "directory": str(scratch / "memory")}
+    spec["files"] = str(scratch / "files")
     if faulty:
         spec |= case.get("settings", {}).get(name, {})
         spec |= {"fault": case["fault"]} if case["fault"]["party"] == name else {}

@@ -145,7 +145,7 @@ class Outbox:
             for piece in bucket:
                 name = piece.region.name
                 if name not in boxes:
-                    boxes[name] = self.schedule.plan.source.by_name[name].regions()[stream.source_rank]
+                    boxes[name] = self.schedule.plan.source.by_name[name].regions_on(stream.source_rank)
                 box = next(box for box in boxes[name] if box.intersect(piece.region) == piece.region)
                 cuts.append(_Cut(number, piece, box, piece.region.index_within(box)))
         return tuple(cuts)
@@ -189,7 +189,7 @@ class Inbox:
         """Stage what this rank needs of `region`, given as `tensor` of its shape."""
         self.watch.tensor = region.name
         if region not in self._wanted:
-            mine = self.schedule.plan.sink.by_name[region.name].regions().get(self.sink_rank, ())
+            mine = self.schedule.plan.sink.by_name[region.name].regions_on(self.sink_rank)
             self._wanted[region] = tuple(part for part in map(region.intersect, mine) if part is not None)
         for part in self._wanted[region]:
             view = tensor if part == region else tensor[part.index_within(region)]
