@@ -57,6 +57,17 @@ def test_the_first_version_goes_whole_and_the_others_as_deltas_of_the_last(tmp_p
         assert set(bases(refit)) == {expected}
 
 
+def test_a_source_asks_only_the_sink_ranks_that_take_from_it(tmp_path):
+    """Rows to the same rows: each rank of the sink needs one source, and says nothing to the other."""
+    rows = {"tall": (torch.float32, (9, 2))}
+    refit = Parties(
+        lambda: DeltaFiles(tmp_path), manifest_of(3, 0, rows), manifest_of(3, 0, rows), new_weights(0, rows)
+    )
+    for version in (1, 2):
+        refit.commit(version, new_weights(version, rows))
+    assert bases(refit) == ["version 1 (refit 1)"] * 3
+
+
 def test_an_unchanged_version_costs_headers_only_and_a_new_one_no_more_than_whole(tmp_path):
     big = {"w": (torch.bfloat16, (300, 1000))}
     refit = Parties(

@@ -120,7 +120,7 @@ def test_a_store_that_is_silent_is_an_error_and_what_was_asked_of_it_is_done_whe
     assert bounded.compare_set("decision", "", "commit") == b"commit"
     assert bounded.compare_set("decision", "", "abort") == b"commit"
     assert bounded.delete_key("decision")
-    assert not bounded.check("decision")
+    assert not bounded.check(["decision"])
     bounded.close()
 
 

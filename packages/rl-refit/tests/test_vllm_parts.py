@@ -141,6 +141,7 @@ WHOLE = {
     "never": [],
     "partial": {},
     "unreadable": {},
+    "repaired": False,
 }
 
 

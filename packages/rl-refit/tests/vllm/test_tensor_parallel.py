@@ -1,6 +1,7 @@
 """Two workers, tensor parallel, in processes of their own: each takes its shard from the same memory, or none does."""
 
 import os
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -88,3 +89,15 @@ def test_the_bank_is_in_memory_once_and_has_no_name(sink):
     processes = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
     mapped = [tiny.shared_files(process).get(inode) for process in processes]
     assert mapped.count("(deleted)") == 3
+
+
+def test_a_worker_that_dies_ends_the_commit_and_poisons(llm, sink):
+    """The last test of this engine."""
+    sink = VllmSink(llm, timeout_s=10)
+    refits = [Refit(source(seed), sink) for seed in (OLD, NEW)]
+    refits[0](version=0)
+    os.kill(llm.collective_rpc("process_id")[1], signal.SIGKILL)
+    with pytest.raises((RefitError, RuntimeError, TimeoutError)):
+        refits[1](version=1)
+    with pytest.raises(PoisonedError, match="the commit of version 1 failed with"):
+        sink.check()

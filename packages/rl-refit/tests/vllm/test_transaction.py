@@ -22,7 +22,7 @@ from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.source import StateDictSource
 from rl_refit.transports.shared_memory import SharedMemory
-from rl_refit.vllm import WORKER_EXTENSION, VllmSink
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink, cpu_workarounds
 
 OLD, NEW = 0, 1
 
@@ -190,7 +190,9 @@ def test_a_trainer_in_another_process_refits_the_engine(llm, served, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=inherited()) as trainer:
         for version, seed in enumerate((NEW, OLD)):
             meeting = Rendezvous(f"file://{tmp_path}/store-{version}", num_sources=1, num_sinks=1, sink_rank=0)
-            report = Refit(sink=sink, transport=SharedMemory(), rendezvous=meeting).receive(timeout_s=120)
+            refit = Refit(sink=sink, transport=SharedMemory(), rendezvous=meeting)
+            report = refit.receive(timeout_s=120)
+            refit.close()
             assert trainer.stdout.readline().strip() == report.digest
             assert tiny.same(tiny.generate(llm), served("qwen3", seed))
 
@@ -268,6 +270,14 @@ def test_nothing_is_cast_unless_asked_for(llm, sink, served):
     Refit(weights, sink)(version=100)
     assert f"  cast to float32: {name}" in sink.explain()
     assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
+def test_a_release_of_which_nothing_is_known_is_refused_on_a_cpu(llm, sink, monkeypatch):
+    monkeypatch.setattr(cpu_workarounds, "SEEN_IN", ("0.30", "0.31"))
+    with pytest.raises(
+        RefitError, match=r"reload of vLLM 0\.30 and 0\.31 leaves .* whether that of 0\.32.* is not known"
+    ):
+        VllmSink(llm).prepare(source(NEW).manifest())
 
 
 def test_an_engine_without_the_worker_is_refused_with_what_to_do(checkpoints):

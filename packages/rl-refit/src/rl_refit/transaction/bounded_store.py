@@ -1,8 +1,8 @@
 """A store whose calls end: with their answer, or with an error after a number of seconds.
 
-Knows no keys and no parties. Torch's own clients wait without end for a host that is stopped, and hold no lock that
-anybody else could break. So one thread asks, and whoever wants to know waits for it no longer than `limit_s`. What was
-asked of a silent store stays asked: it is done as soon as the store is back.
+Knows no keys and no parties. Torch's own clients wait without end for a host that is stopped, and nobody else can end
+that. So one thread asks, and whoever wants to know waits for it no longer than `limit_s`. What was asked of a silent
+store stays asked: it is done as soon as the store is back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, final
 
-from rl_refit.stores import Store
+from rl_refit.stores import PrefixStore, Store
 
 __all__ = ["BoundedStore", "SilentStoreError"]
 
@@ -26,48 +26,68 @@ class SilentStoreError(RuntimeError):
 
 
 @final
-class BoundedStore:
-    """The calls of a store that a refit needs; for one thread at a time.
+class BoundedStore(Store):
+    """The calls of a store that a refit needs, for one thread at a time.
 
     Args:
         store: Whose calls they are.
         limit_s: Seconds that one of them may take.
+        line: Who asks; by default a thread of its own.
     """
 
-    def __init__(self, store: Store, *, limit_s: float) -> None:
-        self.store = store
+    def __init__(self, store: Store, *, limit_s: float, line: _Line | None = None) -> None:
+        super().__init__()
+        self._store: Any = store
         self._limit_s = limit_s
-        self._asked: _Questions = SimpleQueue()
-        self._late: _Answer | None = None
-        threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="rl-refit store").start()
+        self._line = line or _Line(limit_s)
 
-    def check(self, key: str) -> bool:
-        """Whether a key is set."""
-        return self._ask(lambda: bool(self.store.check([key])))
+    def namespace(self, name: str) -> BoundedStore:
+        """The same store under keys of its own, asked by the same thread."""
+        return BoundedStore(PrefixStore(name, self._store), limit_s=self._limit_s, line=self._line)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of `keys` are set."""
+        return bool(self._line.ask(lambda: self._store.check(keys)))
 
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
-        return self._ask(lambda: bytes(self.store.get(key)))
+        return bytes(self._line.ask(lambda: self._store.get(key)))
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._ask(lambda: self.store.set(key, value))
+        self._line.ask(lambda: self._store.set(key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key that has the value `expected`, or none where that is empty; return what it has then."""
-        return self._ask(lambda: bytes(self.store.compare_set(key, expected, desired)))
+        return bytes(self._line.ask(lambda: self._store.compare_set(key, expected, desired)))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key."""
-        return self._ask(lambda: self.store.delete_key(key))
+        return bool(self._line.ask(lambda: self._store.delete_key(key)))
+
+    def clone(self) -> Store:
+        """Torch's own store with a connection of its own, for another thread; its calls are not bounded."""
+        clone: Store = self._store.clone()
+        return clone
 
     def close(self) -> None:
         """End the thread, once it has asked what is asked already."""
-        self._asked.put(None)
+        self._line.asked.put(None)
 
-    def _ask(self, call: Callable[[], _T]) -> _T:
+
+@final
+class _Line:
+    """The thread that asks, and what it has been given to ask."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.asked: _Questions = SimpleQueue()
+        self._limit_s = limit_s
+        self._late: _Answer | None = None
+        threading.Thread(target=_answer, args=(self.asked,), daemon=True, name="rl-refit store").start()
+
+    def ask(self, call: Callable[[], _T]) -> _T:
         answer: _Answer = SimpleQueue()
-        self._asked.put((call, answer))
+        self.asked.put((call, answer))
         if self._late is not None and self._late.empty():
             raise SilentStoreError(f"still no answer after {self._limit_s} s: its host is stopped or cut off")
         self._late = None

@@ -150,6 +150,11 @@ class Control:
         with self._reaching():
             self._set(self._key(key), value)
 
+    def is_said(self, key: str) -> bool:
+        """Whether a key of this refit is set."""
+        with self._reaching():
+            return bool(self._get(self._key(key)))
+
     def read(self, key: str, watch: Watch, *, peer: str) -> Any:
         """Wait for a key of this refit that `peer` posts."""
         return self._wait(self._key(key), watch, peer=peer)
@@ -223,7 +228,7 @@ class Control:
     def namespace(self, name: str) -> Store:
         """The store under keys of its own, for a transport."""
         assert self.store is not None
-        return PrefixStore(name, self.store.store)
+        return self.store.namespace(name)
 
     def close(self) -> None:
         """Stop counting as alive; the others will see that this process has left."""
@@ -281,7 +286,7 @@ class Control:
     def _get(self, key: str) -> list[Any]:
         """The value of a key as a list of one, or an empty one where it is not set yet."""
         assert self.store is not None
-        if not self.store.check(key):
+        if not self.store.check([key]):
             return []
         text = self.store.get(key).decode()
         if text.startswith("+"):

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from rl_refit.contracts import WeightSink
 from rl_refit.digest import Digest, combine_digests, digest_tensor
-from rl_refit.errors import DigestError, PeerError, RefitError
+from rl_refit.errors import DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.plan import RefitPlan
@@ -242,11 +242,21 @@ class Party:
             self.sides.sink.commit(version)
             with watch.part("confirm"):
                 unreadable = self._confirm(expected, sample)
+            self._require_held(sample)
         self._whole = True
         own = Digest({f"{rank}": digest.hex for rank, digest in expected.items()}).hex if expected else None
         if self.control is None:
             return Outcome(digest=own, unreadable=unreadable)
         return Outcome(digest=self._say_committed({"digest": own}, watch), unreadable=unreadable)
+
+    def _require_held(self, sample: Sample) -> None:
+        """See that the sources waited for this sink's commit: it may have copied from memory that they train in."""
+        if self.control is None or sample.stride == 1 or not self.control.is_said("committed/all"):
+            return
+        assert self.sides.sink is not None
+        reason = "the others gave this refit up while this rank still committed, and may have changed its source"
+        _poison(self.sides.sink, reason)
+        raise PoisonedError(f"{reason}; refit again before using the weights", phase="commit")
 
     def _say_committed(self, value: dict[str, Any], watch: Watch) -> str | None:
         assert self.control is not None

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_refit.errors import RefitError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,11 +26,23 @@ SEEN_IN = ("0.32", "0.33")
 
 
 def needed() -> bool:
-    """Whether this process's vLLM has the faults: on a CPU, in a release in which they were seen."""
+    """Whether this process's vLLM has the faults: on a CPU, in a release in which they were seen.
+
+    Raises:
+        RefitError: It runs on a CPU, and of its release nobody has shown whether it has them.
+    """
     import vllm
     from vllm.platforms import current_platform
 
-    return bool(current_platform.is_cpu()) and ".".join(vllm.__version__.split(".")[:2]) in SEEN_IN
+    if not current_platform.is_cpu():
+        return False
+    if ".".join(vllm.__version__.split(".")[:2]) not in SEEN_IN:
+        raise RefitError(
+            f"on a CPU, the reload of vLLM {' and '.join(SEEN_IN)} leaves tied heads and experts stale, which rl-refit "
+            f"repairs; whether that of {vllm.__version__} does is not known: use one of those",
+            phase="prepare",
+        )
+    return True
 
 
 def forget_packed_experts(model: nn.Module) -> int:

@@ -163,6 +163,8 @@ def _explain(answers: Sequence[Answer], manifest: Manifest, unreadable: Mapping[
         lines += [f"  cast to {dtype}: {name}" for name, dtype in answer["casts"].items()]
         ties = {name: root for name, root in answer["ties"].items() if name not in answer["derived"]}
         lines += [f"  tied: {name} -> {root}" for name, root in ties.items()]
+    if first["repaired"]:
+        lines.append("repaired after every reload, which leaves them stale on a CPU: tied heads, packed experts")
     reasons: dict[str, list[str]] = {}
     for name, why in unreadable.items():
         reasons.setdefault(why, []).append(name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rl_refit.digest import digest_regions
 from rl_refit.layout import Region
+from rl_refit.vllm import cpu_workarounds
 from rl_refit.vllm.bank import Bank
 from rl_refit.vllm.reload import all_agree, reload_from
 from rl_refit.vllm.resident import Resident
@@ -71,12 +72,14 @@ class RefitWorker:
     @_answering
     def rl_refit_survey(self, rows: Sequence[Sequence[Any]]) -> Answer:
         """What the engine needs of a source with tensors `rows`: name, dtype, shape. See `rl_refit.vllm.survey`."""
+        repaired = cpu_workarounds.needed()
         found = survey(self.vllm_config, rows)
         self._rl_refit.resident = resident = Resident(self.model_runner.get_model(), found.homes)
         return {
             **found.answer,
             "unreadable": resident.unreadable([row[0] for row in rows]),
             "live_ties": resident.ties(),
+            "repaired": repaired,
         }
 
     @_answering

@@ -1,5 +1,7 @@
 """A worker that can be told to fail in the middle of its next reload."""
 
+import os
+
 from rl_refit.vllm.worker import RefitWorker
 
 
@@ -8,6 +10,9 @@ class FaultyWorker(RefitWorker):
         if self.rank == rank:
             break_loader(self.model_runner.get_model(), after)
         return self.rank
+
+    def process_id(self):
+        return os.getpid()
 
 
 def break_loader(model, after):

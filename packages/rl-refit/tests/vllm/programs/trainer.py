@@ -12,5 +12,6 @@ architecture, store, *seeds = sys.argv[1:]
 for version, seed in enumerate(seeds):
     meeting = Rendezvous(f"file://{store}-{version}", num_sources=1, num_sinks=1, source_rank=0)
     source = tiny.source(tiny.policy(architecture, int(seed)))
-    report = Refit(source, transport=SharedMemory(), rendezvous=meeting)(version=version)
-    print(report.digest)
+    refit = Refit(source, transport=SharedMemory(), rendezvous=meeting)
+    print(refit(version=version).digest, flush=True)
+    refit.close()
