@@ -27,6 +27,8 @@ __all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename"]
 Rename = Callable[[str], str]
 """From the module's own name of a tensor to its Hugging Face name."""
 
+_BANKS = 2  # a module whose tensors are exchanged at every refit has two states, in turn
+
 Holding = tuple[Region, Tensor]
 """A box of a named tensor, and this rank's memory of it, detached."""
 
@@ -74,8 +76,8 @@ class ModuleReader:
         self._feeding = feeding or {}
         self._exclude = exclude
         self._complete = complete
-        self._signature: list[object] = []
-        self._last: ModuleTensors | None = None
+        self._known: dict[tuple[object, ...], ModuleTensors] = {}
+        """What was read last, by the identity of the module's tensors at that time."""
 
     @property
     def device(self) -> torch.device:
@@ -93,18 +95,17 @@ class ModuleReader:
         """
         _reshard(self._module)
         tensors = self._named_tensors()
-        signature: list[object] = [
-            (name, id(tensor), local.data_ptr(), local.shape, local.dtype)
-            for name, tensor in tensors.items()
-            for local in (_local_part(tensor),)
-        ]
-        if self._last is None or signature != self._signature:
-            previous = self._last
-            self._last = self._describe(tensors)
-            if previous is not None and previous.manifest == self._last.manifest:  # its hash is computed already
-                self._last = ModuleTensors(self._last.held, previous.manifest, tensors)
-            self._signature = signature
-        return self._last
+        signature = tuple(_identity(name, tensor) for name, tensor in tensors.items())
+        read = self._known.pop(signature, None)
+        if read is None:
+            read = self._describe(tensors)
+            for known in self._known.values():
+                if known.manifest == read.manifest:  # its hash is computed already
+                    read = ModuleTensors(read.held, known.manifest, tensors)
+        self._known[signature] = read
+        if len(self._known) > _BANKS:
+            del self._known[next(iter(self._known))]
+        return read
 
     def _named_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -214,6 +215,13 @@ def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool =
             raise RefitError(f"the pattern {pattern!r} fits no tensor of the module; names look like {names[:3]}")
         found.update(matches)
     return found
+
+
+def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
+    """Equal as long as a tensor is the same object, in the same memory, and lies on the same ranks."""
+    local = _local_part(tensor)
+    placements = getattr(tensor, "placements", None)
+    return name, id(tensor), tensor.shape, placements, local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def _layout_of(holdings: list[Holding], rank: int) -> Layout:

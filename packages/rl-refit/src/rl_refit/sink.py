@@ -99,7 +99,7 @@ class ModuleSink:
         self._bound = bindings is not None
         self._on_commit = on_commit
         self._bank: dict[str, list[Holding]] = {}
-        self._checked: ModuleTensors | None = None
+        self._checked: list[ModuleTensors] = []
         self._needed: dict[str, int] = {}
         self._open: _Transaction | None = None
         self._version: int | None = None
@@ -166,10 +166,10 @@ class ModuleSink:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
         tensors = self._reader.read()
         live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
-        if tensors is not self._checked:
+        if not any(tensors is checked for checked in self._checked):
             check_writable(live, tensors=tensors, bound=self._bound, swap=self._mode == "swap")
             self._needed = {name: _needed(held) for name, held in live.items()}
-            self._checked = tensors
+            self._checked = [tensors, *self._checked[:1]]  # "swap" has two, in turn
         self._open = _Transaction(tensors, live, dict(self._needed))
         return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version)
 

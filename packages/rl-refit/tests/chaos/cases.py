@@ -118,7 +118,7 @@ def store_host():
             "sink 0, 'verified' is said",
             ("sink 0", "'verified' is said", action),
             sinks=2,
-            engines=["poisoned", "new"] if action == "kill" else ["old", "poisoned", "new"],
+            engines=["old", "poisoned", "new"],
             **after,
         )
 
@@ -179,7 +179,7 @@ def in_doubt():
                     ("sink 1", point, action),
                     sinks=2,
                     store=store,
-                    engines=["new"],
+                    engines=["old", "new"] if point == "'verified' is said" else ["new"],
                     kinds=["PeerError", "RefitError"],
                     **after,
                 )
