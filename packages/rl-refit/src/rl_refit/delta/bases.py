@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from rl_refit.errors import PeerError
+from rl_refit.stores import Store
 from rl_refit.watch import PATIENCE_S, Watch
 
 __all__ = ["Bases"]

@@ -11,11 +11,10 @@ import uuid
 from pathlib import Path
 from typing import final
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from rl_refit.buckets import Piece
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.schedule import Routing, Stream
+from rl_refit.stores import Store
 from rl_refit.transports.base import Channel, Inbox, Outbox
 from rl_refit.transports.safetensors_file import SafetensorsFile
 from rl_refit.transports.version_directory import VersionDirectory
