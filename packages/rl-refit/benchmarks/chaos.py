@@ -74,6 +74,8 @@ def main():
         results.append((case, outcome, wrong))
         for fault in wrong:
             print(f"NOT CLEAN  {case['name']}\n    {fault}", flush=True)
+        if len(results) % 50 == 0:
+            print(f"{len(results)} of {len(cases)} cases", file=sys.stderr, flush=True)
     lines, figures = table(results)
     print("\n".join(lines))
     print(json.dumps(figures | {"seconds": round(time.monotonic() - began, 1)}))

@@ -13,14 +13,14 @@ import pytest
 from torch.distributed import HashStore
 
 from rl_refit.errors import PeerError
-from rl_refit.transaction.bounded_store import BoundedStore, SilentStoreError
+from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 
 HERE = this_process()
 
 
 def peers(store, processes, *, liveness_s):
-    bounded = BoundedStore(store, limit_s=10.0)
+    bounded = BoundedStore(store, Line(10.0, PeerError))
     return Peers(bounded, processes, listen_to=list(processes), liveness_s=liveness_s)
 
 
@@ -107,11 +107,11 @@ def test_a_stopped_process_is_there_but_silent():
 def test_a_store_that_is_silent_is_an_error_and_what_was_asked_of_it_is_done_when_it_is_back():
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))
-    bounded = BoundedStore(store, limit_s=0.2)
+    bounded = BoundedStore(store, Line(0.2, PeerError))
     bounded.set("known", "1")
-    with pytest.raises(SilentStoreError, match=r"no answer within 0.2 s: its host is stopped or cut off"):
+    with pytest.raises(PeerError, match=r"no answer within 0.2 s: its host is stopped or cut off"):
         bounded.get("missing")  # waits, as a stopped host would have it wait
-    with pytest.raises(SilentStoreError, match=r"still no answer"):
+    with pytest.raises(PeerError, match=r"still no answer"):
         bounded.set("asked of a silent store", "1")
     store.set("missing", "now it is here")
     while not store.check(["asked of a silent store"]):
@@ -126,8 +126,19 @@ def test_a_store_that_is_silent_is_an_error_and_what_was_asked_of_it_is_done_whe
 
 def test_a_bounded_store_that_is_closed_ends_its_thread():
     before = threading.active_count()
-    bounded = BoundedStore(HashStore(), limit_s=5.0)
+    bounded = BoundedStore(HashStore(), Line(5.0, PeerError))
     bounded.set("known", "1")
     bounded.close()
     while threading.active_count() > before:
         time.sleep(0.01)
+
+
+def test_who_has_not_listened_for_long_does_not_call_others_silent():
+    store = HashStore()
+    store.set("alive/source 0", "7")
+    watched = peers(store, {"source 0": HERE}, liveness_s=0.2)
+    for _ in range(3):  # as after SIGCONT
+        watched.check()
+        time.sleep(0.3)
+    with pytest.raises(PeerError, match="no sign of life"):
+        looks(watched, seconds=30)

@@ -228,3 +228,40 @@ def test_a_rank_whose_commit_fails_is_poisoned_where_others_have_committed(tmp_p
         world.sinks[1].commit = commit
         all_well(together(*world.calls(3)))
         assert not world.sinks[1].poisoned
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_a_commit_that_the_trainer_did_not_wait_for_is_not_trusted_unless_every_byte_was_read_back(tmp_path, verify):
+    policy, engine = model(1), model(2)
+    sink, store = ModuleSink(engine), HashStore()
+    commit, given_up = sink.commit, threading.Event()
+
+    def late(version):
+        given_up.wait(HANG_S)
+        commit(version)
+
+    sink.commit = late
+    shared = {"bucket_bytes": 1024, "verify": verify}
+    trainer = Refit(
+        ModuleSource(policy),
+        transport=SharedMemory(directory=str(tmp_path), hold=policy),
+        rendezvous=rendezvous(store, source_rank=0),
+        deadline_s=2.0,
+        **shared,
+    )
+    receiver = Refit(
+        sink=sink, transport=SharedMemory(directory=str(tmp_path)), rendezvous=rendezvous(store, sink_rank=0), **shared
+    )
+
+    def train_on():
+        with pytest.raises(DeadlineError, match="phase commit, waiting for sink 0"):
+            trainer(version=1)
+        with torch.no_grad():
+            policy[1].weight.add_(1)  # in the memory that the sink is about to copy
+        given_up.set()
+
+    _, error = together(train_on, receiver.receive)
+    assert isinstance(error, RefitError)
+    assert sink.poisoned
+    trainer.close()
+    receiver.close()

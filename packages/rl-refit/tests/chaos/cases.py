@@ -6,16 +6,21 @@ A case is plain data, so that it travels as JSON. `expect` says, for who survive
     kinds      error classes that it may be
     engines    what a surviving engine may be: "old" and "new" weights, bit for bit, or "poisoned"
     next       "same": the next refit of the same objects succeeds; "fresh": so does one of fresh processes in place of
-               the dead; "broken": the next one says that the transport is broken, and a fresh one succeeds
+               the dead; "broken": the next one says that the transport is broken, and a fresh one succeeds;
+               "either": one of these, since nobody knows how far the others are
 """
 
 from __future__ import annotations
+
+SLOW_ACTIONS = ("stop", "close", "lose")
+"""What is noticed because somebody is silent, or something does not come; whatever else happens is noticed at once."""
 
 MODES = ("staged", "swap", "in_place")
 WIRES = ("SharedMemoryRing", "PointToPoint", "Broadcast")
 TRANSPORTS = ("SharedMemory", *WIRES, "Files", "DeltaFiles")
 
 BEFORE_BYTES = ("source is asked for its manifest", "sink prepares", "before 'prepared' is said", "transfer begins")
+BREAKING = ("piece leaves", "sink stages")
 UNDECIDED = {
     "source": ("transfer is over", "source is digested", "before 'verified' is said"),
     "sink": ("transfer is over", "sink is digested", "before 'verified' is said"),
@@ -32,8 +37,8 @@ def case(kind, name, fault, **more):
         "sources": 1,
         "sinks": 1,
         "store": "sink",
-        "deadline_s": 4.0,
-        "liveness_s": 1.5,
+        "deadline_s": 6.0 if action in SLOW_ACTIONS else 12.0,
+        "liveness_s": 3.0 if action in SLOW_ACTIONS else 10.0,
         "fault": {"party": party, "point": point, "action": action, "nth": nth[0] if nth else 0},
         "blame": [party],
         "kinds": [],
@@ -104,15 +109,42 @@ def deaths_elsewhere():
                 )
 
 
+def planning():
+    """Somebody dies or stops before the first refit, while all plan it and open their transport."""
+    for transport in TRANSPORTS:
+        for action in ("kill", "stop"):
+            for party, point in (
+                ("source 0", "source is asked for its manifest"),
+                ("sink 1", "sink prepares"),
+                ("sink 0", "before 'opened' is said"),
+                ("sink 1", "before 'plan' is said"),
+                ("source 0", "'opened' is said"),
+            ):
+                yield case(
+                    f"{'dies' if action == 'kill' else 'stops'} while all plan",
+                    f"{party}, {point}",
+                    (party, point, action),
+                    transport=transport,
+                    sinks=2,
+                    first=False,
+                    engines=["untouched"],
+                    next="fresh" if action == "kill" else None,
+                )
+
+
 def store_host():
     """The process that hosts the store dies or stops: everybody's meeting point goes with it."""
     for action in ("kill", "stop"):
         kind = f"store's host {'dies' if action == 'kill' else 'stops'}"
         after = {"next": "fresh"} if action == "kill" else {}
         for point in ("sink prepares", "sink stages", "sink is digested", "before 'verified' is said"):
-            yield case(kind, f"sink 0, {point}", ("sink 0", point, action), sinks=2, **after)
-        for point in ("source is asked for its manifest", "bucket leaves", "source is digested"):
+            states = ["old", "poisoned"] if "verified" in point else ["old"]  # the other may have voted
+            yield case(kind, f"sink 0, {point}", ("sink 0", point, action), sinks=2, engines=states, **after)
+        for point in ("source is asked for its manifest", "piece leaves", "source is digested"):
             yield case(kind, f"source 0, {point}", ("source 0", point, action), store="trainer", **after)
+        for transport in TRANSPORTS:
+            fault = ("sink 0", "transfer begins", action)
+            yield case(kind, "sink 0, transfer begins", fault, transport=transport, sinks=2, **after)
         yield case(
             kind,
             "sink 0, 'verified' is said",
@@ -282,7 +314,7 @@ def files():
 def raising():
     """A source, a sink or an engine raises; somebody presses Ctrl-C."""
     for action, word in (("raise", "ChaosError"), ("interrupt", "KeyboardInterrupt")):
-        for transport in TRANSPORTS:
+        for transport in TRANSPORTS if action == "raise" else ("SharedMemoryRing", "PointToPoint"):
             for party, point, nth in (
                 ("source 0", "source is asked for its manifest", 0),
                 ("source 0", "piece leaves", 5),
@@ -293,8 +325,10 @@ def raising():
                 ("sink 0", "before 'verified' is said", 0),
                 ("source 0", "'verified' is said", 0),
             ):
-                broken = transport in ("PointToPoint", "Broadcast") and point in ("piece leaves", "sink stages")
-                for mode in MODES:
+                after = "same"
+                if transport in ("PointToPoint", "Broadcast") and point in (*BREAKING, "source is digested"):
+                    after = "broken" if point in BREAKING else "either"
+                for mode in MODES if action == "raise" else ("staged",):
                     moved = point not in BEFORE_BYTES and "manifest" not in point and "prepares" not in point
                     states = engines(mode, bytes_moved=moved)
                     if mode == "in_place" and party == "source 0":  # the sink may hear of it before its first byte
@@ -308,7 +342,7 @@ def raising():
                         blame=[word],
                         kinds=["AbortedError"],
                         engines=states,
-                        next="broken" if broken else "same",
+                        next=after,
                     )
         for sinks in (1, 2):
             yield case(
@@ -390,6 +424,7 @@ def disagreement():
             sinks=1,
             settings={party: settings},
             first=False,
+            deadline_s=6.0,
             blame=blame,
             kinds=["RefitError", "PeerError"],
             engines=["untouched"],
@@ -464,6 +499,7 @@ def everything():
     sets = (
         deaths,
         deaths_elsewhere,
+        planning,
         store_host,
         in_doubt,
         wire,

@@ -72,7 +72,7 @@ def _engines(case, outcome):
             found[name] = state
             allowed = case["engines"]
             if name == case["fault"]["party"] and (name in outcome["stopped"] or case["fault"]["action"] == "close"):
-                allowed = ["old", "new", "poisoned"]
+                allowed = ["old", "new", "poisoned", "untouched"]
             if state not in allowed:
                 yield f"{name} is {state}, none of {allowed}: {said}"
     if {"old", "new"} <= set(found.values()):

@@ -105,7 +105,7 @@ class Party:
             source_rank=spec.get("source_rank"),
             sink_rank=spec.get("sink_rank"),
             hosts=hosts,
-            timeout_s=spec.get("timeout_s", 10),
+            timeout_s=spec.get("timeout_s", 20),
             liveness_s=spec["liveness_s"],
             name=name,
         )

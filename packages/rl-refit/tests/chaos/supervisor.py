@@ -212,10 +212,13 @@ def play(case, children, scratch):
     outcome["limit_s"] = deadline_s + case["liveness_s"]
     outcome["stopped"] = [child.name for child in stopped]
     after = case["next"]
-    if after in ("same", "broken"):
+    if after in ("same", "broken", "either"):
         for child in children.values():
             child.say(do="bring", version=3)
-        outcome["next" if after == "same" else "broken"] = yield from answers(children.values())
+        said = yield from answers(children.values())
+        if after == "either":
+            after = "broken" if any("error" in answer for answer in said.values()) else "same"
+        outcome["next" if after == "same" else "broken"] = said
     if after in ("fresh", "broken"):
         outcome["next"] = yield from again(case, children, (scratch, host))
     return outcome

@@ -14,15 +14,11 @@ from typing import Any, TypeVar, final
 
 from rl_refit.stores import PrefixStore, Store
 
-__all__ = ["BoundedStore", "SilentStoreError"]
+__all__ = ["BoundedStore", "Line"]
 
 _T = TypeVar("_T")
 _Answer = SimpleQueue[tuple[Any, RuntimeError | None]]
 _Questions = SimpleQueue[tuple[Callable[[], Any], _Answer] | None]
-
-
-class SilentStoreError(RuntimeError):
-    """The store does not answer; a `RuntimeError`, as torch's own errors of stores are."""
 
 
 @final
@@ -31,19 +27,17 @@ class BoundedStore(Store):
 
     Args:
         store: Whose calls they are.
-        limit_s: Seconds that one of them may take.
-        line: Who asks; by default a thread of its own.
+        line: Who asks.
     """
 
-    def __init__(self, store: Store, *, limit_s: float, line: _Line | None = None) -> None:
+    def __init__(self, store: Store, line: Line) -> None:
         super().__init__()
         self._store: Any = store
-        self._limit_s = limit_s
-        self._line = line or _Line(limit_s)
+        self._line = line
 
     def namespace(self, name: str) -> BoundedStore:
         """The same store under keys of its own, asked by the same thread."""
-        return BoundedStore(PrefixStore(name, self._store), limit_s=self._limit_s, line=self._line)
+        return BoundedStore(PrefixStore(name, self._store), self._line)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of `keys` are set."""
@@ -76,28 +70,38 @@ class BoundedStore(Store):
 
 
 @final
-class _Line:
-    """The thread that asks, and what it has been given to ask."""
+class Line:
+    """The thread that asks, and what it has been given to ask.
 
-    def __init__(self, limit_s: float) -> None:
+    Args:
+        limit_s: Seconds that a call may take.
+        lost: From why a call failed to the error that says whose store that is.
+    """
+
+    def __init__(self, limit_s: float, lost: Callable[[str], Exception]) -> None:
         self.asked: _Questions = SimpleQueue()
-        self._limit_s = limit_s
+        self._limit_s, self._lost = limit_s, lost
         self._late: _Answer | None = None
         threading.Thread(target=_answer, args=(self.asked,), daemon=True, name="rl-refit store").start()
 
     def ask(self, call: Callable[[], _T]) -> _T:
+        """What `call` returns.
+
+        Raises:
+            Exception: What `lost` makes of a `RuntimeError`, as torch's own errors of stores are, or of silence.
+        """
         answer: _Answer = SimpleQueue()
         self.asked.put((call, answer))
         if self._late is not None and self._late.empty():
-            raise SilentStoreError(f"still no answer after {self._limit_s} s: its host is stopped or cut off")
+            raise self._lost(f"still no answer after {self._limit_s} s: its host is stopped or cut off")
         self._late = None
         try:
             value, error = answer.get(timeout=self._limit_s)
         except Empty:
             self._late = answer
-            raise SilentStoreError(f"no answer within {self._limit_s} s: its host is stopped or cut off") from None
+            raise self._lost(f"no answer within {self._limit_s} s: its host is stopped or cut off") from None
         if error is not None:
-            raise error
+            raise self._lost(str(error).splitlines()[0]) from error
         result: _T = value
         return result
 

@@ -19,7 +19,7 @@ from typing import Any, final
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.stores import PrefixStore, Store
-from rl_refit.transaction.bounded_store import BoundedStore
+from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 from rl_refit.transaction.messages import error_from_message
 from rl_refit.watch import Watch
@@ -84,7 +84,7 @@ class Control:
     def _introduce(self) -> None:
         """Say who this is, once under one name."""
         meeting, store = self.rendezvous, PrefixStore(self.rendezvous.name, self.rendezvous.connect())
-        self.store = BoundedStore(store, limit_s=meeting.liveness_s)
+        self.store = BoundedStore(store, Line(meeting.liveness_s, self._lost))
         process = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts}
         with self._reaching():
             for party in meeting.mine:
@@ -311,8 +311,11 @@ class Control:
         except RefitError:
             raise
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are of this kind
-            raise PeerError(
-                f"the store of the rendezvous at {self.rendezvous.address}, which {self.rendezvous.host} hosts, is out "
-                f"of reach: {str(error).splitlines()[0]}",
-                peer=self.rendezvous.host,
-            ) from error
+            raise self._lost(str(error).splitlines()[0]) from error
+
+    def _lost(self, reason: str) -> PeerError:
+        return PeerError(
+            f"the store of the rendezvous at {self.rendezvous.address}, which {self.rendezvous.host} hosts, is out of "
+            f"reach: {reason}",
+            peer=self.rendezvous.host,
+        )

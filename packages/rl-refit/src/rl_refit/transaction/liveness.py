@@ -103,6 +103,8 @@ class Peers:
             if not self.has_process(party):
                 raise PeerError(f"{party} is dead: its process {process['pid']} on this host is gone", peer=party)
         now = monotonic()
+        if now - self._heard > self._liveness_s:
+            self._counts.clear()  # this process has not listened for so long that it cannot say who was silent
         if now - self._heard >= self._liveness_s / 4:
             self._heard = now
             self._listen(now)

@@ -146,8 +146,8 @@ def _listening(directory: str, channel: Channel, connections: int) -> Iterator[s
             _publish_address(channel, private)
             yield listener
     finally:
-        _publish_address(channel, None)
         shutil.rmtree(private, ignore_errors=True)
+        _publish_address(channel, None)
 
 
 def _publish_address(channel: Channel, directory: str | None) -> None:
