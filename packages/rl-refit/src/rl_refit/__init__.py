@@ -34,16 +34,16 @@ from rl_refit.topology import Topology
 from rl_refit.transports.base import Transport
 
 if TYPE_CHECKING:
+    from rl_refit.delta.forecast import explain_delta
     from rl_refit.delta.transport import DeltaFiles
     from rl_refit.simulator import simulate
     from rl_refit.tracing import trace, trace_writes
     from rl_refit.transports.broadcast import Broadcast
     from rl_refit.transports.cuda_ipc import CudaIpc
     from rl_refit.transports.files import Files
-    from rl_refit.transports.offline import read_version, write_version
+    from rl_refit.transports.offline import complete_versions, read_version, write_version
     from rl_refit.transports.point_to_point import PointToPoint
     from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
-    from rl_refit.vllm.sink import VllmSink
 
 _HOMES = {
     "Broadcast": "transports.broadcast",
@@ -53,7 +53,8 @@ _HOMES = {
     "PointToPoint": "transports.point_to_point",
     "SharedMemory": "transports.shared_memory",
     "SharedMemoryRing": "transports.shared_memory",
-    "VllmSink": "vllm.sink",
+    "complete_versions": "transports.offline",
+    "explain_delta": "delta.forecast",
     "read_version": "transports.offline",
     "simulate": "simulator",
     "trace": "tracing",
@@ -94,11 +95,12 @@ __all__ = [
     "TensorMeta",
     "Topology",
     "Transport",
-    "VllmSink",
     "WeightSink",
     "WeightSource",
+    "complete_versions",
     "digest_regions",
     "digest_tensor",
+    "explain_delta",
     "merge_manifests",
     "plan_refit",
     "read_version",

@@ -59,7 +59,7 @@ def deaths():
     """Every process, at every bucket and every border of a phase, dies or stops."""
     for action in ("kill", "stop"):
         verb = {"kill": "dies", "stop": "stops"}[action]
-        after = {"next": "fresh"} if action == "kill" else {"next": None}
+        after = {"next": "fresh" if action == "kill" else "either"}
         for party, other in (("source 0", "sink"), ("sink 0", "sink"), ("sink 1", "sink")):
             side = party.split()[0]
             kind = f"{side} {verb}"
@@ -82,7 +82,7 @@ def deaths_elsewhere():
         for mode in MODES:
             for action in ("kill", "stop"):
                 verb = {"kill": "dies", "stop": "stops"}[action]
-                more = {"transport": transport, "mode": mode, "next": "fresh" if action == "kill" else None}
+                more = {"transport": transport, "mode": mode, "next": "fresh" if action == "kill" else "either"}
                 yield case(
                     f"source {verb}",
                     "source 0, piece 5",
@@ -128,7 +128,7 @@ def planning():
                     sinks=2,
                     first=False,
                     engines=["untouched"],
-                    next="fresh" if action == "kill" else None,
+                    next="fresh" if action == "kill" else "either",
                 )
 
 
@@ -136,7 +136,7 @@ def store_host():
     """The process that hosts the store dies or stops: everybody's meeting point goes with it."""
     for action in ("kill", "stop"):
         kind = f"store's host {'dies' if action == 'kill' else 'stops'}"
-        after = {"next": "fresh"} if action == "kill" else {}
+        after = {"next": "fresh" if action == "kill" else "either"}
         for point in ("sink prepares", "sink stages", "sink is digested", "before 'verified' is said"):
             states = ["old", "poisoned"] if "verified" in point else ["old"]  # the other may have voted
             yield case(kind, f"sink 0, {point}", ("sink 0", point, action), sinks=2, engines=states, **after)
@@ -162,7 +162,7 @@ def in_doubt():
         for sinks in (1, 2):
             for mode in MODES:
                 old = ["poisoned"] if mode == "in_place" else ["old"]
-                more = {"sinks": sinks, "mode": mode, "next": "fresh" if action == "kill" else None}
+                more = {"sinks": sinks, "mode": mode, "next": "fresh" if action == "kill" else "either"}
                 kind = f"leader {verb} between verify and commit"
                 yield case(
                     kind,
@@ -175,7 +175,7 @@ def in_doubt():
                     kind, "after it decided", ("source 0", "the decision is made", action), **more, engines=["new"]
                 )
         kind = f"leader {verb} between verify and commit"
-        after = {"next": "fresh"} if action == "kill" else {}
+        after = {"next": "fresh" if action == "kill" else "either"}
         yield case(
             kind,
             "before it decides, and the store with it",
@@ -282,7 +282,7 @@ def files():
         for action, kinds, words in (
             ("flip", ["DigestError", "RefitError"], []),
             ("truncate", ["RefitError"], ["partial or foreign"]),
-            ("lose", ["DeadlineError"], ["nothing"]),
+            ("lose", ["DeadlineError"], ["deadline_s"]),
             ("stale base", ["RefitError", "DigestError"], ["base"]),
             ("kill", ["PeerError"], ["source 0"]),
             ("raise", ["AbortedError"], ["ChaosError"]),
@@ -455,9 +455,9 @@ def disagreement():
 def absence():
     """Somebody is not there, or leaves."""
     yield case("nobody calls", "source 0 dies before", ("source 0", "call", "kill"), next="fresh")
-    yield case("nobody calls", "source 0 is stopped", ("source 0", "call", "stop"))
+    yield case("nobody calls", "source 0 is stopped", ("source 0", "call", "stop"), next="either")
     yield case("nobody calls", "sink 1 dies before", ("sink 1", "call", "kill"), sinks=2, next="fresh")
-    yield case("nobody calls", "sink 1 is stopped", ("sink 1", "call", "stop"), sinks=2)
+    yield case("nobody calls", "sink 1 is stopped", ("sink 1", "call", "stop"), sinks=2, next="either")
     yield case("party leaves", "sink 1 closes", ("sink 1", "call", "close"), sinks=2, kinds=["PeerError", "RefitError"])
     yield case("party leaves", "source 0 closes", ("source 0", "call", "close"), kinds=["PeerError", "RefitError"])
 
@@ -490,7 +490,7 @@ def colocated():
             colocated=True,
             kinds=kinds,
             blame=["1"] if action != "raise" else ["ChaosError"],
-            next={"kill": "fresh", "raise": "same"}.get(action),
+            next={"kill": "fresh", "stop": "either", "raise": "same"}[action],
         )
 
 

@@ -31,6 +31,7 @@ COMMIT = "commit"
 
 _CHUNK_BYTES = 4 * 2**20  # a TCPStore takes less than 8 MiB in one value
 _LONGEST_NAP_S = 2e-3
+_FAREWELL_S = 2.0
 _KEPT_REFITS = 2  # parties may be one refit behind the leader when they read its keys
 
 
@@ -84,7 +85,7 @@ class Control:
     def _introduce(self) -> None:
         """Say who this is, once under one name."""
         meeting, store = self.rendezvous, PrefixStore(self.rendezvous.name, self.rendezvous.connect())
-        self.store = BoundedStore(store, Line(meeting.liveness_s, self._lost))
+        self.store = self.store or BoundedStore(store, Line(meeting.liveness_s, self._lost))
         process = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts}
         with self._reaching():
             for party in meeting.mine:
@@ -178,9 +179,9 @@ class Control:
         """Propose a decision for this refit; return the one that holds, which may be another's."""
         assert self.store is not None
         with self._reaching():
+            self._undecided = False
             text = self.store.compare_set(self._key("decision"), "", json.dumps([decision]))
             self._posted.setdefault(self.refit, []).append(self._key("decision"))
-        self._undecided = False
         decision = json.loads(text)[0]
         if decision != COMMIT:
             self.complete()
@@ -233,7 +234,7 @@ class Control:
     def close(self) -> None:
         """Stop counting as alive; the others will see that this process has left."""
         with contextlib.suppress(PeerError):
-            self.see_off(self.rendezvous.liveness_s)
+            self.see_off(_FAREWELL_S)
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
