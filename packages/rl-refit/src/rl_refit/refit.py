@@ -238,7 +238,7 @@ class Refit:
             sink_rank=sink_rank,
             slots=self._config.buckets,
             device=_device_of(self._sides),
-            store=None if self._control is None else self._control.namespace("transport"),
+            store=None if self._control is None else self._control.namespace(f"transport/{self._number}"),
         )
         self._transport.open(channel, watch)
         if self._control is not None:

@@ -405,7 +405,7 @@ def disagreement():
             ("source 0", "none", how),
             sinks=2,
             first=False,
-            blame=["2.weight"],
+            blame=["5.weight" if how == "missing first" else "2.weight"],  # those behind it move up
             kinds=["CoverageError"],
             engines=["untouched"],
         )
