@@ -22,7 +22,7 @@ SIGNATURES = {
     "Layout.from_tensor": "(tensor)",
     "Manifest.hash": "(self)",
     "ModuleSink": "(module, *, mode, on_commit, rename, bindings, derived, constant)",
-    "ModuleSource": "(module, *, rename, bindings, exclude)",
+    "ModuleSource": "(module, *, rename, bindings, exclude, cast)",
     "Refit": "(source, sink, transport, *, rendezvous, bucket_bytes, buckets, deadline_s, verify)",
     "Refit.__call__": "(self, version)",
     "Refit.receive": "(self, *, timeout_s)",

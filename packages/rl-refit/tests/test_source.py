@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from rl_refit import Layout, ModuleSource, RefitError, Region, WeightSource
+from rl_refit import (
+    CoverageError,
+    Layout,
+    ModuleSink,
+    ModuleSource,
+    Refit,
+    RefitError,
+    Region,
+    WeightSource,
+)
 
 
 class Model(nn.Module):
@@ -92,3 +101,27 @@ def test_the_manifest_follows_the_module():
     assert source.manifest() is before
     model.double()
     assert source.manifest().hash() != before.hash()
+
+
+def test_a_master_in_float32_feeds_an_engine_in_bfloat16_where_that_was_asked_for():
+    policy, engine = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    engine.bfloat16()
+    engine[1].float()  # a router, say
+    source = ModuleSource(policy, cast={"1.*": torch.float32, "*": torch.bfloat16})
+    assert not source.tensors_stay
+    report = Refit(source, ModuleSink(engine))(version=1)
+    assert report.verified == "every byte"
+    assert torch.equal(engine[0].weight, policy[0].weight.bfloat16())
+    assert torch.equal(engine[1].weight, policy[1].weight)
+    assert policy[0].weight.dtype == torch.float32
+    with pytest.raises(CoverageError, match=r"0.weight: dtype float32 in the source, bfloat16 in the sink"):
+        Refit(ModuleSource(policy), ModuleSink(engine))(version=2)
+
+
+def test_a_tied_tensor_is_cast_with_its_root_and_an_idle_pattern_is_refused():
+    policy = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    policy[1].weight = policy[0].weight
+    manifest = ModuleSource(policy, cast={"0.*": torch.bfloat16}).manifest()
+    assert [meta.dtype for meta in manifest.tensors] == ["bfloat16", "bfloat16"]
+    with pytest.raises(RefitError, match=r"the patterns \['head.\*'\] of cast fit no floating-point tensor"):
+        ModuleSource(policy, cast={"head.*": torch.bfloat16}).manifest()

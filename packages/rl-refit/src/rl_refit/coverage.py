@@ -68,4 +68,7 @@ def _describe(unfed: tuple[str, ...], unmapped: tuple[str, ...], mismatched: tup
 
 
 _FEED = "what the engine recomputes or never changes is declared to the sink as derived or constant"
-_AGREE = "nothing is cast, reshaped or untied on the way: give both sides one dtype, one shape and the same ties"
+_AGREE = (
+    "nothing is reshaped or untied on the way, and cast only where ModuleSource(cast={'*': torch.bfloat16}) says so: "
+    "give both sides one dtype, one shape and the same ties"
+)

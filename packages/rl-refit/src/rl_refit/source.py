@@ -1,10 +1,12 @@
 """An `nn.Module`, or a plain state dict, as the source of weights; plain tensors or DTensors.
 
-Knows nothing of the sink. Reads tensors in place: no copy, no gather.
+Knows nothing of the sink. Reads tensors in place: no gather, and no copy but for a cast.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from typing import final
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import ModuleReader, Rename
@@ -31,9 +34,10 @@ class ModuleSource:
         rename: From a name in the module to its Hugging Face name. Nothing is stripped without it.
         bindings: Where the module keeps boxes of named tensors in fused, padded or permuted storage.
         exclude: Patterns, as of `fnmatch`, of Hugging Face names that are not sent, such as a value head's.
+        cast: Pattern → dtype in which floating-point tensors of these names are sent; the first that fits holds.
+            A master in float32 feeds an engine in bfloat16 with `{"*.gate.weight": torch.float32, "*": torch.bfloat16}`
+            (routers are best left alone). Each tensor is converted as it is sent, one at a time.
     """
-
-    tensors_stay = True
 
     def __init__(
         self,
@@ -42,8 +46,17 @@ class ModuleSource:
         rename: Rename | None = None,
         bindings: Bindings | None = None,
         exclude: Iterable[str] = (),
+        cast: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self._reader = ModuleReader(module, rename=rename, bindings=bindings, exclude=tuple(exclude))
+        self._cast = dict(cast or {})
+        self._read: Manifest | None = None
+        self._sent: Manifest | None = None
+
+    @property
+    def tensors_stay(self) -> bool:
+        """Whether what `shards` yields is the module's own memory; converted copies are not."""
+        return not self._cast
 
     @property
     def device(self) -> torch.device:
@@ -55,19 +68,24 @@ class ModuleSource:
 
         Raises:
             RefitError: Two tensors get the same name, one is on the meta device, a DTensor has a placement that
-                `Layout.from_placements` refuses, or a pattern of `exclude` fits no name.
+                `Layout.from_placements` refuses, or a pattern of `exclude` or `cast` fits no name.
         """
-        return self._reader.read().manifest
+        read = self._reader.read().manifest
+        if self._sent is None or read is not self._read:
+            self._read, self._sent = read, cast_manifest(read, self._cast)
+        return self._sent
 
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
-        """The boxes of each tensor of `names` that this rank holds, and the module's own memory of them.
+        """The boxes of each tensor of `names` that this rank holds, and the module's own memory of them, or a copy.
 
         Raises:
             KeyError: The module has no tensor of that name.
         """
-        held = self._reader.read().held
+        held, manifest = self._reader.read().held, self.manifest()
         for name in names:
-            yield from held[name]
+            dtype = manifest.by_name[name].torch_dtype
+            for region, tensor in held[name]:
+                yield region, tensor.to(dtype)
 
 
 @final
@@ -76,13 +94,17 @@ class StateDictSource:
 
     Args:
         tensors: Plain tensors or DTensors; two names of the same memory are a tie.
+        cast: As for `ModuleSource`.
     """
 
-    tensors_stay = True
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, cast: Mapping[str, torch.dtype] | None = None) -> None:
         self._tensors = tensors
-        self._source = ModuleSource(_Shelf(tensors))
+        self._source = ModuleSource(_Shelf(tensors), cast=cast)
+
+    @property
+    def tensors_stay(self) -> bool:
+        """Whether what `shards` yields is the mapping's own memory."""
+        return self._source.tensors_stay
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +118,36 @@ class StateDictSource:
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
         """The boxes of each tensor of `names` that this rank holds."""
         return self._source.shards(names)
+
+
+def cast_manifest(manifest: Manifest, cast: Mapping[str, torch.dtype]) -> Manifest:
+    """The manifest with the dtypes in which tensors are sent; a tied one follows the tensor that it is tied to.
+
+    Raises:
+        RefitError: A pattern fits no floating-point tensor.
+    """
+    floating = [meta.name for meta in manifest.tensors if meta.torch_dtype.is_floating_point]
+    idle = [pattern for pattern in cast if not fnmatch.filter(floating, pattern)]
+    if idle:
+        raise RefitError(
+            f"the patterns {idle} of cast fit no floating-point tensor of the source; names look like {floating[:3]}"
+        )
+    wanted = {
+        name: next((dtype for pattern, dtype in cast.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        for name in floating
+    }
+    return (
+        Manifest(
+            tuple(
+                meta
+                if (dtype := wanted.get(meta.tied_to or meta.name)) is None
+                else dataclasses.replace(meta, dtype=str(dtype).removeprefix("torch."))
+                for meta in manifest.tensors
+            )
+        )
+        if cast
+        else manifest
+    )
 
 
 class _Shelf(nn.Module):

@@ -200,7 +200,7 @@ def _moves(
     for names in tied.values():
         region, place = next((sent[name] for name in names if name in sent), (None, None))
         if region is not None and place is not None:
-            reasons = {name: _why_not(read.objects[name], region) for name in names}
+            reasons = {name: _why_not(read.objects[name], region, place) for name in names}
             refused += [f"{name} ({reason})" for name, reason in reasons.items() if reason]
             moves.append((place, [read.objects[name] for name in names]))
     if refused:
@@ -210,7 +210,7 @@ def _moves(
     return moves
 
 
-def _why_not(tensor: Tensor, region: Region) -> str | None:
+def _why_not(tensor: Tensor, region: Region, place: Tensor) -> str | None:
     if type(tensor.data) is not Tensor:
         return f"a {type(tensor.data).__name__}, not a plain tensor"
     if tensor.device.type != "cpu":
@@ -219,6 +219,8 @@ def _why_not(tensor: Tensor, region: Region) -> str | None:
         return f"not contiguous, strides {tensor.stride()}"
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         return "a view into larger memory"
+    if tensor.dtype != place.dtype:
+        return f"{tensor.dtype}, and sent as {place.dtype}"
     if tuple(tensor.shape) != region.shape:
         return f"this rank sends {list(region.shape)} of it"
     return None
