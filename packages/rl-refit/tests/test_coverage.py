@@ -37,8 +37,8 @@ def test_one_error_lists_every_difference():
         "  wide: shape [2] in the source, [3] in the sink\n"
         "  half: dtype float32 in the source, bfloat16 in the sink\n"
         "what the engine recomputes or never changes is declared to the sink as derived or constant\n"
-        "nothing is reshaped or untied on the way, and cast only where ModuleSource(cast={'*': torch.bfloat16}) says so: "
-        "give both sides one dtype, one shape and the same ties"
+        "nothing is reshaped or untied on the way, and cast only where "
+        "ModuleSource(cast={'*': torch.bfloat16}) says so: give both sides one dtype, one shape and the same ties"
     )
 
 

@@ -211,16 +211,14 @@ def _moves(
 
 
 def _why_not(tensor: Tensor, region: Region, place: Tensor) -> str | None:
-    if type(tensor.data) is not Tensor:
-        return f"a {type(tensor.data).__name__}, not a plain tensor"
-    if tensor.device.type != "cpu":
-        return f"on {tensor.device}"
-    if not tensor.is_contiguous():
-        return f"not contiguous, strides {tensor.stride()}"
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return "a view into larger memory"
-    if tensor.dtype != place.dtype:
-        return f"{tensor.dtype}, and sent as {place.dtype}"
-    if tuple(tensor.shape) != region.shape:
-        return f"this rank sends {list(region.shape)} of it"
-    return None
+    """The first reason why `tensor` cannot live at `place`; None where it can."""
+    plain = type(tensor.data) is Tensor
+    reasons = (
+        (not plain, f"a {type(tensor.data).__name__}, not a plain tensor"),
+        (tensor.device.type != "cpu", f"on {tensor.device}"),
+        (not tensor.is_contiguous(), f"not contiguous, strides {tensor.stride()}"),
+        (plain and tensor.untyped_storage().nbytes() != tensor.nbytes, "a view into larger memory"),
+        (tensor.dtype != place.dtype, f"{tensor.dtype}, and sent as {place.dtype}"),
+        (tuple(tensor.shape) != region.shape, f"this rank sends {list(region.shape)} of it"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
