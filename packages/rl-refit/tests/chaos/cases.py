@@ -455,7 +455,7 @@ def disagreement():
 def absence():
     """Somebody is not there, or leaves."""
     yield case("nobody calls", "source 0 dies before", ("source 0", "call", "kill"), next="fresh")
-    yield case("nobody calls", "source 0 is stopped", ("source 0", "call", "stop"), next="either")
+    yield case("nobody calls", "source 0 is stopped", ("source 0", "call", "stop"))
     yield case("nobody calls", "sink 1 dies before", ("sink 1", "call", "kill"), sinks=2, next="fresh")
     yield case("nobody calls", "sink 1 is stopped", ("sink 1", "call", "stop"), sinks=2, next="either")
     yield case("party leaves", "sink 1 closes", ("sink 1", "call", "close"), sinks=2, kinds=["PeerError", "RefitError"])
