@@ -16,7 +16,7 @@ from rl_refit.errors import AbortedError, PeerError
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.messages import error_from_message, error_to_message
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import World, all_well, controls, rendezvous, together, watch
 
 

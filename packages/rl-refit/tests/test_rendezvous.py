@@ -11,7 +11,7 @@ from rl_refit import Rendezvous
 from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.transaction.control import Control
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import all_well, controls, rendezvous, together, watch
 
 

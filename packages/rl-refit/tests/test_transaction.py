@@ -8,15 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore
 
-from rl_refit import DeadlineError, ModuleSink, ModuleSource, Refit, RefitError
+from rl_refit import (
+    Binding,
+    DeadlineError,
+    ModuleSink,
+    ModuleSource,
+    PoisonedError,
+    Refit,
+    RefitError,
+    Region,
+    StateDictSource,
+)
 from rl_refit.errors import AbortedError, PeerError
 from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.point_to_point import PointToPoint
 from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import HANG_S, World, all_well, model, rendezvous, same_weights, together
 
 
@@ -228,6 +239,41 @@ def test_a_rank_whose_commit_fails_is_poisoned_where_others_have_committed(tmp_p
         world.sinks[1].commit = commit
         all_well(together(*world.calls(3)))
         assert not world.sinks[1].poisoned
+
+
+def test_ranks_that_share_a_model_are_all_poisoned_by_one_that_fails_and_can_be_refitted_to_the_same_version(tmp_path):
+    """Two ranks with half of the rows each: what the first has committed is of no use without the second."""
+
+    def rows(rank):
+        return lambda module: [Binding(Region("w", (4 * rank, 0), (4, 3)), (8, 3), module.rows)]
+
+    policy, halves = {"w": torch.randn(8, 3)}, [nn.Module() for _ in range(2)]
+    for half in halves:
+        half.rows = nn.Parameter(torch.zeros(4, 3))
+    sinks = [ModuleSink(half, bindings=rows(rank)) for rank, half in enumerate(halves)]
+    store = HashStore()
+
+    def party(source=None, sink=None, **rank):
+        transport = SharedMemoryRing(directory=str(tmp_path))
+        return Refit(source, sink, transport, rendezvous=rendezvous(store, sinks=2, **rank), deadline_s=20.0)
+
+    trainer = party(StateDictSource(policy), source_rank=0)
+    receivers = [party(sink=sink, sink_rank=rank) for rank, sink in enumerate(sinks)]
+    commit = sinks[1].commit
+    sinks[1].commit = lambda version: (_ for _ in ()).throw(OSError("no power"))
+    calls = [lambda: trainer(version=3), *(lambda refit=refit: refit.receive(timeout_s=HANG_S) for refit in receivers)]
+    try:
+        results = together(*calls)
+        assert all(isinstance(error, (RefitError, OSError)) for error in results)
+        for sink in sinks:
+            with pytest.raises(PoisonedError):
+                sink.check()
+        sinks[1].commit = commit
+        all_well(together(*calls))
+        assert [sink.version for sink in sinks] == [3, 3]
+        assert torch.equal(torch.cat([half.rows for half in halves]), policy["w"])
+    finally:
+        together(*(refit.close for refit in (trainer, *receivers)))
 
 
 @pytest.mark.parametrize("verify", ["off", "full"])

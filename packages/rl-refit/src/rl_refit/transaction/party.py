@@ -11,6 +11,7 @@ Knows no wire. In one process there is no control, and the same phases run witho
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -270,15 +271,24 @@ class Party:
         self._voted = False
         if answer["failed"]:
             lines = "".join(f"\n  {party}: {text}" for party, text in answer["failed"].items())
+            if self.sides.sink is not None and not self._is_a_replica():
+                _poison(self.sides.sink, f"this rank has committed, and not all that it needs came through:{lines}")
             raise RefitError(
                 f"not all parties came through their commit, which the others have done; refit all again before using "
-                f"any of these:{lines}",
+                f"any of these, or ranks that share a model with them:{lines}",
                 phase="commit",
                 peer=next(iter(answer["failed"])),
             )
         self.control.complete()
         digest: str | None = answer["digest"]
         return digest
+
+    def _is_a_replica(self) -> bool:
+        """Whether this rank of the sink holds all of every tensor, and so can be used whatever others have."""
+        sink = self.agreement.plan.sink
+        return self.sink_rank is not None and all(
+            sum(box.numel for box in meta.regions_on(self.sink_rank)) == math.prod(meta.shape) for meta in sink.tensors
+        )
 
     def _confirm(self, expected: dict[int, Digest], sample: Sample) -> tuple[str, ...]:
         """Compare the weights that the sink now serves; return what cannot be read back."""
