@@ -38,7 +38,7 @@ def test_one_error_lists_every_difference():
         "  half: dtype float32 in the source, bfloat16 in the sink\n"
         "what the engine recomputes or never changes is declared to the sink as derived or constant\n"
         "nothing is reshaped or untied on the way, and cast only where "
-        "ModuleSource(cast={'*': torch.bfloat16}) says so: give both sides one dtype, one shape and the same ties"
+        "ModuleSource(cast=torch.bfloat16) says so: give both sides one dtype, one shape and the same ties"
     )
 
 
@@ -108,3 +108,13 @@ def test_a_buffer_that_is_neither_fed_nor_declared_is_named():
     """Gemma-3's embedding normalizer under dummy loading: no checkpoint has it, and no loader ever writes it."""
     with pytest.raises(CoverageError, match=r"1 sink tensors that the source does not feed:\n  model\.normalizer\n"):
         plan_refit(manifest("model.embed"), manifest("model.embed", "model.normalizer"))
+
+
+def test_names_that_a_wrapper_has_changed_are_answered_with_the_rename_that_helps():
+    source = manifest("_orig_mod.a.weight", "_orig_mod.b.weight", "_orig_mod.b.bias")
+    with pytest.raises(CoverageError) as caught:
+        plan_refit(source, manifest("a.weight", "b.weight", "b.bias"))
+    remedy = str(caught.value).splitlines()[-1]
+    assert remedy == (
+        "without '_orig_mod.' the names agree: ModuleSource(…, rename=lambda name: name.replace('_orig_mod.', ''))"
+    )

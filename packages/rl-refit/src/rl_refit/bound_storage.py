@@ -26,20 +26,26 @@ def uncovered_by(views: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict
     """
     by_storage: dict[int, dict[object, Tensor]] = {}
     for view in views:
-        place = (view.storage_offset(), view.shape, view.stride())
+        place = (view.storage_offset(), view.shape, view.stride(), view.dtype)
         by_storage.setdefault(view.untyped_storage().data_ptr(), {})[place] = view
     loose: dict[str, int] = {}
     for storage, seen in by_storage.items():
         inside = {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() == storage}
-        any_view = next(iter(seen.values()))
-        mask = torch.zeros(any_view.untyped_storage().nbytes() // any_view.element_size(), dtype=torch.uint8)
+        mask = torch.zeros(next(iter(seen.values())).untyped_storage().nbytes(), dtype=torch.uint8)
         for view in seen.values():
-            reached = mask.as_strided(view.shape, view.stride(), view.storage_offset())
+            reached = _bytes_of(view, mask)
             if reached.numel() and int(reached.max()) > 0:
                 raise RefitError(f"two bindings reach the same elements of {', '.join(inside) or 'one storage'}")
             reached.fill_(1)
         for name, tensor in inside.items():
-            missing = int((mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) == 0).sum())
+            missing = int((_bytes_of(tensor, mask) == 0).any(dim=-1).sum())
             if missing:
                 loose[name] = missing
     return loose
+
+
+def _bytes_of(view: Tensor, mask: Tensor) -> Tensor:
+    """The places of a view's bytes in a mask of its storage, whatever dtypes share that: [*shape, itemsize]."""
+    size = view.element_size()
+    strides = [size * stride for stride in view.stride()]
+    return mask.as_strided((*view.shape, size), (*strides, 1), size * int(view.storage_offset()))

@@ -63,12 +63,26 @@ def _describe(unfed: tuple[str, ...], unmapped: tuple[str, ...], mismatched: tup
         ("tensors that differ", mismatched),
     ]
     lists = [f"{len(names)} {title}:" + "".join(f"\n  {name}" for name in names) for title, names in parts if names]
-    remedies = [_FEED] * bool(unfed) + [_AGREE] * bool(mismatched)
+    remedies = _rename_that_helps(unfed, unmapped) or [_FEED] * bool(unfed)
+    remedies += [_AGREE] * bool(mismatched)
     return "\n".join(["source and sink do not hold the same tensors.", *lists, *remedies])
+
+
+def _rename_that_helps(unfed: tuple[str, ...], unmapped: tuple[str, ...]) -> list[str]:
+    """What to do where wrappers have put something into every name, such as torch.compile and DDP do."""
+    if not unfed or not unmapped:
+        return []
+    for part in {f"{part}." for name in unmapped for part in name.split(".")}:
+        renamed = {name.replace(part, "") for name in unmapped}
+        if renamed >= set(unfed) and all(part in name for name in unmapped):
+            return [
+                f"without {part!r} the names agree: ModuleSource(…, rename=lambda name: name.replace({part!r}, ''))"
+            ]
+    return []
 
 
 _FEED = "what the engine recomputes or never changes is declared to the sink as derived or constant"
 _AGREE = (
-    "nothing is reshaped or untied on the way, and cast only where ModuleSource(cast={'*': torch.bfloat16}) says so: "
+    "nothing is reshaped or untied on the way, and cast only where ModuleSource(cast=torch.bfloat16) says so: "
     "give both sides one dtype, one shape and the same ties"
 )

@@ -22,7 +22,7 @@ from rl_refit.errors import CoverageError, RefitError
 from rl_refit.layout import Layout, Region, this_rank
 from rl_refit.manifest import Feeding, Manifest, TensorMeta
 
-__all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename"]
+__all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename", "as_patterns"]
 
 Rename = Callable[[str], str]
 """From the module's own name of a tensor to its Hugging Face name."""
@@ -45,6 +45,20 @@ class ModuleTensors:
 
     objects: dict[str, Tensor]
     """The module's own parameters and buffers, by their Hugging Face names; bound ones by the module's."""
+
+    identity: tuple[object, ...]
+    """Equal for two reads that found the same tensors in the same memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """What is kept between two reads. Not the memory: a module that is moved would not free what it has left."""
+
+    regions: dict[str, tuple[Region, ...]]
+    bound: dict[str, tuple[Tensor, ...]]
+    """The views that bindings gave, which are dear to make."""
+
+    manifest: Manifest
 
 
 @final
@@ -70,13 +84,17 @@ class ModuleReader:
         exclude: tuple[str, ...] = (),
         complete: bool = False,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"expected an nn.Module, got {type(module).__name__}; a mapping of tensors is a StateDictSource"
+            )
         self._module = module
         self._rename = rename
         self._bindings = bindings
         self._feeding = feeding or {}
         self._exclude = exclude
         self._complete = complete
-        self._known: dict[tuple[object, ...], ModuleTensors] = {}
+        self._known: dict[tuple[object, ...], _Description] = {}
         """What was read last, by the identity of the module's tensors at that time."""
 
     @property
@@ -95,17 +113,17 @@ class ModuleReader:
         """
         _reshard(self._module)
         tensors = self._named_tensors()
-        signature = tuple(_identity(name, tensor) for name, tensor in tensors.items())
-        read = self._known.pop(signature, None)
-        if read is None:
-            read = self._describe(tensors)
-            for known in self._known.values():
-                if known.manifest == read.manifest:  # its hash is computed already
-                    read = ModuleTensors(read.held, known.manifest, tensors)
-        self._known[signature] = read
+        parts = {name: _local_part(tensor) for name, tensor in tensors.items()}
+        identity = tuple(_identity(name, tensor, parts[name]) for name, tensor in tensors.items())
+        known = self._known.pop(identity, None) or self._describe(tensors, parts)
+        self._known[identity] = known
         if len(self._known) > _BANKS:
             del self._known[next(iter(self._known))]
-        return read
+        held = {
+            name: tuple(zip(regions, known.bound.get(name) or (parts[name],), strict=False))
+            for name, regions in known.regions.items()
+        }
+        return ModuleTensors(held, known.manifest, tensors, identity)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -120,19 +138,19 @@ class ModuleReader:
             tensors[name] = tensor
         return tensors
 
-    def _describe(self, tensors: dict[str, Tensor]) -> ModuleTensors:
+    def _describe(self, tensors: dict[str, Tensor], parts: dict[str, Tensor]) -> _Description:
         held: dict[str, list[Holding]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         layouts: dict[str, Layout] = {}
         rank = this_rank()
-        bound = self._bind(tensors, held, shapes)
+        bound = self._bind(parts, held, shapes)
         fed_by_bindings = set(held)
         for name, tensor in tensors.items():
             if name not in bound:
                 layouts[name] = Layout.from_tensor(tensor) if _is_dtensor(tensor) else Layout.whole(rank)
                 shapes[name] = tuple(tensor.shape)
                 mine = layouts[name].regions(name, shapes[name]).get(rank, ())
-                held[name] = [(region, _local_part(tensor)) for region in mine]
+                held[name] = [(region, parts[name]) for region in mine]
         # Of a bound tensor a pattern means the elements that no binding reaches, also where a bound name is the same.
         declared = self._declared([*held, *bound])
         feeding = {name: kind for name, kind in declared.items() if name not in fed_by_bindings}
@@ -151,32 +169,43 @@ class ModuleReader:
                     feeding=feeding.get(root, "fed"),
                 )
             )
-        kept = {meta.name: tuple(held[meta.name]) for meta in metas}
-        return ModuleTensors(kept, Manifest(tuple(metas)), tensors)
+        manifest = Manifest(tuple(metas))
+        same = (known.manifest for known in self._known.values() if known.manifest == manifest)
+        return _Description(
+            regions={meta.name: tuple(region for region, _ in held[meta.name]) for meta in metas},
+            bound={name: tuple(view for _, view in held[name]) for name in fed_by_bindings},
+            manifest=next(same, manifest),  # the hash of a known one is computed already
+        )
 
     def _bind(
-        self, tensors: dict[str, Tensor], held: dict[str, list[Holding]], shapes: dict[str, tuple[int, ...]]
+        self, locals_: dict[str, Tensor], held: dict[str, list[Holding]], shapes: dict[str, tuple[int, ...]]
     ) -> set[str]:
         """Fill in what the bindings say; return the module's tensors whose storage they describe."""
         if self._bindings is None:
             return set()
         views: list[Tensor] = []
+        memory = {local.untyped_storage().data_ptr() for local in locals_.values()}
         for binding in self._bindings(self._module):
             name = binding.region.name
+            if binding.tensor.untyped_storage().data_ptr() not in memory:
+                raise RefitError(
+                    f"{binding.region} is bound to a copy, or to memory of no parameter and no buffer, whose "
+                    f"replacement nobody would see; bind a view of one, or register the tensor as a buffer",
+                    tensor=name,
+                )
             if shapes.setdefault(name, binding.shape) != binding.shape:
                 raise RefitError(f"bindings give {name!r} two shapes: {shapes[name]} and {binding.shape}", tensor=name)
             held.setdefault(name, []).append((binding.region, binding.tensor.detach()))
             views.append(binding.tensor.detach())
         storages = {view.untyped_storage().data_ptr() for view in views}
-        locals_ = {name: _local_part(tensor) for name, tensor in tensors.items()}
         bound = {
             name: local
             for name, local in locals_.items()
             if local.numel() and local.untyped_storage().data_ptr() in storages
         }
         for name in held.keys() & locals_.keys():
-            memory = locals_[name].untyped_storage().data_ptr()
-            if not any(view.untyped_storage().data_ptr() == memory for _, view in held[name]):
+            own = locals_[name].untyped_storage().data_ptr()
+            if not any(view.untyped_storage().data_ptr() == own for _, view in held[name]):
                 raise RefitError(
                     f"{name!r} is a tensor of the module, and bindings give the name to others", tensor=name
                 )
@@ -206,6 +235,11 @@ class ModuleReader:
         }
 
 
+def as_patterns(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Patterns as a tuple; a single string is one of them, and not its letters."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
 def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool = True) -> set[str]:
     names = list(names)
     found: set[str] = set()
@@ -217,11 +251,10 @@ def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool =
     return found
 
 
-def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
+def _identity(name: str, tensor: Tensor, local: Tensor) -> tuple[object, ...]:
     """Equal as long as a tensor is the same object, in the same memory, and lies on the same ranks."""
-    local = _local_part(tensor)
-    placements = getattr(tensor, "placements", None)
-    return name, id(tensor), tensor.shape, placements, local.data_ptr(), local.shape, local.stride(), local.dtype
+    layout = (tensor.shape, getattr(tensor, "placements", None))
+    return name, id(tensor), *layout, local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
 
 
 def _layout_of(holdings: list[Holding], rank: int) -> Layout:

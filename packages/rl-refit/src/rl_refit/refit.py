@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any, final
-
-import torch
 
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
@@ -21,9 +21,10 @@ from rl_refit.rendezvous import Rendezvous
 from rl_refit.report import RefitReport
 from rl_refit.sampling import Sample
 from rl_refit.schedule import make_schedule
-from rl_refit.transaction.agreement import Sides, agree, agree_in_process
+from rl_refit.transaction.agreement import agree, agree_in_process
 from rl_refit.transaction.control import Control
 from rl_refit.transaction.party import Outcome, Party, abort_message
+from rl_refit.transaction.sides import Sides, check_sides, device_of
 from rl_refit.transports.base import Channel, Inbox, Outbox, Transport
 from rl_refit.transports.in_process import InProcess
 from rl_refit.verification_share import VerificationShare
@@ -73,7 +74,7 @@ class Refit:
         verify: Verify = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
-        _check_sides(Sides(source, sink), transport, rendezvous)
+        check_sides(Sides(source, sink), transport, rendezvous)
         self._sides = Sides(source, sink)
         self._transport: Transport = transport or InProcess()
         self._rendezvous = rendezvous
@@ -82,6 +83,8 @@ class Refit:
         self._party: Party | None = None
         self._refits = 0
         self._closed = False
+        self._busy = threading.Lock()
+        self._digests: dict[tuple[int, int], tuple[int, str | None]] = {}
 
     @property
     def plan(self) -> RefitPlan:
@@ -117,7 +120,8 @@ class Refit:
             raise RefitError("this process has no source of weights; wait for a refit with receive()")
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
-        return self._take_part(version)
+        with self._alone():
+            return self._take_part(version)
 
     def receive(self, *, timeout_s: float | None = None) -> RefitReport:
         """Wait for the trainer to call its `Refit`, and take part; for a process that has a sink alone.
@@ -131,13 +135,13 @@ class Refit:
         """
         if self._sides.source is not None or self._control is None:
             raise RefitError("this process has a source of weights, which gives the version: call refit(version=…)")
-        self._require_open()
-        watch = self._watch(math.inf if timeout_s is None else timeout_s)
-        self._await_begin(self._control, watch)
-        if self._party is None:
-            self._agreed(self._watch())
+        with self._alone():
+            watch = self._watch(math.inf if timeout_s is None else timeout_s)
             self._await_begin(self._control, watch)
-        return self._take_part(None)
+            if self._party is None:
+                self._agreed(self._watch())
+                self._await_begin(self._control, watch)
+            return self._take_part(None)
 
     def close(self) -> None:
         """Free what the transport holds, and leave; others that still wait for this process are told."""
@@ -145,6 +149,24 @@ class Refit:
         self._transport.close()
         if self._control is not None:
             self._control.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._require_open()
+        if not self._busy.acquire(blocking=False):
+            raise RefitError(
+                "another thread is in this Refit; a thread that waits in receive() cannot be cancelled from outside: "
+                "give it a timeout_s, or close the Refit"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _look_around(self) -> None:
+        self._require_open()
+        if self._control is not None:
+            self._control.look_around()
 
     def _await_begin(self, control: Control, watch: Watch) -> None:
         try:
@@ -167,7 +189,6 @@ class Refit:
             raise
 
     def _take_part(self, version: int | None) -> RefitReport:
-        self._require_open()
         party = self._agreed(self._watch(), version)
         watch = self._watch()
         try:
@@ -182,7 +203,8 @@ class Refit:
             raise
         self._transport.finish()
         if self._control is not None:
-            self._control.over()
+            with contextlib.suppress(PeerError):  # all have committed, and know it
+                self._control.over()
         self._share.learn(watch.seconds)
         return self._report(party, version, sample=sample, outcome=outcome, watch=watch)
 
@@ -230,14 +252,14 @@ class Refit:
             bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None,
         )
         meeting = self._rendezvous
-        in_process = agreement.plan.source.ranks[:1] + agreement.plan.sink.ranks[:1]
+        in_process = (*agreement.plan.source.ranks, 0)[0], (*agreement.plan.sink.ranks, 0)[0]
         source_rank, sink_rank = in_process if meeting is None else (meeting.source_rank, meeting.sink_rank)
         channel = Channel(
             schedule=schedule,
             source_rank=source_rank,
             sink_rank=sink_rank,
             slots=self._config.buckets,
-            device=_device_of(self._sides),
+            device=device_of(self._sides),
             store=None if self._control is None else self._control.namespace(f"transport/{self._number}"),
         )
         self._transport.open(channel, watch)
@@ -274,16 +296,18 @@ class Refit:
 
     def _abort(self, error: BaseException, version: int | None, watch: Watch) -> None:
         """Have all parties abort, and this one first of all."""
-        decision = self._tell_others(error, watch)
-        if self._party is not None:
-            self._party.give_up(error, decision, watch)
-        if self._sides.sink is not None:
-            self._sides.sink.abort()
-        if self._party is not None:
-            self._transport.finish()
-        else:
-            self._transport.close()
-        _annotate(error, version, watch)
+        try:
+            decision = self._tell_others(error, watch)
+            if self._party is not None:
+                self._party.give_up(error, decision, watch)
+        finally:  # also when somebody presses Ctrl-C twice
+            if self._sides.sink is not None:
+                self._sides.sink.abort()
+            if self._party is not None:
+                self._transport.finish()
+            else:
+                self._transport.close()
+            _annotate(error, version, watch)
 
     def _tell_others(self, error: BaseException, watch: Watch) -> Any:
         """What is decided for all; None where that cannot be known."""
@@ -311,45 +335,27 @@ class Refit:
             seconds={name: seconds for name, seconds in watch.seconds.items() if name != "confirm"},
             verified=sample.text,
             digest=outcome.digest,
+            same_as=self._same_as(version, sample, outcome.digest),
+            kept=tuple(m.name for m in plan.sink.tensors if m.feeding != "fed" and m.name in plan.source.by_name),
             unreadable=outcome.unreadable,
             manifest_hash=plan.source.hash(),
             extra_bytes=self._transport.extra_bytes,
         )
+
+    def _same_as(self, version: int, sample: Sample, digest: str | None) -> int | None:
+        """The last version of which the same bytes were digested, where they have not changed since."""
+        chosen = sample.stride, sample.phase % max(1, sample.stride)
+        before = self._digests.get(chosen)
+        self._digests[chosen] = version, digest
+        return before[0] if before is not None and digest is not None and before[1] == digest else None
 
     def _require_open(self) -> None:
         if self._closed:
             raise RefitError("this Refit is closed; make a new one")
 
     def _watch(self, deadline_s: float | None = None) -> Watch:
-        look_around = None if self._control is None else self._control.look_around
-        return Watch(deadline_s=self._config.deadline_s if deadline_s is None else deadline_s, look_around=look_around)
-
-
-def _check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvous | None) -> None:
-    if rendezvous is None:
-        if transport is not None or sides.source is None or sides.sink is None:
-            raise ValueError(
-                "without a rendezvous a Refit works in one process: give it a source and a sink, and no transport; "
-                "over several processes give all parties a transport and a rendezvous"
-            )
-        return
-    if transport is None:
-        raise ValueError("a Refit over several processes needs a transport, the same at all parties")
-    for side, given, rank in (
-        ("source", sides.source, rendezvous.source_rank),
-        ("sink", sides.sink, rendezvous.sink_rank),
-    ):
-        if (given is None) != (rank is None):
-            raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
-
-
-def _device_of(sides: Sides) -> torch.device:
-    """Where this process's tensors are; a source or sink that is not of a module says so in `device`."""
-    for side in (sides.sink, sides.source):
-        device = getattr(side, "device", None)
-        if device is not None:
-            return torch.device(device)
-    return torch.device("cpu")
+        deadline_s = self._config.deadline_s if deadline_s is None else deadline_s
+        return Watch(deadline_s=deadline_s, look_around=self._look_around)
 
 
 def _annotate(error: BaseException, version: int | None, watch: Watch) -> None:

@@ -9,8 +9,11 @@ still learns, from the store, what was decided.
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import final
 from urllib.parse import urlsplit
 
@@ -72,8 +75,8 @@ class Rendezvous:
         self.hosts = by_default and sink_rank == 0 if hosts is None else hosts
         self._timeout_s = timeout_s
         self._store = None if isinstance(address, str) else address
-        if isinstance(address, str) and urlsplit(address).scheme not in ("tcp", "file"):
-            raise ValueError(f"address={address!r} is neither tcp://host:port nor file:///path, nor a store")
+        if isinstance(address, str):
+            _check_address(address)
 
     @property
     def parties(self) -> tuple[str, ...]:
@@ -119,15 +122,34 @@ class Rendezvous:
                 ) from error
         return self._store
 
+    def _join(self, host: str, port: int, timeout: timedelta) -> Store:
+        """The store that another party hosts. In a thread: torch waits for ever for a listener that says nothing."""
+        made: queue.Queue[Store | Exception] = queue.Queue()
+
+        def connect() -> None:
+            try:
+                made.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            except (RuntimeError, ValueError) as error:
+                made.put(error)
+
+        threading.Thread(target=connect, name="rl-refit rendezvous", daemon=True).start()
+        try:
+            store = made.get(timeout=self._timeout_s + 5.0)
+        except queue.Empty:
+            raise OSError("something listens there, and is no store of torch") from None
+        if isinstance(store, Exception):
+            raise OSError(f"{str(store).splitlines()[0]} (is it up, and no other program?)") from store
+        return store
+
     def _open(self) -> Store:
         parts = urlsplit(self.address)
         if parts.scheme == "file":
             return FileStore(parts.path, self.num_sources + self.num_sinks)
-        if parts.hostname is None or parts.port is None:
-            raise OSError(f"no host or no port in {self.address!r}")
+        assert parts.hostname is not None
+        assert parts.port is not None
         timeout = timedelta(seconds=self._timeout_s)
         if not self.hosts:
-            return TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            return self._join(parts.hostname, parts.port, timeout)
         listener = _listen(parts.hostname, parts.port)  # torch's own would listen on every interface
         return TCPStore(
             parts.hostname,
@@ -137,6 +159,21 @@ class Rendezvous:
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
+
+
+def _check_address(address: str) -> None:
+    parts = urlsplit(address)
+    if parts.scheme == "file":
+        if parts.netloc:
+            raise ValueError(
+                f"address={address!r} needs three slashes, file:///absolute/path; {parts.netloc!r} is a host"
+            )
+        if not Path(parts.path).parent.is_dir():
+            raise ValueError(f"address={address!r}: {Path(parts.path).parent} is no directory; create it first")
+    elif parts.scheme != "tcp":
+        raise ValueError(f"address={address!r} is neither tcp://host:port nor file:///path, nor a store")
+    elif parts.hostname is None or parts.port is None:
+        raise ValueError(f"address={address!r} needs a host and a port, as in tcp://127.0.0.1:29555")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -39,6 +39,13 @@ class RefitReport:
     digest: str | None
     """Of all that was digested, at all sinks, in hex; equal at every party. None where nothing was."""
 
+    same_as: int | None
+    """An earlier version of which the very same bytes were digested; None where they have changed. A policy that trains
+    and does not change here is not the one that is sent: the source may be a copy of it, or a LoRA's base."""
+
+    kept: tuple[str, ...]
+    """Tensors that the source has and the sink keeps as they are, since they were declared constant or derived."""
+
     unreadable: tuple[str, ...]
     """Tensors of this process's sink that were verified when staged, and cannot be read back from the engine."""
 
@@ -57,8 +64,11 @@ class RefitReport:
         """One line for people."""
         phases = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in self.seconds.items())
         digest = "" if self.digest is None else f", digest {self.digest[:12]}"
-        unreadable = f", {len(self.unreadable)} tensors not readable in the engine" if self.unreadable else ""
+        notes = [f"the same bytes as version {self.same_as}"] if self.same_as is not None else []
+        notes += [f"{len(self.kept)} tensors kept as they are"] if self.kept else []
+        notes += [f"{len(self.unreadable)} tensors not readable in the engine"] if self.unreadable else []
         return (
             f"version {self.version}: {self.tensors} tensors, {self.bytes:,} bytes {self.transport}, "
-            f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{digest}{unreadable}"
+            f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{digest}"
+            + "".join(f", {note}" for note in notes)
         )

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions
-from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.digest import Digest, digest_regions, digest_tensor
+from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename
+from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns
 from rl_refit.writable import check_writable
 
 __all__ = ["CommitMode", "ModuleSink"]
@@ -90,7 +90,7 @@ class ModuleSink:
             module,
             rename=rename,
             bindings=bindings,
-            feeding={"derived": tuple(derived), "constant": tuple(constant)},
+            feeding={"derived": as_patterns(derived), "constant": as_patterns(constant)},
             complete=True,
         )
         if mode == "swap" and bindings is not None:
@@ -99,12 +99,14 @@ class ModuleSink:
         self._bound = bindings is not None
         self._on_commit = on_commit
         self._bank: dict[str, list[Holding]] = {}
-        self._checked: list[ModuleTensors] = []
+        self._checked: list[tuple[object, ...]] = []
+        self._memory: set[tuple[torch.device, int]] = set()
         self._needed: dict[str, int] = {}
         self._open: _Transaction | None = None
         self._version: int | None = None
         self._version_before: int | None = None
         self._poison: str | None = None
+        self._again = False
 
     @property
     def device(self) -> torch.device:
@@ -145,7 +147,16 @@ class ModuleSink:
 
         A version that was committed just before does not count any more, so that the same can be refitted again.
         """
-        self._poison, self._version = reason, self._version_before
+        self._poison, self._version, self._again = reason, self._version_before, False
+
+    def repeat(self) -> None:
+        """Take the version that was just committed once more: others did not come through with it."""
+        self._again = True
+
+    @property
+    def _floor(self) -> int | None:
+        """What a version must be newer than."""
+        return self._version_before if self._again else self._version
 
     def manifest(self) -> Manifest:
         """What the module holds now.
@@ -166,12 +177,14 @@ class ModuleSink:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
         tensors = self._reader.read()
         live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
-        if not any(tensors is checked for checked in self._checked):
+        if tensors.identity not in self._checked:
             check_writable(live, tensors=tensors, bound=self._bound, swap=self._mode == "swap")
             self._needed = {name: _needed(held) for name, held in live.items()}
-            self._checked = [tensors, *self._checked[:1]]  # "swap" has two, in turn
+            self._checked = [tensors.identity, *self._checked[:1]]  # "swap" has two, in turn
+        self._memory = {_storage(view) for held in live.values() for _, view in held if view.numel()}
+        self._version_before = self._version_before if self._again else self._version
         self._open = _Transaction(tensors, live, dict(self._needed))
-        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version)
+        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._floor)
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Take `tensor` as the new values of `region`; without a copy where it `stays` and the mode allows it.
@@ -190,6 +203,13 @@ class ModuleSink:
             raise RefitError(
                 f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: the sink has "
                 f"{[list(box.shape) for box, _ in live]} in {live[0][1].dtype if live else 'nothing'}",
+                phase="transfer",
+                tensor=region.name,
+            )
+        if _storage(tensor) in self._memory:
+            raise RefitError(
+                f"the new values of {region} lie in the sink's own memory: trainer and engine share their weights; "
+                f"give the engine a model of its own",
                 phase="transfer",
                 tensor=region.name,
             )
@@ -237,9 +257,9 @@ class ModuleSink:
         incomplete = [f"{name} ({missing:+,} elements)" for name, missing in transaction.missing.items() if missing]
         if incomplete:
             raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
-        if self._version is not None and version <= self._version:
+        if self._floor is not None and version <= self._floor:
             raise RefitError(
-                f"version {version} is not newer than the committed {self._version}; a version counts optimizer steps",
+                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
                 phase="commit",
             )
         if self._mode == "shadow":
@@ -250,7 +270,8 @@ class ModuleSink:
                 self._move(transaction)
             if self._on_commit is not None:
                 self._on_commit(version)
-            self._version, self._version_before = version, self._version
+            self._version, self._version_before = version, self._floor
+            self._again = False
             self._poison = self._open = None
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
@@ -294,10 +315,11 @@ class ModuleSink:
         if bank is None or [(r, t.dtype, t.device) for r, t in bank] != [
             (region, view.dtype, view.device) for region, view in boxes.items()
         ]:
-            bank = [
-                (region, torch.empty(region.shape, dtype=view.dtype, device=view.device))
-                for region, view in boxes.items()
-            ]
+            with torch.inference_mode(False):  # or no refit outside of that mode could write it again
+                bank = [
+                    (region, torch.empty(region.shape, dtype=view.dtype, device=view.device))
+                    for region, view in boxes.items()
+                ]
             self._bank[name] = bank
         return bank
 
@@ -305,6 +327,10 @@ class ModuleSink:
         if self._open is None:
             raise RefitError(f"cannot {action}: no transaction is open; prepare comes first")
         return self._open
+
+
+def _storage(view: Tensor) -> tuple[torch.device, int]:
+    return view.device, view.untyped_storage().data_ptr()
 
 
 def _needed(held: tuple[Holding, ...]) -> int:
@@ -328,13 +354,14 @@ def _write(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
 
 def _read(holdings: Iterable[Holding], region: Region) -> Tensor:
     """The values of `region`: a view where one holding has all of it, assembled from several otherwise."""
+    whole_in = [memory[region.index_within(box)] for box, memory in holdings if _holds(box, region)]
+    if len(whole_in) > 1 and len({digest_tensor(view) for view in whole_in}) > 1:
+        raise DigestError(f"{region} lies in {len(whole_in)} places, and they differ", tensors=(region.name,))
+    if whole_in:
+        return whole_in[0]
     parts: list[tuple[Region, Region, Tensor]] = []
     for box, memory in holdings:
-        if box == region:
-            return memory
         shared = region.intersect(box)
-        if shared == region:
-            return memory[region.index_within(box)]
         if shared is not None:
             parts.append((shared, box, memory))
     if sum(shared.numel for shared, _, _ in parts) != region.numel:

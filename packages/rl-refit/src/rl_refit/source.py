@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import final
 
 import torch
@@ -17,7 +17,7 @@ from rl_refit.bindings import Bindings
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import ModuleReader, Rename
+from rl_refit.module_tensors import ModuleReader, Rename, as_patterns
 
 __all__ = ["ModuleSource", "StateDictSource"]
 
@@ -34,9 +34,10 @@ class ModuleSource:
         rename: From a name in the module to its Hugging Face name. Nothing is stripped without it.
         bindings: Where the module keeps boxes of named tensors in fused, padded or permuted storage.
         exclude: Patterns, as of `fnmatch`, of Hugging Face names that are not sent, such as a value head's.
-        cast: Pattern → dtype in which floating-point tensors of these names are sent; the first that fits holds.
-            A master in float32 feeds an engine in bfloat16 with `{"*.gate.weight": torch.float32, "*": torch.bfloat16}`
-            (routers are best left alone). Each tensor is converted as it is sent, one at a time.
+        cast: A dtype in which all floating-point parameters are sent, and no buffers: `torch.bfloat16` feeds an engine
+            in bfloat16 from a master in float32. Or pattern → dtype, for parameters and buffers; the first that fits
+            holds: `{"*.gate.weight": torch.float32, "*.weight": torch.bfloat16}` leaves routers alone. Each tensor is
+            converted as it is sent, one at a time.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class ModuleSource:
         rename: Rename | None = None,
         bindings: Bindings | None = None,
         exclude: Iterable[str] = (),
-        cast: Mapping[str, torch.dtype] | None = None,
+        cast: Mapping[str, torch.dtype] | torch.dtype | None = None,
     ) -> None:
-        self._reader = ModuleReader(module, rename=rename, bindings=bindings, exclude=tuple(exclude))
-        self._cast = dict(cast or {})
+        self._reader = ModuleReader(module, rename=rename, bindings=bindings, exclude=as_patterns(exclude))
+        self._cast = cast if isinstance(cast, torch.dtype) else dict(cast or {})
+        self._buffers = {rename(name) if rename else name for name, _ in module.named_buffers(remove_duplicate=False)}
         self._read: Manifest | None = None
         self._sent: Manifest | None = None
 
@@ -72,7 +74,7 @@ class ModuleSource:
         """
         read = self._reader.read().manifest
         if self._sent is None or read is not self._read:
-            self._read, self._sent = read, cast_manifest(read, self._cast)
+            self._read, self._sent = read, cast_manifest(read, self._cast, buffers=self._buffers)
         return self._sent
 
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
@@ -93,13 +95,17 @@ class StateDictSource:
     """The tensors of a mapping from Hugging Face names. A `WeightSource`, of what the mapping holds when it is read.
 
     Args:
-        tensors: Plain tensors or DTensors; two names of the same memory are a tie.
-        cast: As for `ModuleSource`.
+        tensors: Plain tensors or DTensors; two names of the same memory are a tie. They are read at each refit: a
+            mapping of copies that nobody updates stays what it is, and so does the engine.
+        cast: As for `ModuleSource`; a dtype alone is for every floating-point tensor.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, cast: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, cast: Mapping[str, torch.dtype] | torch.dtype | None = None
+    ) -> None:
         self._tensors = tensors
-        self._source = ModuleSource(_Shelf(tensors), cast=cast)
+        patterns = {"*": cast} if isinstance(cast, torch.dtype) else cast
+        self._source = ModuleSource(_Shelf(tensors), cast=patterns)
 
     @property
     def tensors_stay(self) -> bool:
@@ -120,13 +126,19 @@ class StateDictSource:
         return self._source.shards(names)
 
 
-def cast_manifest(manifest: Manifest, cast: Mapping[str, torch.dtype]) -> Manifest:
+def cast_manifest(
+    manifest: Manifest, cast: Mapping[str, torch.dtype] | torch.dtype, *, buffers: Collection[str]
+) -> Manifest:
     """The manifest with the dtypes in which tensors are sent; a tied one follows the tensor that it is tied to.
 
     Raises:
         RefitError: A pattern fits no floating-point tensor.
     """
+    if not cast:
+        return manifest
     floating = [meta.name for meta in manifest.tensors if meta.torch_dtype.is_floating_point]
+    if isinstance(cast, torch.dtype):
+        floating, cast = [name for name in floating if name not in buffers], {"*": cast}
     idle = [pattern for pattern in cast if not fnmatch.filter(floating, pattern)]
     if idle:
         raise RefitError(
@@ -136,17 +148,13 @@ def cast_manifest(manifest: Manifest, cast: Mapping[str, torch.dtype]) -> Manife
         name: next((dtype for pattern, dtype in cast.items() if fnmatch.fnmatchcase(name, pattern)), None)
         for name in floating
     }
-    return (
-        Manifest(
-            tuple(
-                meta
-                if (dtype := wanted.get(meta.tied_to or meta.name)) is None
-                else dataclasses.replace(meta, dtype=str(dtype).removeprefix("torch."))
-                for meta in manifest.tensors
-            )
+    return Manifest(
+        tuple(
+            meta
+            if (dtype := wanted.get(meta.tied_to or meta.name)) is None
+            else dataclasses.replace(meta, dtype=str(dtype).removeprefix("torch."))
+            for meta in manifest.tensors
         )
-        if cast
-        else manifest
     )
 
 

@@ -33,7 +33,9 @@ def check_writable(live: Mapping[str, tuple[Holding, ...]], *, tensors: ModuleTe
     for name, held in live.items():
         for _, tensor in held:
             _check_alone(name, tensor)
-            if tensor.numel() and (tensor.is_contiguous() or not bound):
+            own = tensors.objects.get(name)
+            counted = bound and (own is None or own.numel() != tensor.numel())  # a binding's view, not all of a tensor
+            if tensor.numel() and (tensor.is_contiguous() or not counted):
                 extents.setdefault(tensor.untyped_storage().data_ptr(), []).append((*_extent(tensor), name))
     for in_storage in extents.values():
         for (_, end, name), (start, _, other) in itertools.pairwise(sorted(in_storage)):

@@ -10,24 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.contracts import WeightSink
 from rl_refit.errors import RefitError
 from rl_refit.manifest import Manifest, merge_manifests
 from rl_refit.plan import RefitPlan, plan_refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.topology import Topology
 from rl_refit.transaction.control import Control
+from rl_refit.transaction.sides import Sides
 from rl_refit.watch import Watch
 
-__all__ = ["Agreement", "Sides", "agree", "agree_in_process"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """What this process has of a refit."""
-
-    source: WeightSource | None
-    sink: WeightSink | None
+__all__ = ["Agreement", "agree", "agree_in_process"]
 
 
 @dataclass(frozen=True, slots=True)

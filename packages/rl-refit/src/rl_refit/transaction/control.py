@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any, final
 
-from rl_refit.errors import PeerError, RefitError
+from rl_refit.errors import AbortedError, PeerError, RefitError
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.stores import PrefixStore, Store
 from rl_refit.transaction.bounded_store import BoundedStore, Line
@@ -57,6 +58,7 @@ class Control:
         self._posted: dict[int, list[str]] = {}
         self._undecided = False
         self._completed: set[int] = set()
+        self._nonce = uuid.uuid4().hex  # of two Refits of one process, each is a party of its own
 
     def meet(self, watch: Watch) -> None:
         """Connect, say who this is, and learn who the others are; once."""
@@ -68,6 +70,7 @@ class Control:
         processes: dict[str, Any] = {}
         for party in meeting.parties:
             process = processes[party] = self._wait(f"party/{party}", watch, peer=party)
+            self._look_after(processes)
             if process["hosts"]:
                 meeting.host = party
             if process["numbers"] != meeting.numbers:
@@ -76,29 +79,35 @@ class Control:
                     f"give all parties the same num_sources and num_sinks",
                     peer=party,
                 )
+        self.processes = processes
+
+    def _look_after(self, processes: dict[str, Any]) -> None:
+        """From now on, see whether these live: some may die before all have met."""
+        meeting = self.rendezvous
         others = {party: process for party, process in processes.items() if party not in meeting.mine}
-        listen_to = [*others] if meeting.leads else [meeting.leader]
+        listen_to = [*others] if meeting.leads else [party for party in others if party == meeting.leader]
         assert self.store is not None
         self._peers = Peers(self.store, others, listen_to=listen_to, liveness_s=meeting.liveness_s)
-        self.processes = processes
 
     def _introduce(self) -> None:
         """Say who this is, once under one name."""
         meeting, store = self.rendezvous, PrefixStore(self.rendezvous.name, self.rendezvous.connect())
         self.store = self.store or BoundedStore(store, Line(meeting.liveness_s, self._lost))
-        process = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts}
+        mine = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts, "refit": self._nonce}
+        process = json.dumps([mine], separators=(",", ":"))
         with self._reaching():
             for party in meeting.mine:
-                before = self._get(f"party/{party}")
-                if before and before != [process]:
+                if not self.store.check([f"alive/{party}"]):  # whoever reads of this party listens for it at once
+                    self.store.set(f"alive/{party}", "0")
+                said = self.store.compare_set(f"party/{party}", "", f"={process}").decode().removeprefix("=")
+                if said != process:
                     raise PeerError(
-                        f"process {before[0]['pid']} has been {party} under the name {meeting.name!r} before; "
-                        f"after a restart, all parties make a new Refit with a rendezvous of another name",
+                        f"process {json.loads(said)[0]['pid']} has been {party} under the name {meeting.name!r} "
+                        f"before; give every party its own rank, and after a restart, or for a new Refit, all parties "
+                        f"a rendezvous of another name",
                         peer=party,
                     )
             self._heartbeat = Heartbeat(store, meeting.mine, liveness_s=meeting.liveness_s)
-            for party in meeting.mine:
-                self._set(f"party/{party}", process)
 
     def look_around(self) -> None:
         """Pass while no party has given up, left or died.
@@ -109,9 +118,17 @@ class Control:
         """
         with self._reaching():
             if self._undecided:
+                latest = self._latest()
                 decision = self._get(self._key("decision"))
                 if decision and decision != [COMMIT]:
                     raise error_from_message(decision[0])
+                if not decision and latest > self.refit:  # it was made, and deleted since
+                    leader = self.rendezvous.leader
+                    raise AbortedError(
+                        f"{leader} gave refit {self.refit} up while this party was busy or stopped, and is at "
+                        f"{latest} by now; its errors say why",
+                        peer=leader,
+                    )
             if self._peers is not None:
                 self._peers.check()
 

@@ -23,9 +23,10 @@ from rl_refit.manifest import Manifest
 from rl_refit.plan import RefitPlan
 from rl_refit.sampling import Sample
 from rl_refit.schedule import Schedule
-from rl_refit.transaction.agreement import Agreement, Sides
+from rl_refit.transaction.agreement import Agreement
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.messages import error_from_message, error_to_message
+from rl_refit.transaction.sides import Sides
 from rl_refit.transports.base import Inbox, Outbox, Transport
 from rl_refit.watch import Watch
 
@@ -96,7 +97,8 @@ class Party:
             if coverage.version is not None and version <= coverage.version:
                 raise RefitError(
                     f"version {version} is not newer than the sink's {coverage.version}; "
-                    f"a version is the number of optimizer steps that the weights have seen, never a count of calls"
+                    f"a version is the number of optimizer steps that the weights have seen, never a count of calls; "
+                    f"a trainer that went back makes a new sink"
                 )
         self._barrier("prepared", watch, version)
 
@@ -243,16 +245,17 @@ class Party:
             self.sides.sink.commit(version)
             with watch.part("confirm"):
                 unreadable = self._confirm(expected, sample)
-            self._require_held(sample)
+            self._require_held(sample, unreadable)
         self._whole = True
         own = Digest({f"{rank}": digest.hex for rank, digest in expected.items()}).hex if expected else None
         if self.control is None:
             return Outcome(digest=own, unreadable=unreadable)
         return Outcome(digest=self._say_committed({"digest": own}, watch), unreadable=unreadable)
 
-    def _require_held(self, sample: Sample) -> None:
+    def _require_held(self, sample: Sample, unreadable: tuple[str, ...]) -> None:
         """See that the sources waited for this sink's commit: it may have copied from memory that they train in."""
-        if self.control is None or sample.stride == 1 or not self.control.is_said("committed/all"):
+        proved = sample.stride == 1 and not unreadable
+        if self.control is None or proved or not self.control.is_said("committed/all"):
             return
         assert self.sides.sink is not None
         reason = "the others gave this refit up while this rank still committed, and may have changed its source"
@@ -273,6 +276,8 @@ class Party:
             lines = "".join(f"\n  {party}: {text}" for party, text in answer["failed"].items())
             if self.sides.sink is not None and not self._is_a_replica():
                 _poison(self.sides.sink, f"this rank has committed, and not all that it needs came through:{lines}")
+            elif self.sides.sink is not None and hasattr(self.sides.sink, "repeat"):
+                self.sides.sink.repeat()
             raise RefitError(
                 f"not all parties came through their commit, which the others have done; refit all again before using "
                 f"any of these, or ranks that share a model with them:{lines}",

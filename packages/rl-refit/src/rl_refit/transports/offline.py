@@ -123,6 +123,8 @@ def read_version(
         seconds=watch.seconds,
         verified="every byte",
         digest=expected.hex,
+        same_as=None,
+        kept=tuple(m.name for m in plan.sink.tensors if m.feeding != "fed" and m.name in plan.source.by_name),
         unreadable=(),
         manifest_hash=stored.manifest.hash(),
         extra_bytes=0,

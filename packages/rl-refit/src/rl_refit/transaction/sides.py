@@ -1,0 +1,68 @@
+"""What a process has of a refit, and whether it goes together.
+
+Knows no phases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.rendezvous import Rendezvous
+from rl_refit.transports.base import Transport
+
+__all__ = ["Sides", "check_sides", "device_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What this process has of a refit."""
+
+    source: WeightSource | None
+    sink: WeightSink | None
+
+
+def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvous | None) -> None:
+    """Pass if what a caller gave goes together.
+
+    Raises:
+        TypeError: Something is of another kind than it should be.
+        ValueError: Something is missing, or too much.
+    """
+    for name, given in (("source", sides.source), ("sink", sides.sink), ("transport", transport)):
+        kind = {"source": WeightSource, "sink": WeightSink, "transport": Transport}[name]
+        if isinstance(given, type):
+            raise TypeError(f"{name} is the class {given.__name__}; write {given.__name__}(…)")
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}; "
+                f"a module goes into ModuleSource or ModuleSink, a mapping of tensors into StateDictSource"
+            )
+    if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
+        raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
+    if rendezvous is None:
+        if transport is not None or sides.source is None or sides.sink is None:
+            raise ValueError(
+                "without a rendezvous a Refit works in one process: give it a source and a sink, and no transport; "
+                "over several processes give all parties a transport and a rendezvous"
+            )
+        return
+    if transport is None:
+        raise ValueError("a Refit over several processes needs a transport, the same at all parties")
+    for side, given, rank in (
+        ("source", sides.source, rendezvous.source_rank),
+        ("sink", sides.sink, rendezvous.sink_rank),
+    ):
+        if (given is None) != (rank is None):
+            raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
+
+
+def device_of(sides: Sides) -> torch.device:
+    """Where this process's tensors are; a source or sink that is not of a module says so in `device`."""
+    for side in (sides.sink, sides.source):
+        device = getattr(side, "device", None)
+        if device is not None:
+            return torch.device(device)
+    return torch.device("cpu")
