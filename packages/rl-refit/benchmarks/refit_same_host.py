@@ -195,17 +195,17 @@ class Engine:
 class Trainer:
     settings: Settings
     pipe: Connection
-    policies: dict[bool, nn.Module] = field(default_factory=dict)
-    """The policy; True: one more, whose parameters live in an arena."""
+    policies: dict[str, nn.Module] = field(default_factory=dict)
+    """The policy; and one more for each path whose arena its parameters live in."""
 
     target: nn.Module | None = None
     refits: dict[str, Refit] = field(default_factory=dict)
 
     def policy_of(self, path: str) -> nn.Module:
-        held = path.startswith("arena") and "copied" not in path
-        if held not in self.policies:
-            self.policies[held] = build(self.settings)
-        return self.policies[held]
+        home = path if path.startswith("arena") and "copied" not in path else "memory of its own"
+        if home not in self.policies:
+            self.policies[home] = build(self.settings)
+        return self.policies[home]
 
     def run(self, path: str, number: int) -> Round:
         """Change the policy, bring it to the engine, and have it compared."""

@@ -88,6 +88,8 @@ class VllmSink:
         self._identity: tuple[int, int, int] = (0, 0, 0)
         self._open: _Transaction | None = None
         self._version: int | None = None
+        self._version_before: int | None = None
+        self._again = False
         self._poison: str | None = None
 
     @property
@@ -124,8 +126,20 @@ class VllmSink:
             )
 
     def poison(self, reason: str) -> None:
-        """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are."""
-        self._poison = reason
+        """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are.
+
+        A version that was committed just before does not count any more, so that the same can be refitted again.
+        """
+        self._poison, self._version, self._again = reason, self._version_before, False
+
+    def repeat(self) -> None:
+        """Take the version that was just committed once more: others did not come through with it."""
+        self._again = True
+
+    @property
+    def _floor(self) -> int | None:
+        """What a version must be newer than."""
+        return self._version_before if self._again else self._version
 
     def explain(self) -> str:
         """What was proved of the engine at the last `prepare`: fed, tied, computed, padded, constant, not read back.
@@ -151,8 +165,9 @@ class VllmSink:
         sink = self._needs[1].manifest
         bank = self._bank_for(sink)
         missing = {name: tensor.numel() for name, tensor in bank.tensors.items()}
+        self._version_before = self._floor
         self._open = _Transaction(missing)
-        return Coverage(manifest_hash=manifest.hash(), sink=sink, version=self._version)
+        return Coverage(manifest_hash=manifest.hash(), sink=sink, version=self._floor)
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Copy `tensor`, the new values of `region`, into shared memory.
@@ -259,7 +274,8 @@ class VllmSink:
         self._engine.resume()
         if refusal is not None:
             raise refusal
-        self._version, self._poison = version, None
+        self._version_before, self._version = self._floor, version
+        self._again, self._poison = False, None
 
     def _go_on_poisoned(self, cause: BaseException) -> None:
         """What was under way must not go on with torn weights; what is new is refused by whoever asks `check`."""
@@ -294,9 +310,9 @@ class VllmSink:
         incomplete = [f"{name} ({missing:+,} elements)" for name, missing in transaction.missing.items() if missing]
         if incomplete:
             raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
-        if self._version is not None and version <= self._version:
+        if self._floor is not None and version <= self._floor:
             raise RefitError(
-                f"version {version} is not newer than the committed {self._version}; a version counts optimizer steps",
+                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
                 phase="commit",
             )
 
