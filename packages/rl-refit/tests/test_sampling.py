@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_refit.layout import Region
-from rl_refit.sampling import CHUNK_BYTES, Sample
+from rl_refit.sampling import CHUNK_BYTES, Boxes, Sample
 from rl_refit.verification_share import COST, LARGEST_STRIDE, VerificationShare
 
 
@@ -18,7 +18,8 @@ from rl_refit.verification_share import COST, LARGEST_STRIDE, VerificationShare
 )
 def test_as_many_refits_as_the_stride_see_every_byte_once(rows, stride, first):
     boxes = [(Region(f"w{i}", (3, 0), (n, CHUNK_BYTES // 8)), 4) for i, n in enumerate(rows)]  # half a chunk a row
-    seen = [chunk for phase in range(first, first + stride) for chunk in Sample(stride=stride, phase=phase).of(boxes)]
+    cut = Boxes(boxes)
+    seen = [chunk for phase in range(first, first + stride) for chunk in Sample(stride=stride, phase=phase).of(cut)]
     assert len(seen) == len(set(seen))
     assert sum(chunk.numel for chunk in seen) == sum(box.numel for box, _ in boxes)
     assert all(chunk.numel * 4 <= CHUNK_BYTES for chunk in seen)
@@ -26,8 +27,8 @@ def test_as_many_refits_as_the_stride_see_every_byte_once(rows, stride, first):
 
 def test_every_byte_is_the_boxes_as_they_are_and_nothing_is_nothing():
     boxes = [(Region("w", (0,), (5 * CHUNK_BYTES,)), 2), (Region("empty", (0,), (0,)), 2)]
-    assert Sample(stride=1).of(boxes) == (boxes[0][0],)
-    assert Sample(stride=0).of(boxes) == ()
+    assert Sample(stride=1).of(Boxes(boxes)) == (boxes[0][0],)
+    assert Sample(stride=0).of(Boxes(boxes)) == ()
 
 
 def test_a_negative_stride_is_refused():

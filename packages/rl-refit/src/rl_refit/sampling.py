@@ -6,16 +6,41 @@ boxes; the first of them moves on with the phase, so that k refits in a row see 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import final
 
 from rl_refit.buckets import split
 from rl_refit.layout import Region
 
-__all__ = ["CHUNK_BYTES", "Sample"]
+__all__ = ["CHUNK_BYTES", "Boxes", "Sample"]
 
 CHUNK_BYTES = 2**20
+
+
+@final
+class Boxes:
+    """The boxes that travel one way, none of them empty, and their chunks, cut once.
+
+    Args:
+        boxes: Each with the bytes of one of its elements.
+    """
+
+    def __init__(self, boxes: Iterable[tuple[Region, int]] = ()) -> None:
+        self._boxes = [(box, itemsize) for box, itemsize in boxes if box.numel]
+
+    @cached_property
+    def whole(self) -> tuple[Region, ...]:
+        """The boxes as they are."""
+        return tuple(box for box, _ in self._boxes)
+
+    @cached_property
+    def chunks(self) -> tuple[Region, ...]:
+        """The boxes cut into chunks, in order."""
+        return tuple(
+            chunk for box, itemsize in self._boxes for chunk in split(box, max_elements=CHUNK_BYTES // itemsize)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +54,11 @@ class Sample:
         if self.stride < 0 or self.phase < 0:
             raise ValueError(f"a sample needs a stride and a phase ≥ 0; got stride={self.stride}, phase={self.phase}")
 
-    def of(self, boxes: Iterable[tuple[Region, int]]) -> tuple[Region, ...]:
-        """The chunks to digest of boxes that are given with the bytes of one of their elements."""
+    def of(self, boxes: Boxes) -> tuple[Region, ...]:
+        """The chunks of `boxes` to digest; the boxes themselves where that is every byte."""
         if self.stride == 0:
             return ()
-        if self.stride == 1:
-            return tuple(box for box, _ in boxes if box.numel)
-        chunks = (chunk for box, itemsize in boxes for chunk in split(box, max_elements=CHUNK_BYTES // itemsize))
-        return tuple(itertools.islice(chunks, self.phase % self.stride, None, self.stride))
+        return boxes.whole if self.stride == 1 else boxes.chunks[self.phase % self.stride :: self.stride]
 
     @property
     def text(self) -> str:

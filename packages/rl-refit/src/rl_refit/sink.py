@@ -241,9 +241,12 @@ class ModuleSink:
             staged: dict[str, Sequence[Holding]] = dict(live)
         else:
             live = transaction.live
-            staged = {name: self._staged(name, transaction) for name in live}
+            staged = {}
         if regions is None:
             regions = [region for held in live.values() for region in dict.fromkeys(region for region, _ in held)]
+        regions = tuple(regions)
+        if transaction is not None:
+            staged = {name: self._staged(name, transaction) for name in {region.name for region in regions}}
         return digest_regions(regions, lambda region: _read(staged[region.name], region))
 
     def commit(self, version: int) -> None:

@@ -21,7 +21,7 @@ from rl_refit.errors import DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.plan import RefitPlan
-from rl_refit.sampling import Sample
+from rl_refit.sampling import Boxes, Sample
 from rl_refit.schedule import Schedule
 from rl_refit.transaction.agreement import Agreement
 from rl_refit.transaction.control import COMMIT, Control
@@ -58,7 +58,7 @@ class Party:
     schedule: Schedule
     source_rank: int | None
     sink_rank: int | None
-    _boxes: dict[tuple[int, int], list[tuple[Region, int]]] = field(default_factory=dict)
+    _boxes: dict[tuple[int, int], Boxes] = field(default_factory=dict)
     _voted: bool = False
     """Whether others may commit by this party's leave, and do not know yet what became of its own commit."""
     _whole: bool = False
@@ -171,7 +171,7 @@ class Party:
         assert sink_rank is not None
         if not self._boxes:
             self._boxes = _boxes_by_pair(self.agreement.plan)
-        return sample.of(self._boxes.get((source_rank, sink_rank), ()))
+        return sample.of(self._boxes.get((source_rank, sink_rank), Boxes()))
 
     def _decide(self, version: int, watch: Watch) -> None:
         """Have the decision made: commit, once all have verified.
@@ -329,13 +329,13 @@ def _poison(sink: WeightSink, reason: str) -> None:
         poison(reason)
 
 
-def _boxes_by_pair(plan: RefitPlan) -> dict[tuple[int, int], list[tuple[Region, int]]]:
+def _boxes_by_pair(plan: RefitPlan) -> dict[tuple[int, int], Boxes]:
     boxes: dict[tuple[int, int], list[tuple[Region, int]]] = {}
     for route in plan.routes:
         itemsize = plan.sink.by_name[route.region.name].torch_dtype.itemsize
         for sink_rank in route.sink_ranks:
             boxes.setdefault((route.source_rank, sink_rank), []).append((route.region, itemsize))
-    return boxes
+    return {pair: Boxes(between) for pair, between in boxes.items()}
 
 
 def _require_unchanged(side: str, *, planned: Manifest | None, now: Manifest, rank: int | None) -> None:
