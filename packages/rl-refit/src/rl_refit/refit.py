@@ -185,6 +185,7 @@ class Refit:
                 seconds=late.seconds,
             ) from None
         except RefitError as error:
+            self._require_open()  # a store that is closed on this side is no news
             _annotate(error, None, watch)
             raise
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
+from rl_refit.committed_version import CommittedVersion
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions, digest_tensor
 from rl_refit.errors import DigestError, PoisonedError, RefitError
@@ -103,10 +104,8 @@ class ModuleSink:
         self._memory: set[tuple[torch.device, int]] = set()
         self._needed: dict[str, int] = {}
         self._open: _Transaction | None = None
-        self._version: int | None = None
-        self._version_before: int | None = None
+        self._version = CommittedVersion()
         self._poison: str | None = None
-        self._again = False
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +120,7 @@ class ModuleSink:
     @property
     def version(self) -> int | None:
         """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version
+        return self._version.value
 
     @property
     def poisoned(self) -> bool:
@@ -147,16 +146,12 @@ class ModuleSink:
 
         A version that was committed just before does not count any more, so that the same can be refitted again.
         """
-        self._poison, self._version, self._again = reason, self._version_before, False
+        self._poison = reason
+        self._version.withdraw()
 
     def repeat(self) -> None:
         """Take the version that was just committed once more: others did not come through with it."""
-        self._again = True
-
-    @property
-    def _floor(self) -> int | None:
-        """What a version must be newer than."""
-        return self._version_before if self._again else self._version
+        self._version.repeat()
 
     def manifest(self) -> Manifest:
         """What the module holds now.
@@ -182,9 +177,9 @@ class ModuleSink:
             self._needed = {name: _needed(held) for name, held in live.items()}
             self._checked = [tensors.identity, *self._checked[:1]]  # "swap" has two, in turn
         self._memory = {_storage(view) for held in live.values() for _, view in held if view.numel()}
-        self._version_before = self._version_before if self._again else self._version
+        self._version.begin()
         self._open = _Transaction(tensors, live, dict(self._needed))
-        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._floor)
+        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version.floor)
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Take `tensor` as the new values of `region`; without a copy where it `stays` and the mode allows it.
@@ -260,11 +255,7 @@ class ModuleSink:
         incomplete = [f"{name} ({missing:+,} elements)" for name, missing in transaction.missing.items() if missing]
         if incomplete:
             raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
-        if self._floor is not None and version <= self._floor:
-            raise RefitError(
-                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
-                phase="commit",
-            )
+        self._version.require_newer(version)
         if self._mode == "shadow":
             self._open = None
             return
@@ -273,8 +264,7 @@ class ModuleSink:
                 self._move(transaction)
             if self._on_commit is not None:
                 self._on_commit(version)
-            self._version, self._version_before = version, self._floor
-            self._again = False
+            self._version.commit(version)
             self._poison = self._open = None
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"

@@ -66,7 +66,7 @@ class BoundedStore(Store):
 
     def close(self) -> None:
         """End the thread, once it has asked what is asked already."""
-        self._line.asked.put(None)
+        self._line.end()
 
 
 @final
@@ -82,6 +82,7 @@ class Line:
         self.asked: _Questions = SimpleQueue()
         self._limit_s, self._lost = limit_s, lost
         self._late: _Answer | None = None
+        self._ended = False
         threading.Thread(target=_answer, args=(self.asked,), daemon=True, name="rl-refit store").start()
 
     def ask(self, call: Callable[[], _T]) -> _T:
@@ -92,6 +93,8 @@ class Line:
         """
         answer: _Answer = SimpleQueue()
         self.asked.put((call, answer))
+        if self._ended:  # looked at after the question is put: whoever ends the line answers none that come later
+            raise self._lost("it was closed on this side")
         if self._late is not None and self._late.empty():
             raise self._lost(f"still no answer after {self._limit_s} s: its host is stopped or cut off")
         self._late = None
@@ -104,6 +107,11 @@ class Line:
             raise self._lost(str(error).splitlines()[0]) from error
         result: _T = value
         return result
+
+    def end(self) -> None:
+        """Ask what is asked already, and nothing more."""
+        self._ended = True
+        self.asked.put(None)
 
 
 def _answer(asked: _Questions) -> None:

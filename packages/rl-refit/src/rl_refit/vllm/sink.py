@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from rl_refit.committed_version import CommittedVersion
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest
 from rl_refit.errors import DigestError, PoisonedError, RefitError
@@ -87,9 +88,7 @@ class VllmSink:
         self._bank: Bank | None = None
         self._identity: tuple[int, int, int] = (0, 0, 0)
         self._open: _Transaction | None = None
-        self._version: int | None = None
-        self._version_before: int | None = None
-        self._again = False
+        self._version = CommittedVersion()
         self._poison: str | None = None
 
     @property
@@ -100,7 +99,7 @@ class VllmSink:
     @property
     def version(self) -> int | None:
         """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version
+        return self._version.value
 
     @property
     def poisoned(self) -> bool:
@@ -130,16 +129,12 @@ class VllmSink:
 
         A version that was committed just before does not count any more, so that the same can be refitted again.
         """
-        self._poison, self._version, self._again = reason, self._version_before, False
+        self._poison = reason
+        self._version.withdraw()
 
     def repeat(self) -> None:
         """Take the version that was just committed once more: others did not come through with it."""
-        self._again = True
-
-    @property
-    def _floor(self) -> int | None:
-        """What a version must be newer than."""
-        return self._version_before if self._again else self._version
+        self._version.repeat()
 
     def explain(self) -> str:
         """What was proved of the engine at the last `prepare`: fed, tied, computed, padded, constant, not read back.
@@ -165,9 +160,9 @@ class VllmSink:
         sink = self._needs[1].manifest
         bank = self._bank_for(sink)
         missing = {name: tensor.numel() for name, tensor in bank.tensors.items()}
-        self._version_before = self._floor
+        self._version.begin()
         self._open = _Transaction(missing)
-        return Coverage(manifest_hash=manifest.hash(), sink=sink, version=self._floor)
+        return Coverage(manifest_hash=manifest.hash(), sink=sink, version=self._version.floor)
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Copy `tensor`, the new values of `region`, into shared memory.
@@ -274,8 +269,8 @@ class VllmSink:
         self._engine.resume()
         if refusal is not None:
             raise refusal
-        self._version_before, self._version = self._floor, version
-        self._again, self._poison = False, None
+        self._version.commit(version)
+        self._poison = None
 
     def _go_on_poisoned(self, cause: BaseException) -> None:
         """What was under way must not go on with torn weights; what is new is refused by whoever asks `check`."""
@@ -310,11 +305,7 @@ class VllmSink:
         incomplete = [f"{name} ({missing:+,} elements)" for name, missing in transaction.missing.items() if missing]
         if incomplete:
             raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
-        if self._floor is not None and version <= self._floor:
-            raise RefitError(
-                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
-                phase="commit",
-            )
+        self._version.require_newer(version)
 
 
 def _refusal(answers: Sequence[Answer], expected: Digest) -> RefitError | None:
