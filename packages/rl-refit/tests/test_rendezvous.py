@@ -1,15 +1,17 @@
 """Where parties meet: what is refused before, and whom an error names."""
 
+import json
 import socket
 import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore, HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 from rl_refit import Rendezvous
 from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.transaction.control import Control
+from rl_refit.transaction.liveness import this_process
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import all_well, controls, rendezvous, together, watch
@@ -119,3 +121,22 @@ def test_meeting_again_after_a_wait_in_vain_works():
     all_well(together(lambda: early.meet(watch(early)), lambda: late.meet(watch(late))))
     early.close()
     late.close()
+
+
+def test_a_party_that_dies_before_all_have_met_is_seen():
+    store = HashStore()
+    dead = {**this_process(), "pid": 2**22 + 1, "numbers": "2 sources and 1 sinks", "hosts": False, "refit": "another"}
+    for key, value in {"alive/source 0": "0", "party/source 0": f"={json.dumps([dead])}"}.items():
+        PrefixStore("test", store).set(key, value)
+    waiting = Control(rendezvous(store, sources=2, sink_rank=0))
+    with pytest.raises(PeerError, match="source 0 is dead: its process 4194305 on this host is gone"):
+        waiting.meet(watch(waiting))  # source 1 has not come yet
+    waiting.close()
+
+
+def test_a_listener_that_says_nothing_is_told_from_a_store():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        meeting = Rendezvous(address, num_sources=1, num_sinks=1, source_rank=0, timeout_s=0.2)
+        with pytest.raises(RefitError, match="something listens there, and is no store of torch"):
+            meeting.connect()

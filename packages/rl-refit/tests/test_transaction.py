@@ -82,8 +82,9 @@ def test_an_engine_may_wait_for_its_trainer_longer_than_a_phase_may_take(tmp_pat
 def test_a_trainer_gives_up_on_an_engine_that_is_not_there_and_both_go_on_later(tmp_path):
     with World(HashStore(), tmp_path, deadline_s=2.0) as world:
         all_well(together(*world.calls(1)))
-        with pytest.raises(DeadlineError, match="waiting for sink 0"):
+        with pytest.raises(DeadlineError, match="waiting for sink 0") as caught:
             world.trainers[0](version=2)
+        assert any("and was alive a moment ago: is it in receive()?" in note for note in caught.value.__notes__)
         with pytest.raises(DeadlineError, match="source 0 gave up in phase prepare, waiting for sink 0"):
             world.receivers[0].receive(timeout_s=HANG_S)  # hears what it missed
         all_well(together(*world.calls(2)))

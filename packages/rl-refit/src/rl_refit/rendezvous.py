@@ -134,7 +134,7 @@ class Rendezvous:
 
         threading.Thread(target=connect, name="rl-refit rendezvous", daemon=True).start()
         try:
-            store = made.get(timeout=self._timeout_s + 5.0)
+            store = made.get(timeout=self._timeout_s + 1.0)
         except queue.Empty:
             raise OSError("something listens there, and is no store of torch") from None
         if isinstance(store, Exception):

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, final
 
-from rl_refit.errors import AbortedError, PeerError, RefitError
+from rl_refit.errors import AbortedError, DeadlineError, PeerError, RefitError
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.stores import PrefixStore, Store
 from rl_refit.transaction.bounded_store import BoundedStore, Line
@@ -275,10 +275,23 @@ class Control:
             time.sleep(nap_s)
             nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
 
+    def _whereabouts(self, party: str | None) -> str:
+        """What is known of a party that was waited for in vain."""
+        process, meeting = self.processes.get(party or ""), self.rendezvous
+        if process is None:
+            known = f"with this address and name={meeting.name!r}"
+            return f"{party} has not come to {meeting.address}: is it started, {known}?"
+        where = f"process {process['pid']} on {process['host'].split()[0]}"
+        call = "receive()" if party is not None and party.startswith("sink") else "its call of the refit"
+        return f"{party} is {where}, and was alive a moment ago: is it in {call}?"
+
     def _unless_said(self, key: str, watch: Watch) -> list[Any]:
         """Look at the watch; a peer that spoke before it left or died has spoken."""
         try:
             watch.check()
+        except DeadlineError as late:
+            late.add_note(self._whereabouts(late.peer))
+            raise
         except PeerError:
             with self._reaching():
                 value = self._get(key)
