@@ -35,7 +35,8 @@ class RefitConfig:
     verify: Verify = "auto"
     """How much is digested on both sides before the commit, and in the engine after it. "full" is every byte; "sampled"
     every 16th chunk of a MiB, others at every refit; "off" nothing. "auto" is full at the first refit, and then as much
-    as costs less than a quarter of the move, or than 5 ms. The report says what was done."""
+    as should cost less than a quarter of the move, or than 5 ms, but never less than every 64th chunk. The report says
+    what was done."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < ALIGNMENT or self.bucket_bytes % ALIGNMENT:
