@@ -197,6 +197,14 @@ def integration(session: nox.Session) -> None:
     session.run("pytest", "tests-integration", *session.posargs, env=OFFLINE)
 
 
+@nox.session(name="integration-vllm", python=PYTHON, tags=["quick"])
+def integration_vllm(session: nox.Session) -> None:
+    """Test that the sink of rl-refit and the engines of rl-generation fit together, on real vLLM."""
+    (cell,) = (cell for cell in HOUSE.packages["rl-generation"].cells if "vllm" in cell)
+    install(session, HOUSE, ["rl-generation", "rl-refit"], cell=cell, groups=["test"])
+    session.run("pytest", "tests-integration/vllm", *session.posargs, env=OFFLINE)
+
+
 @nox.session(python=PYTHON, default=False)
 def quickstart(session: nox.Session) -> None:
     """Train on this machine: `-- key=value` overrides the recipe, `-- recipes/other.yaml` takes another one."""

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and shapes that are checked while the tests run."""
+"""Tiny models with random weights, a tiny tokenizer, and shapes that are checked while the tests run."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,13 @@ import torch
 from jaxtyping import install_import_hook
 from torch import nn
 
-SHAPED = ["rl_generation.decode", "rl_generation.distribution", "rl_generation.verify"]
+EMBEDDED = ["attention", "bare_generate", "batch", "cache", "proof", "slot_model", "whole_batches"]
+SHAPED = [
+    "rl_generation.distribution",
+    "rl_generation.uniforms",
+    "rl_generation.verify",
+    *(f"rl_generation.embedded.{room}" for room in EMBEDDED),
+]
 install_import_hook(SHAPED, "beartype.beartype")
 
 VOCAB_SIZE = 40
@@ -18,6 +24,14 @@ LONGROPE = {
     "short_factor": [1.0] * 4,
     "long_factor": [2.0] * 4,
     "original_max_position_embeddings": 16,
+}
+SLIDING = {"sliding_window": 6}
+NAMES = {
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "gemma3_text": "Gemma3Text",
+    "llama_longrope": "Llama",
+    "qwen3_moe": "Qwen3Moe",
 }
 
 
@@ -36,12 +50,18 @@ def _config(family: str) -> dict:
         "eos_token_id": 2,
     }
     special = {
-        "gemma3": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "bloom": {},
+        "gemma2": {"head_dim": 8, "attn_logit_softcapping": 2.0, "attn_implementation": "eager", **SLIDING},
+        "gemma3": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], **SLIDING},
         "llama": {},
         "lfm2": {"block_ff_dim": 64, "layer_types": ["conv", "full_attention"]},
         "llama_longrope": {"rope_scaling": LONGROPE},
+        "mamba": {"state_size": 8},
+        "mistral": SLIDING,
+        "phi3": SLIDING,
         "qwen2": {},
         "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+        "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     }
     return config | special[family]
 
@@ -50,16 +70,39 @@ def build(family: str, seed: int = 0, **changes) -> nn.Module:
     """A model of `family` in eval mode."""
     import transformers
 
-    name = {"gemma3": "Gemma3", "llama_longrope": "Llama"}.get(family, family.capitalize())
+    name = NAMES.get(family, family.capitalize())
     torch.manual_seed(seed)
     if family == "gpt2":
-        config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_positions": 64}
+        config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, **special)
         return transformers.GPT2LMHeadModel(config).eval()
     config_name = "Gemma3TextConfig" if family == "gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**(_config(family) | changes))
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
+def build_tokenizer():
+    """Bytes of 'a' to 'z', of a space and of 'é', and a few pairs: 40 tokens, of which the first three are special."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ã", "©"]
+    pairs = ["ab", "Ġa", "Ġb", "Ġab", "cd", "ef", "gh", "ij"]
+    vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *letters, *pairs])}
+    merges = [("a", "b"), ("Ġ", "a"), ("Ġ", "b"), ("Ġ", "ab"), ("c", "d"), ("e", "f"), ("g", "h"), ("i", "j")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., nn.Module]:
     return build
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return build_tokenizer()

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_generation import Sampling
-from rl_generation.distribution import choose, draw, exact_dtype, sampled_logits, take_best
+from rl_generation.distribution import SamplingTensors, choose, draw, raw_logp, sampled_logits, take_best
+from rl_generation.uniforms import exact_dtype
 
 # Of chi-square with 9 degrees of freedom: one fair sample in 10,000 lies above.
 CHI_SQUARE_9 = 33.72
@@ -12,6 +13,15 @@ CHI_SQUARE_9 = 33.72
 
 def uniforms(count, dtype=torch.float64, seed=0):
     return torch.rand(count, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(*samplings, vocab_size=23):
+    return SamplingTensors.of(samplings, vocab_size=vocab_size, device=torch.device("cpu"))
+
+
+def cut(logits, **settings):
+    sampling = Sampling(max_new_tokens=1, **settings)
+    return sampled_logits(logits, tensors(*[sampling] * len(logits), vocab_size=logits.shape[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -24,10 +34,11 @@ def test_20000_draws_follow_the_softmax(dtype):
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**31), st.floats(0.05, 20), st.integers(0, 30), st.floats(0.01, 1.0))
-def test_logp_is_that_of_the_distribution_drawn_from(seed, temperature, top_k, top_p):
+@given(st.integers(0, 2**31), st.floats(0.05, 20), st.integers(0, 30), st.floats(0.01, 1.0), st.floats(0, 1.0))
+def test_logp_is_that_of_the_distribution_drawn_from(seed, temperature, top_k, top_p, min_p):
     logits = 4 * torch.randn(5, 23, generator=torch.Generator().manual_seed(seed))
-    sampling = Sampling(max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = tensors(*[sampling] * 5)
     tokens, logp = choose(logits, uniforms(5, seed=seed), sampling)
     reference = sampled_logits(logits, sampling).double().log_softmax(-1)
     assert logp.isfinite().all()
@@ -36,26 +47,26 @@ def test_logp_is_that_of_the_distribution_drawn_from(seed, temperature, top_k, t
 
 def test_temperature_divides_the_logits():
     logits = torch.tensor([[1.0, 3.0, -2.0]])
-    assert sampled_logits(logits, Sampling(max_new_tokens=1, temperature=0.5)).tolist() == [[2.0, 6.0, -4.0]]
+    assert cut(logits, temperature=0.5).tolist() == [[2.0, 6.0, -4.0]]
 
 
 def test_top_k_keeps_the_likeliest_and_ties_with_the_last_of_them():
     logits = torch.tensor([[1.0, 5.0, 3.0, 4.0], [1.0, 5.0, 4.0, 4.0]])
-    kept = sampled_logits(logits, Sampling(max_new_tokens=1, top_k=2)).isfinite()
+    kept = cut(logits, top_k=2).isfinite()
     assert kept.tolist() == [[False, True, False, True], [False, True, True, True]]
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.1, 1), (0.39, 1), (0.41, 2), (0.71, 3), (0.91, 4), (1.0, 4)])
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     logits = torch.tensor([[0.3, 0.1, 0.4, 0.2]]).log()
-    support = sampled_logits(logits, Sampling(max_new_tokens=1, top_p=top_p)).isfinite()
+    support = cut(logits, top_p=top_p).isfinite()
     assert support[0, [2, 0, 3, 1]].tolist() == [True] * kept + [False] * (4 - kept)
 
 
 def test_top_p_applies_to_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     # Renormalised to 4/7 and 3/7, the first alone passes 0.5; of the whole it has 0.4 only.
-    support = sampled_logits(logits, Sampling(max_new_tokens=1, top_k=2, top_p=0.5)).isfinite()
+    support = cut(logits, top_k=2, top_p=0.5).isfinite()
     assert support.tolist() == [[True, False, False, False]]
 
 
@@ -80,6 +91,41 @@ def test_greedy_takes_the_best_and_reports_the_raw_log_softmax():
     tokens, logp = take_best(logits)
     assert tokens.equal(logits.argmax(-1))
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1))
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert cut(logits, min_p=0.29).isfinite().tolist() == [[True, True, True, False]]
+    assert cut(logits, min_p=0.31).isfinite().tolist() == [[True, True, False, False]]
+
+
+def test_raw_logp_is_the_log_softmax():
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(6)
+    torch.testing.assert_close(raw_logp(logits, tokens), logits.log_softmax(-1)[tokens, tokens])
+
+
+SETTINGS = st.builds(
+    Sampling,
+    max_new_tokens=st.just(1),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 30]),
+    top_p=st.sampled_from([0.2, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.lists(SETTINGS, min_size=1, max_size=6))
+def test_a_row_draws_the_same_alone_as_among_rows_of_other_settings(seed, samplings):
+    count = len(samplings)
+    logits = 3 * torch.randn(count, 23, generator=torch.Generator().manual_seed(seed))
+    chances = uniforms(count, seed=seed)
+    tokens, logp = choose(logits, chances, tensors(*samplings))
+    for row, sampling in enumerate(samplings):
+        alone = choose(logits[row : row + 1], chances[row : row + 1], tensors(sampling))
+        assert tokens[row] == alone[0]
+        torch.testing.assert_close(logp[row].double(), alone[1][0].double(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_device_without_float64_gets_float32():

@@ -36,7 +36,8 @@ def test_the_longest_admitted_prompt_is_served(tiny):
 
 def test_prompts_may_be_tensors(tiny):
     served = engine(tiny("llama"))
-    assert served.generate([torch.tensor([1, 5])], SAMPLING) == served.generate([[1, 5]], SAMPLING)
+    asked = served.generate([torch.tensor([1, 5])], SAMPLING)
+    assert asked[0].tokens == served.generate([[1, 5]], SAMPLING)[0].tokens
 
 
 @pytest.mark.parametrize("options", [{"stop_token_ids": [2, 40]}, {"pad_token_id": 40}, {"pad_token_id": -1}])
@@ -51,7 +52,7 @@ def test_a_stop_token_of_a_call_outside_the_vocabulary_is_refused(tiny):
         engine(tiny("llama")).generate([[1]], Sampling(max_new_tokens=4, stop_token_ids=(99,)))
 
 
-@pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"version": -1}])
+@pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"max_cache_tokens": 0}, {"version": -1}])
 def test_an_option_out_of_range_is_refused_with_its_value(tiny, options):
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"got {name}={value}"):
@@ -108,7 +109,7 @@ def test_a_row_that_breaks_does_not_run_to_the_limit(tiny):
 def test_an_encoder_decoder_is_refused_by_name():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(ModelError, match=r"T5ForConditionalGeneration cannot be served.*position_ids"):
+    with pytest.raises(ModelError, match=r"T5ForConditionalGeneration cannot be served.*has an encoder"):
         engine(transformers.T5ForConditionalGeneration(config))
 
 
@@ -125,16 +126,23 @@ def test_a_wrapped_model_is_refused_by_name(tiny):
         engine(Wrapped(tiny("llama")))
 
 
-def test_a_cache_with_recurrent_states_is_refused_until_the_caller_asks_for_the_slow_loop(tiny):
-    model = tiny("lfm2")
-    prompts = [[1, 5, 6], [1, 7], [3, 4, 5, 6]]
-    if not hasattr(__import__("transformers").cache_utils, "LinearAttentionLayer"):
-        with pytest.raises(ModelError, match="Lfm2ForCausalLM keeps recurrent states"):
-            engine(model, drop_finished=False)
-        return
-    with pytest.raises(ModelError, match=r"Lfm2ForCausalLM has cache layers of class .*pass drop_finished=False"):
-        engine(model)
-    served = engine(model, drop_finished=False)
-    together = [rollout.tokens for rollout in served.generate(prompts, SAMPLING)]
-    assert together == [served.generate([prompt], SAMPLING)[0].tokens for prompt in prompts]
-    assert "decoded to the end (asked for)" in served.explain()
+def test_a_request_that_the_cache_can_never_hold_is_refused(tiny):
+    served = engine(tiny("llama"), max_cache_tokens=12)
+    assert len(served.generate([[1] * 8], SAMPLING)[0].tokens) == 4
+    with pytest.raises(PromptError, match=r"prompt 0 has 9 tokens.*max_new_tokens=4.*max_cache_tokens=12"):
+        served.generate([[1] * 9], SAMPLING)
+
+
+@pytest.mark.parametrize("words", [{"stop": ("ab",)}, {"bad_words": ("ab",)}])
+def test_text_without_a_tokenizer_is_refused(tiny, words):
+    with pytest.raises(PromptError, match=r"no tokenizer"):
+        engine(tiny("llama")).generate([[1]], Sampling(max_new_tokens=4, **words))
+
+
+def test_generate_is_refused_while_requests_are_underway(tiny):
+    served = engine(tiny("llama"))
+    served.add_request("a", [1, 5], SAMPLING)
+    with pytest.raises(RuntimeError, match="1 requests of add_request are unfinished"):
+        served.generate([[1]], SAMPLING)
+    with pytest.raises(ValueError, match="request_id='a'"):
+        served.add_request("a", [1, 5], SAMPLING)

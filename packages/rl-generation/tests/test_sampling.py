@@ -2,8 +2,10 @@ import dataclasses
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rl_generation import Sampling
+from rl_generation.sampling import MAX_SEED, Sampling
 
 
 @pytest.mark.parametrize(
@@ -13,30 +15,39 @@ from rl_generation import Sampling
         ("max_new_tokens", -3),
         ("max_new_tokens", 8.0),
         ("max_new_tokens", True),
+        ("n", 0),
+        ("n", 1.0),
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", -0.5),
+        ("temperature", 0.001),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", math.nan),
         ("top_k", -1),
         ("top_k", 2.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
         ("stop_token_ids", (2, -1)),
         ("stop_token_ids", ("2",)),
+        ("stop", "END"),
+        ("stop", ("END", "")),
+        ("bad_words", (3,)),
         ("seed", -1),
-        ("seed", 2**63),
+        ("seed", MAX_SEED),
         ("seed", 1.0),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_and_value(field, value):
     with pytest.raises(ValueError, match=field) as refusal:
         Sampling(**({"max_new_tokens": 8} | {field: value}))
-    assert f"got {field}={value!r}" in str(refusal.value)
+    assert f"{field}={value!r}" in str(refusal.value)
 
 
 def test_only_temperature_zero_is_greedy():
     assert Sampling(max_new_tokens=1, temperature=0).greedy
-    assert not Sampling(max_new_tokens=1, temperature=1e-6).greedy
+    assert not Sampling(max_new_tokens=1, temperature=0.01).greedy
 
 
 def test_a_sampling_cannot_be_changed_or_given_by_position():
@@ -45,3 +56,20 @@ def test_a_sampling_cannot_be_changed_or_given_by_position():
         sampling.top_k = 3
     with pytest.raises(TypeError, match="positional"):
         Sampling(8)
+
+
+@given(st.integers(0, MAX_SEED - 64), st.integers(1, 64))
+def test_one_seed_spread_over_prompts_gives_each_of_them_and_each_sample_another(seed, n):
+    sampling = Sampling(max_new_tokens=1, n=n, seed=seed)
+    spread = sampling.spread(40)
+    assert spread[0] == sampling
+    assert sampling.spread(12) == spread[:12]
+    seeds = {each.seed + sample for each in spread for sample in range(n)}
+    assert len(seeds) == 40 * n
+    assert max(seeds) < MAX_SEED
+
+
+def test_what_has_no_seed_is_the_same_for_every_prompt():
+    sampling = Sampling(max_new_tokens=1)
+    assert sampling.spread(3) == [sampling] * 3
+    assert sampling.spread(0) == []

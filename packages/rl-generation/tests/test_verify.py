@@ -4,7 +4,12 @@ import math
 import pytest
 import torch
 
-from rl_generation import LogpError, ModelError, Sampling, TransformersEngine, verify_logp
+from rl_generation.errors import LogpError, ModelError
+from rl_generation.requests import make_requests
+from rl_generation.rollout import VersionSpan
+from rl_generation.sampling import Sampling
+from rl_generation.transformers_engine import TransformersEngine
+from rl_generation.verify import compare_logp, verify_logp
 
 PROMPTS = [[1, 5, 6], [1, 7], [3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 5, 6], [9]]
 SAMPLINGS = [
@@ -12,8 +17,8 @@ SAMPLINGS = [
     Sampling(max_new_tokens=12, seed=0),
     Sampling(max_new_tokens=12, temperature=2.5, seed=0),
     Sampling(max_new_tokens=12, temperature=0.7, top_k=7, seed=0),
-    Sampling(max_new_tokens=12, top_p=0.8, seed=0),
-    Sampling(max_new_tokens=12, temperature=1.3, top_k=9, top_p=0.9, seed=0),
+    Sampling(max_new_tokens=12, top_p=0.8, n=3, seed=0),
+    Sampling(max_new_tokens=12, temperature=1.3, top_k=9, top_p=0.9, min_p=0.02, seed=0),
 ]
 
 
@@ -21,26 +26,45 @@ def engine(model, **options):
     return TransformersEngine(model, stop_token_ids=[2], pad_token_id=0, **options)
 
 
+def answers(served, sampling, prompts=PROMPTS):
+    """What was asked for, and what came of it."""
+    return make_requests(prompts, sampling, served.limits), served.generate(prompts, sampling)
+
+
+@pytest.mark.parametrize("logp_of", ["sampled", "raw"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_logp_equals_a_plain_float32_forward(tiny, family, sampling):
-    served = engine(tiny(family))
-    rollouts = served.generate(PROMPTS, sampling)
-    agreement = verify_logp(served, PROMPTS, rollouts, sampling=sampling)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3"])
+def test_logp_equals_a_plain_float32_forward(tiny, family, sampling, logp_of):
+    served = engine(tiny(family), logp_of=logp_of)
+    agreement = verify_logp(served, served.model, prompts=PROMPTS, sampling=sampling)
     assert agreement.max_abs_difference <= 1e-5
     assert agreement.token_mult_prob_error <= 1.0001
     assert agreement.outside_support == 0
-    assert agreement.tokens == sum(len(rollout.tokens) for rollout in rollouts)
+    assert agreement.tokens >= len(PROMPTS) * sampling.n
+
+
+def test_each_prompt_may_be_sampled_in_its_own_way(tiny):
+    served = engine(tiny("llama"))
+    agreement = verify_logp(served, served.model, prompts=PROMPTS, sampling=SAMPLINGS[: len(PROMPTS)])
+    assert agreement.max_abs_difference <= 1e-5
+
+
+def test_an_engine_and_a_model_are_enough(tiny):
+    served = engine(tiny("llama"))
+    agreement = verify_logp(served, served.model)
+    assert agreement.tokens > 16
+    assert agreement.max_abs_difference <= 1e-5
 
 
 def test_a_known_error_is_found_in_size_and_place(tiny):
-    served, sampling = engine(tiny("llama")), SAMPLINGS[1]
-    rollouts = served.generate(PROMPTS, sampling)
+    served = engine(tiny("llama"))
+    requests, rollouts = answers(served, SAMPLINGS[1])
     logp = list(rollouts[2].logp)
     logp[1] += 0.5
     rollouts[2] = dataclasses.replace(rollouts[2], logp=tuple(logp))
-    agreement = verify_logp(served, PROMPTS, rollouts, sampling=sampling, rows_per_forward=2)
-    assert agreement.worst == (2, 1)
+    agreement = compare_logp(served.model, requests, rollouts, rows_per_forward=2)
+    (worst,) = agreement.worst(1)
+    assert (worst.prompt_index, worst.step, worst.token) == (2, 1, rollouts[2].tokens[1])
     assert agreement.max_abs_difference == pytest.approx(0.5, abs=1e-5)
     assert agreement.mean_abs_difference == pytest.approx(0.5 / agreement.tokens, abs=1e-5)
     assert agreement.token_mult_prob_error == pytest.approx(1 + (math.exp(0.5) - 1) / agreement.tokens, abs=1e-5)
@@ -48,55 +72,58 @@ def test_a_known_error_is_found_in_size_and_place(tiny):
 
 def test_a_wrong_temperature_is_found(tiny):
     served = engine(tiny("llama"))
-    rollouts = served.generate(PROMPTS, SAMPLINGS[1])
-    assert verify_logp(served, PROMPTS, rollouts, sampling=SAMPLINGS[2]).max_abs_difference > 0.1
+    _, rollouts = answers(served, SAMPLINGS[1])
+    others = make_requests(PROMPTS, SAMPLINGS[2], served.limits)
+    assert compare_logp(served.model, others, rollouts).max_abs_difference > 0.1
 
 
 def test_tokens_outside_the_support_are_counted_and_not_averaged(tiny):
     served = engine(tiny("llama", initializer_range=0.02))
-    rollouts = served.generate(PROMPTS, SAMPLINGS[1])
-    narrow = Sampling(max_new_tokens=12, top_k=30)
-    agreement = verify_logp(served, PROMPTS, rollouts, sampling=narrow)
+    _, rollouts = answers(served, SAMPLINGS[1])
+    narrow = make_requests(PROMPTS, Sampling(max_new_tokens=12, top_k=30), served.limits)
+    agreement = compare_logp(served.model, narrow, rollouts)
     assert agreement.outside_support > 0
     assert agreement.outside_support + agreement.tokens == sum(len(rollout.tokens) for rollout in rollouts)
     assert math.isfinite(agreement.max_abs_difference)
 
 
 def test_a_bfloat16_model_is_compared_with_float32_and_left_as_it_is(tiny):
-    model = tiny("llama").bfloat16()
-    served, sampling = engine(model), SAMPLINGS[1]
-    agreement = verify_logp(served, PROMPTS, served.generate(PROMPTS, sampling), sampling=sampling)
+    served = engine(tiny("llama").bfloat16())
+    agreement = verify_logp(served, served.model, prompts=PROMPTS, sampling=SAMPLINGS[1])
     assert 1e-4 < agreement.max_abs_difference < 0.5
-    assert model.dtype is torch.bfloat16
+    assert served.model.dtype is torch.bfloat16
 
 
 def test_another_models_rollouts_disagree(tiny):
-    sampling = SAMPLINGS[1]
-    rollouts = engine(tiny("llama", seed=1)).generate(PROMPTS, sampling)
-    assert verify_logp(tiny("llama"), PROMPTS, rollouts, sampling=sampling).token_mult_prob_error > 1.05
+    agreement = verify_logp(engine(tiny("llama", seed=1)), tiny("llama"), prompts=PROMPTS, sampling=SAMPLINGS[1])
+    assert agreement.token_mult_prob_error > 1.05
 
 
 def test_what_cannot_be_compared_is_refused(tiny):
-    model = tiny("llama")
-    served, sampling = engine(model), SAMPLINGS[1]
-    rollouts = served.generate(PROMPTS, sampling)
-    with pytest.raises(ValueError, match="got 4, 5"):
-        verify_logp(served, PROMPTS[:4], rollouts, sampling=sampling)
-    with pytest.raises(ValueError, match="at least one"):
-        verify_logp(served, [], [], sampling=sampling)
-    with pytest.raises(ValueError, match=r"rollout 0 has .*'sampled'; temperature=0.0 gives one each of 'raw'"):
-        verify_logp(served, PROMPTS, rollouts, sampling=SAMPLINGS[0])
-    served.commit_version(1)
-    with pytest.raises(ModelError, match=r"rollout 0 was made by weights of version 0.* version 1"):
-        verify_logp(served, PROMPTS, rollouts, sampling=sampling)
+    served = engine(tiny("llama"))
+    requests, rollouts = answers(served, SAMPLINGS[1])
+    with pytest.raises(ValueError, match=r"rollout 0 of prompt 4 answers none of the requests given; .*\[0, 1, 2, 3\]"):
+        compare_logp(served.model, requests[:4], rollouts)
+    with pytest.raises(ValueError, match="nothing to compare: 0 rollouts"):
+        compare_logp(served.model, [], [])
+    lost = dataclasses.replace(rollouts[0], logp=rollouts[0].logp[:-1])
+    with pytest.raises(ValueError, match=r"rollout 0 of prompt 0 has \d+ tokens with \d+ logp"):
+        compare_logp(served.model, requests, [lost])
+    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2))
+    with pytest.raises(ValueError, match=r"versions \[0, 1\]"):
+        compare_logp(served.model, requests, [dataclasses.replace(rollouts[0], versions=spans)])
+    words = make_requests(PROMPTS, SAMPLINGS[1], served.limits)
+    words[0] = dataclasses.replace(words[0], sampling=Sampling(max_new_tokens=1, bad_words=("no",)))
+    with pytest.raises(ValueError, match=r"bad_words=\('no',\)"):
+        compare_logp(served.model, words, rollouts)
     with pytest.raises(ModelError, match="training mode"):
-        verify_logp(model.train(), PROMPTS, rollouts, sampling=sampling)
+        compare_logp(served.model.train(), requests, rollouts)
 
 
 def test_broken_weights_are_an_error_and_not_a_number(tiny):
-    model, sampling = tiny("llama"), SAMPLINGS[1]
-    rollouts = engine(model).generate(PROMPTS, sampling)
+    served = engine(tiny("llama"))
+    requests, rollouts = answers(served, SAMPLINGS[1])
     with torch.no_grad():
-        model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(LogpError, match="rollout 0: the plain forward gives NaN at token 0"):
-        verify_logp(model, PROMPTS, rollouts, sampling=sampling)
+        served.model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(LogpError, match="the plain forward gives NaN at token 0 of sample 0 of prompt 0"):
+        compare_logp(served.model, requests, rollouts)

@@ -1,6 +1,6 @@
 """From logits to a token and its log-probability. Does not know models, rows that belong together, or randomness.
 
-    z    = logits / temperature                         then -inf outside top-k, then outside top-p
+    z    = logits / temperature                         then -inf outside min-p, then top-k, then top-p
     w    = exp(z - max z)        c = cumsum(w)          c in float64, w itself in float32
     token = min {v : c[v] > u c[V]}                     u uniform in [0, 1): the inverse of the CDF
     logp  = z[token] - max z - log c[V]
@@ -8,39 +8,89 @@
 One uniform number a token, handed in, makes a draw a pure function: a row draws the same token whatever its batch
 holds. `c[v] > u c[V] >= c[v - 1]` means that the token drawn has `w > 0`, so nothing outside the support is ever drawn.
 
-Axes: N rows, V vocabulary. References: top-p, Holtzman et al. (arXiv:1904.09751); top-k, Fan et al. (arXiv:1805.04833).
+Axes: N rows, V vocabulary. References: top-p, Holtzman et al. (arXiv:1904.09751); top-k, Fan et al. (arXiv:1805.04833);
+min-p, Nguyen et al. (arXiv:2407.01082); the order of the cuts, vLLM's sampler (github.com/vllm-project/vllm).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_generation.sampling import Sampling
 
-__all__ = ["choose", "draw", "exact_dtype", "sampled_logits", "take_best"]
+__all__ = ["SamplingTensors", "choose", "draw", "raw_logp", "sampled_logits", "take_best"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """What each of N rows samples with. None stands for a setting that is off in every row, and costs nothing."""
+
+    greedy: Bool[Tensor, " N"]
+    temperature: Float[Tensor, "N 1"] | None
+    min_p: Float[Tensor, "N 1"] | None
+    top_k: Int[Tensor, "N 1"] | None
+    top_p: Float[Tensor, "N 1"] | None
+    all_greedy: bool
+    any_greedy: bool
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], *, vocab_size: int, device: torch.device) -> "SamplingTensors":
+        """Lay out the settings of N requests; those of greedy ones are off."""
+        greedy = [sampling.greedy for sampling in samplings]
+        drawn = [sampling for sampling in samplings if not sampling.greedy]
+
+        def column(name: str, off: float, dtype: torch.dtype) -> Tensor | None:
+            if all(getattr(sampling, name) == off for sampling in drawn):
+                return None
+            values = [off if sampling.greedy else getattr(sampling, name) for sampling in samplings]
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        top_k = column("top_k", 0.0, torch.int64)
+        return cls(
+            greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
+            temperature=column("temperature", 1.0, torch.float32),
+            min_p=column("min_p", 0.0, torch.float32),
+            top_k=None if top_k is None else torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size)),
+            top_p=column("top_p", 1.0, torch.float32),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+        )
 
 
 def choose(
-    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"] | None, sampling: Sampling
+    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"], sampling: SamplingTensors
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
-    """Choose each row's next token: greedy where `uniforms` is None, else drawn as `sampling` says."""
-    if uniforms is None:
+    """Choose each row's next token, and its logp under the distribution drawn from (of greedy rows: the softmax)."""
+    if sampling.all_greedy:
         return take_best(logits)
-    return draw(sampled_logits(logits, sampling), uniforms)
+    tokens, logp = draw(sampled_logits(logits, sampling), uniforms)
+    if sampling.any_greedy:
+        best, best_logp = take_best(logits)
+        tokens = torch.where(sampling.greedy, best, tokens)
+        logp = torch.where(sampling.greedy, best_logp.to(logp.dtype), logp)
+    return tokens, logp
 
 
-def sampled_logits(logits: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
-    """Return float32 logits whose softmax is the distribution that `sampling` draws from; -inf outside its support.
+def sampled_logits(logits: Float[Tensor, "N V"], sampling: SamplingTensors) -> Float[Tensor, "N V"]:
+    """Return float32 logits whose softmax is the distribution that each row draws from; -inf outside its support.
 
     Ties with the last token that a cut admits are admitted too: the support does not depend on an order of equals.
     """
     scaled = logits.float()
-    if sampling.temperature != 1.0:
+    if sampling.temperature is not None:
         scaled = scaled / sampling.temperature
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        last_admitted = scaled.topk(sampling.top_k).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < last_admitted, -torch.inf)
-    if sampling.top_p < 1.0:
+    if sampling.min_p is not None:
+        scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + sampling.min_p.log(), -torch.inf)
+    if sampling.top_k is not None:
+        # A whole sort where rows differ much in their k is no dearer than the largest of them.
+        largest = scaled.topk(int(sampling.top_k.max())).values
+        scaled = scaled.masked_fill(scaled < largest.gather(1, sampling.top_k - 1), -torch.inf)
+    if sampling.top_p is not None:
         scaled = _cut_to_nucleus(scaled, sampling.top_p)
     return scaled
 
@@ -66,17 +116,17 @@ def take_best(logits: Float[Tensor, "N V"]) -> tuple[Int[Tensor, " N"], Float[Te
     return best.indices, best.values - raw.logsumexp(-1)
 
 
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest float that `device` computes with, in which to cumulate probabilities.
-
-    float32 sums round away tokens rarer than 6e-8; Apple's mps has nothing wider.
-    """
-    return torch.float32 if device.type == "mps" else torch.float64
+def raw_logp(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Return the log-softmax of `logits` at `tokens`."""
+    raw = logits.float()
+    return raw.gather(1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
 
 
-def _cut_to_nucleus(logits: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
+def _cut_to_nucleus(logits: Float[Tensor, "N V"], top_p: Float[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
     descending = logits.sort(dim=-1, descending=True).values
     probabilities = descending.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    last_admitted = descending.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    # `before` of a row that is not cut stays below 1, or rounds to it only where nothing likely is left.
+    cut = (before >= top_p) & (top_p < 1)
+    last_admitted = descending.masked_fill(cut, torch.inf).amin(-1, keepdim=True)
     return logits.masked_fill(logits < last_admitted, -torch.inf)

@@ -1,9 +1,46 @@
-"""One answer, with what is needed to train on it. Does not know its prompt: the order of the list says which."""
+"""One answer, with what is needed to train on it. Does not know its prompt, only its place in the call."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["Rollout"]
+__all__ = ["FinishReason", "LogpOf", "Rollout", "RolloutTiming", "VersionSpan", "in_order"]
+
+FinishReason = Literal["stop", "length", "abort"]
+"""A stop token or stop string; `max_new_tokens`; somebody aborted the request."""
+
+LogpOf = Literal["sampled", "raw"]
+"""Which distribution a logp refers to; one choice an engine, the same meaning in all of them.
+
+`"sampled"`: the one drawn from: bad words excluded, logits over temperature, cut by min-p, top-k and top-p,
+renormalised. Greedy answers take it at temperature 1 and without cuts, since their own is a single point.
+`"raw"`: the log-softmax of the model's logits, whatever was done to them afterwards.
+With temperature 1 and nothing cut or excluded, both are the same.
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens `[start, end)` of an answer were made by the weights of `version`."""
+
+    version: int
+    """Number of optimizer steps that those weights had seen."""
+
+    start: int
+    end: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTiming:
+    """Where the time of an answer went, in seconds since its request reached the engine."""
+
+    first_token_s: float
+    """Until its first token, the wait for a place in the batch included."""
+
+    total_s: float
+    """Until its last token."""
 
 
 @final
@@ -17,19 +54,38 @@ class Rollout:
     logp: tuple[float, ...]
     """Natural log-probability of each of `tokens`, always finite; `logp_of` says under which distribution."""
 
-    logp_of: Literal["sampled", "raw"]
-    """`"sampled"`: the distribution drawn from: logits over temperature, cut to top-k and top-p, renormalised.
+    logp_of: LogpOf
+    """See `LogpOf`."""
 
-    `"raw"`: the log-softmax of the logits as they are; of greedy rollouts, whose own distribution is one point.
-    """
+    finish_reason: FinishReason
+    """Why it ended; an aborted answer may have no tokens."""
 
-    finish_reason: Literal["stop", "length"]
-    """`"stop"`: the last token is a stop token. `"length"`: `max_new_tokens` came first."""
+    stop_reason: int | str | None
+    """The stop token or stop string that ended it; None for `"length"` and `"abort"`."""
 
-    version: int
-    """Number of optimizer steps that the weights which made every one of `tokens` had seen."""
+    versions: tuple[VersionSpan, ...]
+    """Which weights made which tokens: one span unless the weights changed underway. Never empty, without gaps."""
+
+    timing: RolloutTiming | None = None
+    """None where nothing was generated before it was aborted."""
+
+    prompt_index: int = 0
+    """Place of its prompt in the call."""
+
+    sample_index: int = 0
+    """Which of the prompt's `n` answers this is."""
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that the oldest weights that made any of `tokens` had seen."""
+        return min(span.version for span in self.versions)
 
     @property
     def truncated(self) -> bool:
-        """Whether the answer was cut off by `max_new_tokens`."""
-        return self.finish_reason == "length"
+        """Whether the answer was cut off before the model ended it."""
+        return self.finish_reason != "stop"
+
+
+def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Sort by prompt, then by sample: the order in which every engine's `generate` returns."""
+    return sorted(rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))

@@ -1,33 +1,48 @@
 """The embedded engine: a Hugging Face model in the caller's process.
 
-Does not know text, rewards or training; how new weights arrive is its caller's affair, who writes them into `model`
-between two calls and says so with `commit_version`.
+Does not know text beyond stop strings and bad words, rewards or training; how new weights arrive is its caller's
+affair, who writes them into `model` between two calls or steps and says so with `commit_version`.
 
-Randomness: one uniform number for each prompt and token is drawn before anything runs, from a generator on the CPU.
-A rollout of a seeded call therefore depends on the weights, the seed, `max_new_tokens` and the prompt's place in the
-list; not on `max_batch_size`, on the other prompts, or on when rows finish, up to the rounding of matrix products,
-which differs with their shape by about 1e-6 in a logit.
+Randomness: each answer has a seed, and its token t is drawn by a number that is a function of that seed and t alone. An
+answer to a seeded request therefore depends on the weights, its prompt and its Sampling; not on `max_batch_size`, on
+other requests, or on when rows come and go, up to the rounding of matrix products, which differs with their shape by
+about 1e-6 in a logit. Answers without a seed take one each from the engine's generator.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, final
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from rl_generation.decode import Completions, Decoder
-from rl_generation.distribution import exact_dtype
-from rl_generation.errors import LogpError, ModelError
-from rl_generation.prompts import check_prompts, check_token_ids
-from rl_generation.rollout import Rollout
-from rl_generation.sampling import Sampling
-from rl_generation.support import inspect_model
+from rl_generation.embedded.continuous import ContinuousBatching
+from rl_generation.embedded.inspection import Support, inspect_model
+from rl_generation.embedded.proof import why_not_continuous
+from rl_generation.embedded.rows import Row, make_rows
+from rl_generation.embedded.runner import Progress, Runner
+from rl_generation.embedded.slot_model import SlotModel
+from rl_generation.embedded.whole_batches import WholeBatches
+from rl_generation.engine import EngineMetrics, RolloutDelta
+from rl_generation.errors import EngineOptionError, ModelError
+from rl_generation.requests import Limits, Request, check_token_ids, make_requests
+from rl_generation.rollout import LogpOf, Rollout, in_order
+from rl_generation.sampling import MAX_SEED, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TransformersEngine"]
+__all__ = ["ContinuousBatchingChoice", "TransformersEngine"]
+
+ContinuousBatchingChoice = Literal["auto", "required", "off"]
+"""`"auto"` warns where a model cannot have it, `"required"` refuses such a model, `"off"` does without."""
+
+CPU_CACHE_BYTES = 4 << 30
+DEVICE_CACHE_FRACTION = 0.5
 
 
 @final
@@ -36,19 +51,25 @@ class TransformersEngine:
 
     Args:
         model: Has its own weights, which nothing else trains or uses. The engine switches it to eval mode.
-        stop_token_ids: Tokens that end an answer in every call; may be empty.
-        pad_token_id: Any id of the vocabulary; fills the left of shorter prompts, where it is masked.
+        stop_token_ids: Tokens that end an answer unless `ignore_eos`; may be empty.
+        pad_token_id: Any id of the vocabulary; fills shorter prompts, where nothing sees it.
+        tokenizer: Of the model; needed for stop strings and bad words only.
         max_batch_size: Rows decoded together at most; more is faster until the cache fills the memory.
-        seed: Of the generator behind calls whose `Sampling.seed` is None.
+        max_cache_tokens: Tokens that the key/value cache holds at most, of all rows together, empty ends of rows
+            included; None takes half of the free memory of a CUDA device, and 4 GiB elsewhere.
+        logp_of: Which distribution logp refer to; see `LogpOf`.
+        continuous_batching: Whether finished rows are replaced underway. Models that it cannot serve (recurrent states,
+            attention outside of transformers' interface) are generated with by `model.generate`, after a warning;
+            `"required"` refuses them, `"off"` generates with any model so.
+        seed: Of the generator behind answers whose `Sampling.seed` is None.
         version: Number of optimizer steps that `model`'s weights have seen already.
-        drop_finished: False decodes finished rows to the end and shares no prefill, which serves models whose cache
-            cannot select rows, at up to several times the cost.
-        ready: Called at the start of every `generate`; raises to refuse, as when the last refit left torn weights.
+        ready: Called at the start of every `generate` and `add_request`; raises to refuse, as when the last refit left
+            torn weights.
 
     Raises:
-        ModelError: The model cannot be served, or its cache cannot drop rows.
+        ModelError: The model cannot be served, or not with continuous batching where that is required.
         PromptError: A stop or pad token is outside the vocabulary.
-        ValueError: `max_batch_size` or `version` is out of range.
+        EngineOptionError: An option is out of range.
     """
 
     def __init__(
@@ -57,109 +78,265 @@ class TransformersEngine:
         *,
         stop_token_ids: Sequence[int],
         pad_token_id: int,
+        tokenizer: Any = None,
         max_batch_size: int = 256,
+        max_cache_tokens: int | None = None,
+        logp_of: LogpOf = "sampled",
+        continuous_batching: ContinuousBatchingChoice = "auto",
         seed: int = 0,
         version: int = 0,
-        drop_finished: bool = True,
         ready: Callable[[], None] | None = None,
     ) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1; got max_batch_size={max_batch_size}")
-        self._support = inspect_model(model, drop_finished=drop_finished)
+        _check_options(max_batch_size, max_cache_tokens, logp_of, continuous_batching)
+        self._support = inspect_model(model)
         check_token_ids(stop_token_ids, vocab_size=self._support.vocab_size, name="stop_token_ids")
         check_token_ids([pad_token_id], vocab_size=self._support.vocab_size, name="pad_token_id")
         self.model = model.train(mode=False)
-        self._decoder = Decoder(
-            model=model,
-            pad_token_id=pad_token_id,
-            logits_to_keep=self._support.logits_to_keep,
-            drop_finished=drop_finished,
-        )
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._max_batch_size = max_batch_size
+        self._tokenizer, self._ready, self._logp_of = tokenizer, ready, logp_of
+        self._stop_token_ids, self._pad_token_id = tuple(stop_token_ids), pad_token_id
+        self._max_batch_size, self._max_cache_tokens = max_batch_size, max_cache_tokens
         self._generator = torch.Generator().manual_seed(seed)
-        self._ready = ready
-        self.commit_version(version)
+        self._finished: Counter[str] = Counter()
+        self._unfinished: Counter[str] = Counter()
+        self._aborted: list[Progress] = []
+        self._version = _checked_version(version)
+        self._runner = self._make_runner(continuous_batching)
 
     @property
     def version(self) -> int:
         """Number of optimizer steps that the weights have seen, as last committed."""
         return self._version
 
+    @property
+    def logp_of(self) -> LogpOf:
+        """Which distribution the logp of its rollouts refers to."""
+        return self._logp_of
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked for."""
+        positions, cache = self._support.max_positions, self._max_cache_tokens
+        if cache is not None and (positions is None or cache < positions):
+            return Limits(
+                vocab_size=self._support.vocab_size,
+                max_length=cache,
+                max_length_name="max_cache_tokens",
+                tokenizer=self._tokenizer,
+            )
+        return Limits(vocab_size=self._support.vocab_size, max_length=positions, tokenizer=self._tokenizer)
+
     def commit_version(self, version: int) -> None:
         """State that `model` now holds the weights of `version`; an earlier one than before is a rollback, and right.
+
+        Answers underway go on with the new weights over the keys and values of the old; their `versions` say so.
 
         Raises:
             ValueError: `version` is negative.
         """
-        if version < 0:
-            raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
-        self._version = version
+        self._version = _checked_version(version)
+        self._runner.commit_version(version)
 
     def get_rng_state(self) -> Tensor:
-        """The state of the generator behind unseeded calls, uint8, for `set_rng_state`."""
+        """The state of the generator behind unseeded answers, uint8, for `set_rng_state`."""
         return self._generator.get_state()
 
     def set_rng_state(self, state: Tensor) -> None:
         """Go on drawing as the engine did when `get_rng_state` gave `state`."""
         self._generator.set_state(state)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """Answer each of `prompts`, token ids of any lengths; rollout i answers prompt i. No prompts, no rollouts.
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
+        """Answer each prompt `n` times; all answers to prompt 0 come first. No prompts, no rollouts.
 
-        Several rollouts of one prompt are the prompt repeated; repeats in one batch share its prefill. Greedy
-        rollouts draw nothing from the generator.
+        Greedy and seeded answers draw nothing from the engine's generator.
 
         Raises:
-            PromptError: Before generation: a prompt is empty, too long or outside the vocabulary; a stop token is.
+            PromptError: Before generation: a prompt or its Sampling cannot be served.
             LogpError: The logits of a generated token are not finite.
             ModelError: The model was put into training mode.
+            RuntimeError: Requests that `add_request` brought are unfinished.
         """
-        if self._ready is not None:
-            self._ready()
-        self._refuse_training_mode()
-        stop_token_ids = self._stop_token_ids + sampling.stop_token_ids
-        check_token_ids(stop_token_ids, vocab_size=self._support.vocab_size, name="stop_token_ids")
-        checked = check_prompts(
-            prompts,
-            vocab_size=self._support.vocab_size,
-            max_new_tokens=sampling.max_new_tokens,
-            max_positions=self._support.max_positions,
-        )
-        stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=self.model.device)
-        uniforms = None if sampling.greedy else self._uniforms(len(checked), sampling)
-        # Longest first: what does not fit into memory shows at once. Equal prompts end up side by side.
-        order = sorted(range(len(checked)), key=lambda index: (-len(checked[index]), checked[index]))
-        rollouts: dict[int, Rollout] = {}
-        for start in range(0, len(order), self._max_batch_size):
-            batch = order[start : start + self._max_batch_size]
-            completions = self._decoder.decode(
-                [checked[index] for index in batch],
-                sampling,
-                uniforms=None if uniforms is None else uniforms[batch],
-                stop_token_ids=stops,
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"generate was called while {len(self._unfinished)} requests of add_request are unfinished: step until "
+                f"has_unfinished_requests() is False, or abort them"
             )
-            _refuse_broken_logp(completions, batch, version=self._version)
-            rollouts.update(zip(batch, self._rollouts(completions, greedy=sampling.greedy), strict=True))
-        return [rollouts[index] for index in range(len(checked))]
+        self._refuse_unready()
+        requests = make_requests(prompts, sampling, self.limits)
+        answers = [(request, self._rows("", request)) for request in requests]
+        # Longest first: what does not fit into memory shows at once. Equal prompts end up side by side.
+        answers.sort(key=lambda answer: (-answer[1][0].longest, -len(answer[0].prompt), answer[0].prompt))
+        rollouts: list[Rollout] = []
+        with self._clearing():
+            self._runner.add(list(chain.from_iterable(rows for _, rows in answers)))
+            while self._runner.running or self._runner.waiting:
+                rollouts += self._ended(self._runner.advance(stream=False))
+        return in_order(rollouts)
+
+    # -- a token at a time
+
+    def add_request(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Take a request in.
+
+        Raises:
+            ValueError: A request of this id is unfinished.
+            PromptError: As `generate`.
+            ModelError: As `generate`.
+        """
+        if request_id in self._unfinished:
+            raise ValueError(f"request_id={request_id!r} is of a request that is unfinished: give each its own")
+        self._refuse_unready()
+        (request,) = make_requests([prompt], sampling, self.limits)
+        rows = self._rows(request_id, request)
+        self._unfinished[request_id] = len(rows)
+        self._runner.add(rows)
+
+    def step(self) -> list[tuple[str, RolloutDelta]]:
+        """Generate the next tokens of what is running, and return them with the ids of their requests.
+
+        Raises:
+            LogpError: The logits of a generated token are not finite; every request is lost.
+        """
+        aborted, self._aborted = self._aborted, []
+        with self._clearing():
+            news = [*aborted, *self._runner.advance(stream=True)]
+        for item in news:
+            if item.rollout is not None:
+                self._unfinished[item.row.request_id] -= 1
+        self._unfinished = +self._unfinished
+        self._ended(news)
+        return [
+            (
+                item.row.request_id,
+                RolloutDelta(
+                    sample_index=item.row.sample_index, tokens=item.tokens, logp=item.logp, rollout=item.rollout
+                ),
+            )
+            for item in news
+        ]
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request: the next step returns its answers as they are, with finish reason `"abort"`.
+
+        A request that is unknown, or has finished, stays as it is.
+        """
+        self._aborted += self._runner.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._unfinished)
+
+    # -- what people and dashboards ask
+
+    def metrics(self) -> EngineMetrics:
+        """What it is doing now."""
+        runner = self._runner
+        return EngineMetrics(
+            time_s=monotonic(),
+            running=runner.running,
+            waiting=runner.waiting,
+            prompt_tokens=runner.counters.prompt_tokens,
+            cached_prompt_tokens=runner.counters.cached_prompt_tokens,
+            generated_tokens=runner.counters.generated_tokens,
+            preemptions=runner.counters.preemptions,
+            cache_usage=runner.cache_usage,
+            finished=dict(self._finished),
+            version=self._version,
+        )
 
     def explain(self) -> str:
         """Say which engine this is, how it decodes, and what is special about this model. For people."""
-        support, decoder = self._support, self._decoder
-        finished = "dropped from the cache at a quarter" if decoder.drop_finished else "decoded to the end (asked for)"
-        prefill = "one for each distinct prompt of a batch" if decoder.drop_finished else "one for each row (asked for)"
+        support = self._support
         lines = [
             f"engine: TransformersEngine over {type(self.model).__name__}, {self.model.dtype} on {self.model.device}",
             f"version: {self._version}",
-            f"cache: DynamicCache of {', '.join(support.cache_layers)}; prefill: {prefill}; finished rows: {finished}",
+            *self._runner.explain(),
             f"attention: {support.attention}",
             f"limits: vocabulary {support.vocab_size}, positions {support.max_positions}, batch {self._max_batch_size}",
-            f"stop tokens: {list(self._stop_token_ids)}; pad token: {decoder.pad_token_id}",
+            f"logp: {self._logp_of}",
+            f"stop tokens: {list(self._stop_token_ids)}; pad token: {self._pad_token_id}",
             *(f"quirk: {quirk}" for quirk in support.quirks),
         ]
         return "\n".join(lines)
 
-    def _refuse_training_mode(self) -> None:
+    def close(self) -> None:
+        """Drop every request, and give the cache back; the engine can go on afterwards, and be closed again."""
+        self._forget()
+
+    # -- inside
+
+    def _make_runner(self, choice: ContinuousBatchingChoice) -> Runner:
+        support, model = self._support, self.model
+        slots = SlotModel(model, pad_token_id=self._pad_token_id, logits_to_keep=support.logits_to_keep)
+        reason = _why_not(slots, support, choice)
+        if reason is None:
+            if self._max_cache_tokens is None:
+                self._max_cache_tokens = _default_cache_bytes(model.device) // slots.cache.token_bytes
+            return ContinuousBatching(
+                slots,
+                max_batch_size=self._max_batch_size,
+                max_cache_tokens=self._max_cache_tokens,
+                vocab_size=support.vocab_size,
+                logp_of=self._logp_of,
+                version=self._version,
+            )
+        if choice == "required":
+            raise ModelError(f"continuous_batching='required', but {reason}: pass 'auto' to take model.generate instead")
+        if choice == "auto":
+            warnings.warn(
+                f"{reason}: the engine takes model.generate instead of continuous batching, which is slower; pass "
+                f"continuous_batching='off' to agree",
+                stacklevel=3,
+            )
+        self._max_cache_tokens = None
+        return WholeBatches(
+            model,
+            reason=reason,
+            pad_token_id=self._pad_token_id,
+            max_batch_size=self._max_batch_size,
+            vocab_size=support.vocab_size,
+            logp_of=self._logp_of,
+            version=self._version,
+        )
+
+    def _rows(self, request_id: str, request: Request) -> list[Row]:
+        sampling = request.sampling
+        if sampling.greedy:
+            seeds = [0] * sampling.n
+        elif sampling.seed is None:
+            seeds = torch.randint(MAX_SEED - 1, (sampling.n,), generator=self._generator).tolist()
+        else:
+            seeds = [sampling.seed + index for index in range(sampling.n)]
+        return make_rows(
+            request_id,
+            request,
+            seeds=seeds,
+            stop_token_ids=self._stop_token_ids,
+            tokenizer=self._tokenizer,
+            vocab_size=self._support.vocab_size,
+        )
+
+    def _ended(self, news: Sequence[Progress]) -> list[Rollout]:
+        rollouts = [item.rollout for item in news if item.rollout is not None]
+        self._finished.update(rollout.finish_reason for rollout in rollouts)
+        return rollouts
+
+    @contextmanager
+    def _clearing(self) -> Iterator[None]:
+        """Leave nothing of a call that failed."""
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        self._runner.clear()
+        self._unfinished.clear()
+        self._aborted.clear()
+
+    def _refuse_unready(self) -> None:
+        if self._ready is not None:
+            self._ready()
         training = next((name for name, module in self.model.named_modules() if module.training), None)
         if training is not None:
             raise ModelError(
@@ -167,45 +344,35 @@ class TransformersEngine:
                 f"Give the engine a model of its own, or call model.eval() before generate"
             )
 
-    def _uniforms(self, num_prompts: int, sampling: Sampling) -> Float[Tensor, "prompts max_new_tokens"]:
-        generator = self._generator if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
-        # Drawn on the CPU, so that a seed means the same on every device.
-        uniforms = torch.rand(
-            num_prompts,
-            sampling.max_new_tokens,
-            generator=generator,
-            dtype=exact_dtype(self.model.device),
-            device="cpu",
+
+def _why_not(slots: SlotModel, support: Support, choice: ContinuousBatchingChoice) -> str | None:
+    if choice == "off":
+        return "continuous_batching='off'"
+    if support.missing:
+        return f"{type(slots.model).__name__}'s forward has no {', '.join(support.missing)}"
+    return why_not_continuous(slots, num_layers=support.num_layers, vocab_size=support.vocab_size)
+
+
+def _default_cache_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * DEVICE_CACHE_FRACTION)
+
+
+def _check_options(max_batch_size: int, max_cache_tokens: int | None, logp_of: str, choice: str) -> None:
+    for name, value in (("max_batch_size", max_batch_size), ("max_cache_tokens", max_cache_tokens)):
+        if value is not None and value < 1:
+            raise EngineOptionError(f"{name} must be at least 1; got {name}={value}")
+    if logp_of not in {"sampled", "raw"}:
+        raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
+    if choice not in {"auto", "required", "off"}:
+        raise EngineOptionError(
+            f"continuous_batching must be 'auto', 'required' or 'off'; got continuous_batching={choice!r}"
         )
-        return uniforms.to(self.model.device)
-
-    def _rollouts(self, completions: Completions, *, greedy: bool) -> list[Rollout]:
-        return [
-            Rollout(
-                tokens=tuple(tokens[:length]),
-                logp=tuple(logp[:length]),
-                logp_of="raw" if greedy else "sampled",
-                finish_reason="stop" if stopped else "length",
-                version=self._version,
-            )
-            for tokens, logp, length, stopped in zip(
-                completions.tokens.tolist(),
-                completions.logp.tolist(),
-                completions.lengths.tolist(),
-                completions.stopped.tolist(),
-                strict=True,
-            )
-        ]
 
 
-def _refuse_broken_logp(completions: Completions, batch: Sequence[int], *, version: int) -> None:
-    """Raise where a logp inside an answer is not finite; `batch` holds each row's index among the prompts."""
-    steps = torch.arange(completions.logp.shape[1], device=completions.logp.device)
-    broken = ~completions.logp.isfinite() & (steps < completions.lengths[:, None])
-    if bool(broken.any()):
-        row, step = broken.nonzero()[0].tolist()
-        raise LogpError(
-            f"prompt {batch[row]}: token {step} of its answer, id {int(completions.tokens[row, step])}, has "
-            f"logp={float(completions.logp[row, step])} under weights of version {version}: the logits hold NaN or "
-            f"infinity; look for it in the weights"
-        )
+def _checked_version(version: int) -> int:
+    if version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
+    return version

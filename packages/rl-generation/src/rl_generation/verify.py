@@ -7,115 +7,111 @@ Reference: token_mult_prob_error = mean exp|d|, NeMo RL (github.com/NVIDIA-NeMo/
 
 import copy
 import math
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from rl_generation.distribution import sampled_logits
+from rl_generation.agreement import LogpAgreement, TokenDifference
+from rl_generation.distribution import SamplingTensors, raw_logp, sampled_logits
+from rl_generation.engine import Engine
 from rl_generation.errors import LogpError, ModelError
-from rl_generation.rollout import Rollout
+from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.sampling import Sampling
-from rl_generation.transformers_engine import TransformersEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LogpAgreement", "verify_logp"]
+__all__ = ["compare_logp", "verify_logp"]
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogpAgreement:
-    """How far the logp of rollouts is from that of a plain forward, in nats, over all tokens of all rollouts."""
-
-    tokens: int
-    """Tokens compared."""
-
-    max_abs_difference: float
-    """max |d|; in float32 below 1e-5 where nothing is wrong."""
-
-    mean_abs_difference: float
-    """mean |d|."""
-
-    token_mult_prob_error: float
-    """mean exp|d|, 1 where both agree."""
-
-    worst: tuple[int, int]
-    """Index of the rollout, and of the token in it, where |d| is largest."""
-
-    outside_support: int
-    """Tokens that the forward's top-k or top-p excludes; left out of all the above.
-
-    A few are rounding: a token on the edge of the cut falls on either side of it. Many are a fault.
-    """
+PROMPTS, PROMPT_LENGTHS, NEW_TOKENS = 8, (2, 24), 16
 
 
 def verify_logp(
-    engine_or_model: "TransformersEngine | PreTrainedModel",
-    prompts: Sequence[Sequence[int]],
-    rollouts: Sequence[Rollout],
+    engine: Engine,
+    model: "PreTrainedModel",
     *,
-    sampling: Sampling,
+    prompts: Sequence[Sequence[int]] | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     rows_per_forward: int = 16,
 ) -> LogpAgreement:
-    """Recompute the logp of `rollouts` (rollout i answers prompt i, made under `sampling`) and compare.
+    """Have `engine` answer `prompts`, and compare the logp of its answers with a forward of `model`.
 
-    A model in lower precision is compared with a float32 copy of itself, which needs that much memory more.
+    Args:
+        engine: Any engine, of the same weights as `model`.
+        model: The policy, or for a `TransformersEngine` its own `engine.model`. In eval mode. One in lower precision is
+            compared through a float32 copy of itself, which needs that much memory more.
+        prompts: Token ids; by default eight of random tokens and different lengths.
+        sampling: By default 16 tokens at temperature 1 with a seed.
+        rows_per_forward: Answers that one forward takes.
 
     Raises:
-        ValueError: Lists that do not match, no tokens, or rollouts made otherwise than `sampling` says.
-        ModelError: The model is in training mode, or the engine's weights are of another version than the rollouts.
-        LogpError: The forward itself gives NaN.
+        ModelError: The model is in training mode.
+        PromptError: The engine refuses the request, or there are no prompts.
+        ValueError: The sampling has bad words, which a forward does not know of.
+        LogpError: The forward itself gives NaN, or no answer has a token that the forward admits.
     """
-    model = _model_of(engine_or_model, rollouts)
-    _check(prompts, rollouts, sampling)
+    limits = engine.limits
+    asked = _random_prompts(limits) if prompts is None else prompts
+    how = Sampling(max_new_tokens=NEW_TOKENS, seed=0) if sampling is None else sampling
+    requests = make_requests(asked, how, limits)
+    rollouts = engine.generate(asked, [request.sampling for request in requests])
+    return compare_logp(model, requests, rollouts, rows_per_forward=rows_per_forward)
+
+
+def compare_logp(
+    model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequence[Rollout], *, rows_per_forward: int = 16
+) -> LogpAgreement:
+    """Compare the logp of `rollouts`, made of `requests` some time ago, with a forward of `model`. As `verify_logp`."""
+    _check(model, requests, rollouts)
+    asked = {request.prompt_index: request for request in requests}
     reference = _in_float32(model)
-    differences: dict[tuple[int, int], float] = {}
-    outside_support = 0
-    for batch in _batches(prompts, rollouts, rows_per_forward):
-        logp = _plain_logp(reference, [(prompts[index], rollouts[index].tokens) for index in batch], sampling)
-        places = [(index, step) for index in batch for step in range(len(rollouts[index].tokens))]
-        for (index, step), expected in zip(places, logp.tolist(), strict=True):
-            if math.isnan(expected):
-                raise LogpError(f"rollout {index}: the plain forward gives NaN at token {step}; look at the weights")
-            if expected == -torch.inf:
-                outside_support += 1
-            else:
-                differences[index, step] = rollouts[index].logp[step] - expected
-    return _summary(differences, outside_support)
+    differences: list[TokenDifference] = []
+    for batch in _batches(asked, rollouts, rows_per_forward):
+        logp = _plain_logp(reference, [(asked[rollout.prompt_index], rollout) for rollout in batch]).tolist()
+        places = [(rollout, step) for rollout in batch for step in range(len(rollout.tokens))]
+        differences += [_difference(*place, expected) for place, expected in zip(places, logp, strict=True)]
+    if not any(math.isfinite(each.model_logp) for each in differences):
+        raise LogpError(
+            f"all {len(differences)} tokens are outside the plain forward's support: is this the same model?"
+        )
+    differences.sort(key=lambda each: (each.prompt_index, each.sample_index, each.step))
+    return LogpAgreement(differences=tuple(differences))
 
 
-def _model_of(
-    engine_or_model: "TransformersEngine | PreTrainedModel", rollouts: Sequence[Rollout]
-) -> "PreTrainedModel":
-    model = engine_or_model.model if isinstance(engine_or_model, TransformersEngine) else engine_or_model
+def _random_prompts(limits: Limits) -> list[list[int]]:
+    draw = random.Random(0)
+    shortest, longest = PROMPT_LENGTHS
+    if limits.max_length is not None:
+        longest = max(shortest, min(longest, limits.max_length - NEW_TOKENS))
+    lengths = [draw.randint(shortest, longest) for _ in range(PROMPTS)]
+    return [[draw.randrange(limits.vocab_size) for _ in range(length)] for length in lengths]
+
+
+def _check(model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequence[Rollout]) -> None:
     if model.training:
         raise ModelError(f"{type(model).__name__} is in training mode, where dropout changes logp: call model.eval()")
-    if isinstance(engine_or_model, TransformersEngine):
-        for index, rollout in enumerate(rollouts):
-            if rollout.version != engine_or_model.version:
-                raise ModelError(
-                    f"rollout {index} was made by weights of version {rollout.version}, and the engine now holds "
-                    f"version {engine_or_model.version}: verify before the next refit"
-                )
-    return model
-
-
-def _check(prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], sampling: Sampling) -> None:
-    if len(prompts) != len(rollouts) or not rollouts:
-        raise ValueError(
-            f"verify_logp needs one prompt a rollout, and at least one; got {len(prompts)}, {len(rollouts)}"
-        )
-    logp_of = "raw" if sampling.greedy else "sampled"
-    for index, rollout in enumerate(rollouts):
-        if rollout.logp_of != logp_of or len(rollout.logp) != len(rollout.tokens):
+    if not sum(len(rollout.tokens) for rollout in rollouts):
+        raise ValueError(f"there is nothing to compare: {len(rollouts)} rollouts hold no token")
+    indices = {request.prompt_index for request in requests}
+    for rollout in rollouts:
+        name = f"rollout {rollout.sample_index} of prompt {rollout.prompt_index}"
+        if rollout.prompt_index not in indices:
+            raise ValueError(f"{name} answers none of the requests given; they are {sorted(indices)}")
+        if len(rollout.logp) != len(rollout.tokens):
+            raise ValueError(f"{name} has {len(rollout.tokens)} tokens with {len(rollout.logp)} logp")
+        if len(rollout.versions) > 1:
+            versions = [span.version for span in rollout.versions]
+            raise ValueError(f"{name} was made by weights of versions {versions}, and a model has one")
+    for request in requests:
+        if request.sampling.bad_words:
             raise ValueError(
-                f"rollout {index} has {len(rollout.tokens)} tokens with {len(rollout.logp)} logp of "
-                f"{rollout.logp_of!r}; temperature={sampling.temperature} gives one each of {logp_of!r}"
+                f"prompt {request.prompt_index} has bad_words={request.sampling.bad_words}, which a plain forward does "
+                f"not know of: verify without them"
             )
 
 
@@ -128,45 +124,51 @@ def _in_float32(model: "PreTrainedModel") -> "PreTrainedModel":
 
 
 def _batches(
-    prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], rows_per_forward: int
-) -> Iterator[list[int]]:
+    asked: dict[int, Request], rollouts: Sequence[Rollout], rows_per_forward: int
+) -> Iterator[Sequence[Rollout]]:
     """Cut the rollouts into batches of one total length each."""
-    by_length: dict[int, list[int]] = {}
-    for index, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
-        by_length.setdefault(len(prompt) + len(rollout.tokens), []).append(index)
-    for indices in by_length.values():
-        for start in range(0, len(indices), rows_per_forward):
-            yield indices[start : start + rows_per_forward]
+    by_length: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.tokens:
+            length = len(asked[rollout.prompt_index].prompt) + len(rollout.tokens)
+            by_length.setdefault(length, []).append(rollout)
+    for rows in by_length.values():
+        for start in range(0, len(rows), rows_per_forward):
+            yield rows[start : start + rows_per_forward]
 
 
 @torch.no_grad()
-def _plain_logp(
-    model: "PreTrainedModel", pairs: Sequence[tuple[Sequence[int], Sequence[int]]], sampling: Sampling
-) -> Float[Tensor, " answer_tokens"]:
+def _plain_logp(model: "PreTrainedModel", pairs: Sequence[tuple[Request, Rollout]]) -> Float[Tensor, " answer_tokens"]:
     """Return the logp of every answer token, in order; all pairs have one total length."""
-    sequences = torch.tensor([[*prompt, *answer] for prompt, answer in pairs], device=model.device)
+    rows = [[*request.prompt, *rollout.tokens] for request, rollout in pairs]
+    sequences = torch.tensor(rows, device=model.device)
     logits = model(input_ids=sequences, use_cache=False).logits[:, :-1]
-    before = torch.tensor([len(prompt) - 1 for prompt, _ in pairs], device=model.device)
+    before = torch.tensor([len(request.prompt) - 1 for request, _ in pairs], device=model.device)
     in_answer = torch.arange(logits.shape[1], device=model.device) >= before[:, None]
-    return _logp(logits[in_answer], sequences[:, 1:][in_answer], sampling)
+    samplings = [request.sampling for request, rollout in pairs for _ in rollout.tokens]
+    drawn, answers = logits[in_answer], sequences[:, 1:][in_answer]
+    return raw_logp(_of_distribution(drawn, samplings, pairs[0][1].logp_of), answers)
 
 
-def _logp(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"], sampling: Sampling) -> Float[Tensor, " N"]:
-    allowed = logits.float() if sampling.greedy else sampled_logits(logits, sampling)
-    return allowed.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+def _of_distribution(
+    logits: Float[Tensor, "N V"], samplings: Sequence[Sampling], logp_of: LogpOf
+) -> Float[Tensor, "N V"]:
+    if logp_of == "raw":
+        return logits
+    return sampled_logits(logits, SamplingTensors.of(samplings, vocab_size=logits.shape[-1], device=logits.device))
 
 
-def _summary(differences: dict[tuple[int, int], float], outside_support: int) -> LogpAgreement:
-    if not differences:
+def _difference(rollout: Rollout, step: int, expected: float) -> TokenDifference:
+    if math.isnan(expected):
         raise LogpError(
-            f"all {outside_support} tokens are outside the plain forward's support: is this the same model?"
+            f"the plain forward gives NaN at token {step} of sample {rollout.sample_index} of prompt "
+            f"{rollout.prompt_index}; look at the weights"
         )
-    absolute = torch.tensor(list(differences.values()), dtype=torch.float64).abs()
-    return LogpAgreement(
-        tokens=len(differences),
-        max_abs_difference=float(absolute.max()),
-        mean_abs_difference=float(absolute.mean()),
-        token_mult_prob_error=float(absolute.exp().mean()),
-        worst=list(differences)[int(absolute.argmax())],
-        outside_support=outside_support,
+    return TokenDifference(
+        prompt_index=rollout.prompt_index,
+        sample_index=rollout.sample_index,
+        step=step,
+        token=rollout.tokens[step],
+        engine_logp=rollout.logp[step],
+        model_logp=expected,
     )

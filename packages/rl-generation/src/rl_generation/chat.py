@@ -1,0 +1,211 @@
+"""Text to token ids and back, with a tokenizer of transformers. Knows no engine, no model and no transport.
+
+Multi-turn: the tokens that a policy sampled, decoded and encoded again, may come out as others (`h`, `e` against `he`),
+and training on those would be training on something that was never sampled. `encode_chat` therefore takes the exact
+tokens of the conversation so far, `required_prefix_token_ids`, and takes only what comes after them from the chat
+template. The idea is NeMo-RL's (github.com/NVIDIA-NeMo/RL, `required_prefix_token_ids`), which cuts at the last
+end-of-sequence token whatever stands before it; here the text on both sides of the cut is compared.
+
+    template:  t[0] … t[k-1] | t[k] …          required prefix:  r[0] … r[m-1]
+    result:    r[0] … r[m-1] | t[k] …          where decode(t[:k]) = decode(r), beside an added token
+"""
+
+import bisect
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_generation.errors import PromptError
+from rl_generation.rollout import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Message", "decode_rollout", "encode_chat", "encode_text", "with_required_prefix"]
+
+Message = Mapping[str, Any]
+"""One message of a conversation as chat templates take it: `role`, `content`, and what else the template knows."""
+
+# A character of the private use area, which no template writes: where two renderings part, the mark was put.
+MARK = "\ue000"
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of `text`, with those that the tokenizer puts around every text, such as bos."""
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    required_prefix_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """Return the token ids of a conversation, as the tokenizer's chat template writes it.
+
+    Args:
+        tokenizer: Has a chat template.
+        messages: The conversation; at least one.
+        add_generation_prompt: Ends with what opens an assistant's message.
+        continue_final_message: Leaves the last message open instead, for the model to go on with.
+        tools: JSON schemas of functions, for templates that know tools.
+        template_kwargs: Further variables of the template, such as `enable_thinking`; it must know each.
+        required_prefix_token_ids: The exact tokens of the conversation up to the end of the last assistant's message:
+            the prompt of the last turn, then what the model answered. The result starts with them.
+
+    Raises:
+        PromptError: There is no template; the template refuses the messages or does not know a variable; or the
+            required prefix is not the text that the template writes, or ends before the last assistant's message does.
+    """
+    _check_template_kwargs(tokenizer, template_kwargs or {})
+
+    def encode(conversation: Sequence[Message]) -> list[int]:
+        return _apply_template(
+            tokenizer,
+            conversation,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(template_kwargs or {}),
+        )
+
+    template_ids = encode(messages)
+    if not required_prefix_token_ids:
+        return template_ids
+    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers:
+        raise PromptError(
+            "required_prefix_token_ids hold the conversation up to its last assistant's message, and none of the "
+            f"{len(messages)} messages has the role 'assistant': leave them out in the first turn"
+        )
+    marked = [dict(message) for message in messages]
+    marked[answers[-1]]["content"] = (marked[answers[-1]].get("content") or "") + MARK
+    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
+    last_answer_end = _common(_text(tokenizer, template_ids), _text(tokenizer, encode(marked)))
+    if len(_text(tokenizer, required_prefix_token_ids)) < last_answer_end:
+        raise PromptError(
+            f"required_prefix_token_ids end before message {answers[-1]}, the last of the assistant's, does: its "
+            f"tokens would be guessed. Give the prompt and the answer of the last turn, not of an earlier one"
+        )
+    return result
+
+
+def with_required_prefix(
+    template_ids: Sequence[int], required_prefix_token_ids: Sequence[int], *, tokenizer: "PreTrainedTokenizerBase"
+) -> list[int]:
+    """Put `required_prefix_token_ids` in the place of the tokens of `template_ids` that decode to the same text.
+
+    The cut lies before or after an added token (an end-of-turn token is one), over which no merge reaches, so that what
+    follows is encoded as it would be after any prefix. A prefix may hold the end-of-turn token or, where the answer was
+    cut off by its length, not; the template's then follows.
+
+    Raises:
+        PromptError: No such cut exists; says where the two texts part.
+    """
+    wanted = _text(tokenizer, required_prefix_token_ids)
+    added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    cuts = sorted({cut for place, token in enumerate(template_ids) if token in added for cut in (place, place + 1)})
+    found = bisect.bisect_left(cuts, len(wanted), key=lambda cut: len(_text(tokenizer, template_ids[:cut])))
+    if found < len(cuts) and _text(tokenizer, template_ids[: cuts[found]]) == wanted:
+        return [*required_prefix_token_ids, *template_ids[cuts[found] :]]
+    written = _text(tokenizer, template_ids)
+    same = _common(wanted, written)
+    if same == len(wanted):
+        raise PromptError(
+            f"required_prefix_token_ids end at {wanted[-20:]!r}, where the template goes on with "
+            f"{written[same : same + 20]!r} without an end-of-turn or other added token between them: give the whole "
+            f"answer as it was sampled"
+        )
+    raise PromptError(
+        f"required_prefix_token_ids are not what the template writes: from character {same} on they say "
+        f"{wanted[same : same + 40]!r}, the template {written[same : same + 40]!r}. Send each answer as the text of "
+        f"all its tokens; where the template itself changes earlier answers (many drop the reasoning), send the whole "
+        f"prompt as token ids instead"
+    )
+
+
+def decode_rollout(
+    tokenizer: "PreTrainedTokenizerBase",
+    rollout: Rollout,
+    *,
+    skip_special_tokens: bool = True,
+    include_stop_string: bool = False,
+) -> str:
+    """Return the text of an answer, up to the stop string that ended it where one did.
+
+    Raises:
+        ValueError: The text does not hold that stop string, so this is not the tokenizer that the engine stopped with.
+    """
+    text = _text(tokenizer, rollout.tokens, skip_special_tokens=skip_special_tokens)
+    if not isinstance(rollout.stop_reason, str):
+        return text
+    start = text.find(rollout.stop_reason)
+    if start < 0:
+        raise ValueError(
+            f"the answer ended at the stop string {rollout.stop_reason!r}, which its text {text[-40:]!r} does not "
+            f"hold: decode it with the engine's own tokenizer"
+        )
+    return text[: start + len(rollout.stop_reason) if include_stop_string else start]
+
+
+def _common(first: str, second: str) -> int:
+    """Characters with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    return str(
+        tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )
+
+
+def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], **options: Any) -> list[int]:
+    if not tokenizer.chat_template:
+        raise PromptError("the tokenizer has no chat template: set tokenizer.chat_template, or send a prompt instead")
+    import jinja2
+
+    try:
+        # Of transformers 5 the default is a dictionary, of 4 a list; both know return_dict.
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, return_dict=False, **options
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise PromptError(f"the chat template refuses these messages: {error}") from error
+    return list(ids)
+
+
+def _check_template_kwargs(tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what would not reach the template, would replace it, or is spelt as nothing in it."""
+    template = tokenizer.chat_template or ""
+    source = "\n".join(template.values()) if isinstance(template, dict) else template
+    for name in template_kwargs:
+        if name in RESERVED or name in tokenizer.special_tokens_map:
+            raise PromptError(f"{name!r} is not a variable of the chat template for the caller to set")
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise PromptError(f"the chat template does not know the variable {name!r}, and would ignore it")

@@ -1,0 +1,215 @@
+"""Models, configs and tokenizers from a folder or a hub id. Knows no engine.
+
+Refuses what would only fail later or silently: folders without a model, checkpoints that lack weights (transformers
+would draw them at random), and tokenizers that are missing (it would make an empty one).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_generation.errors import EngineOptionError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+__all__ = ["device_of", "load_config", "load_model", "load_tokenizer", "meta_model", "stop_token_ids_of"]
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
+
+
+def load_config(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load a model's configuration, a `transformers.PretrainedConfig`.
+
+    Raises:
+        ModelError: There is none, or transformers cannot load it.
+    """
+    from transformers import AutoConfig
+
+    return _load(
+        AutoConfig.from_pretrained,
+        _place(model_name, ("config.json",), what="model"),
+        what="config",
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_model(
+    model_name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "auto",
+    device: str | None = None,
+) -> "PreTrainedModel":
+    """Load a causal language model in eval mode, whole or not at all.
+
+    Raises:
+        ModelError: There is none, it lacks weights, or transformers cannot load it.
+        EngineOptionError: The dtype or the device is unknown.
+    """
+    from transformers import AutoModelForCausalLM
+
+    target = device_of(device)
+    model, report = _load(
+        AutoModelForCausalLM.from_pretrained,
+        _place(model_name, ("config.json",), what="model"),
+        what="model",
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        dtype=_dtype_of(dtype),
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if lacking := sorted(map(str, report.get(kind) or [])):
+            some = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+            raise ModelError(
+                f"{model_name}: {kind.replace('_', ' ')}: {some}. Weights there would be random; give the folder of "
+                f"the whole causal language model"
+            )
+    try:
+        loaded: PreTrainedModel = model.to(target).eval()
+    except RuntimeError as error:
+        raise ModelError(f"{model_name} does not fit on {target}: {error}") from error
+    return loaded
+
+
+def meta_model(config: Any, *, dtype: str, trust_remote_code: bool = False) -> "PreTrainedModel":
+    """Make the causal language model of a config on the meta device, where it has no weights.
+
+    Raises:
+        ModelError: transformers knows none.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        made: PreTrainedModel = _load(
+            AutoModelForCausalLM.from_config,
+            config,
+            what="model",
+            trust_remote_code=trust_remote_code,
+            dtype=_dtype_of(dtype),
+        )
+    return made
+
+
+def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a folder or hub id.
+
+    Raises:
+        ModelError: There is none, it is empty, or transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = _load(
+        AutoTokenizer.from_pretrained,
+        _place(model_name, TOKENIZER_FILES, what="tokenizer"),
+        what="tokenizer",
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if not len(tokenizer):
+        raise ModelError(f"{model_name}: transformers makes an empty tokenizer of it; give another one")
+    return tokenizer
+
+
+def stop_token_ids_of(
+    model_name: str, config: Any, *, tokenizer: Any = None, revision: str | None = None
+) -> tuple[int, ...]:
+    """Return the tokens that end an answer: of the generation config, or else of the config; and the tokenizer's eos.
+
+    Raises:
+        ModelError: There is a generation config that cannot be read.
+    """
+    generation_config = _generation_config(model_name, revision)
+    sources = (generation_config, config, config.get_text_config(decoder=True))
+    eos = (getattr(source, "eos_token_id", None) for source in sources if source is not None)
+    first = next((each for each in eos if each is not None), None)
+    found = [*first] if isinstance(first, list | tuple) else [first]
+    return tuple(dict.fromkeys(each for each in (*found, getattr(tokenizer, "eos_token_id", None)) if each is not None))
+
+
+def device_of(name: str | None) -> "torch.device":
+    """Return the device of that name; for None the first GPU, or the CPU where there is none.
+
+    Raises:
+        EngineOptionError: torch does not know it, or it is not here.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise EngineOptionError(f"device={name!r} cannot be used here: {error}") from None
+    return device
+
+
+def _generation_config(model_name: str, revision: str | None) -> Any:
+    from transformers import GenerationConfig
+
+    folder = Path(model_name).expanduser()
+    if folder.is_dir():
+        if not (folder / "generation_config.json").is_file():
+            return None
+        return _load(GenerationConfig.from_pretrained, str(folder), what="generation config")
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        model_name, "generation_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    return None if found is None else _load(GenerationConfig.from_pretrained, str(Path(found).parent), what="it")
+
+
+def _dtype_of(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return name
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise EngineOptionError(f"dtype must be 'auto' or a float of torch, such as 'bfloat16'; got dtype={name!r}")
+    return dtype
+
+
+def _place(name: str, wanted: tuple[str, ...], *, what: str) -> str:
+    """Return a hub id as it is, and of a folder its path; refuse a folder that holds nothing of what is wanted."""
+    folder = Path(name).expanduser()
+    if not name.startswith((".", "/", "~")) and not folder.exists():
+        return name
+    if not any((folder / each).is_file() for each in wanted):
+        state = f"has no {' or '.join(wanted)}" if folder.is_dir() else "is no folder"
+        raise ModelError(
+            f"{name} {state}, so there is no {what} to load; give a folder that save_pretrained wrote, or a hub id"
+        )
+    return str(folder)
+
+
+def _load(load: Callable[..., Any], source: Any, *, what: str, **options: Any) -> Any:
+    from safetensors import SafetensorError
+
+    name = source if isinstance(source, str) else type(source).__name__
+    try:
+        return load(source, **options)
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        if "trust_remote_code" in str(error) and not options.get("trust_remote_code"):
+            raise ModelError(
+                f"{name}: its {what} needs Python code that comes with it. Read that code; then, to run it as you, "
+                f"pass trust_remote_code=True (--trust-remote-code)"
+            ) from error
+        raise ModelError(f"{name}: transformers cannot load the {what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,183 @@
+"""`rl-generation bench`: tokens a second of several engines, side by side over one model and the same prompts.
+
+Each round asks every engine for answers to the same new prompts, in an order that turns, after a round that does not
+count. Figures are medians over rounds, ratios are to the first engine. Then the logp of each engine is compared with a
+plain forward in float32. Exit codes: 0 every engine agrees with the model, 1 one does not, or failed; 2 refused.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, final
+
+from rl_generation.commands.console import CommandError, say, show, show_json
+from rl_generation.commands.engine_flags import add_model_arguments, specs_of, start_engine
+from rl_generation.commands.generation_job import installed_versions
+from rl_generation.commands.sampling_flags import add_sampling_arguments, sampling_of
+from rl_generation.engine import Engine
+from rl_generation.loading import ENGINES
+from rl_generation.sampling import Sampling
+
+if TYPE_CHECKING:
+    from rl_generation.agreement import LogpAgreement
+
+__all__ = ["add_arguments", "run"]
+
+COUNTS = {
+    "prompts": (64, "of each round"),
+    "prompt_tokens": (32, "tokens of each prompt"),
+    "rounds": (3, "that count"),
+}
+"""Flag → default, meaning."""
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What one engine did."""
+
+    name: str
+    engine: Engine
+    tokens_per_s: list[float] = field(default_factory=list)
+    """Of each round."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    """Median over the answers of each round."""
+
+    agreement: "LogpAgreement | None" = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument(
+        "--engines",
+        default=ENGINES[0],
+        metavar="NAMES",
+        help=f"of {', '.join(ENGINES)}, with commas; ratios are to the first (default %(default)s)",
+    )
+    add_model_arguments(parser)
+    group = parser.add_argument_group("measurement")
+    for name, (default, meaning) in COUNTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{meaning} (default %(default)s)")
+    group.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare the logp of each engine with a float32 model on the CPU, which needs its memory (default: do)",
+    )
+    group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
+    add_sampling_arguments(parser, max_new_tokens=64, ignore_eos=True, seed=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and return the exit code."""
+    from rl_generation.agreement import FAULT
+
+    for name in COUNTS:
+        if getattr(arguments, name) < 1:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
+    specs = specs_of(arguments, arguments.engines.split(","))
+    sampling = sampling_of(arguments)
+    with ExitStack() as stack:
+        engines = []
+        for spec in specs:
+            engine, _ = start_engine(spec)
+            stack.callback(engine.close)
+            engines.append(Measured(name=spec.engine, engine=engine))
+        _measure(engines, sampling, arguments)
+        if arguments.verify:
+            _verify(engines, arguments)
+        _show_table(engines)
+    holds = all(each.agreement is None or each.agreement.token_mult_prob_error <= FAULT for each in engines)
+    if arguments.json:
+        show_json(_figures(engines, arguments) | {"holds": holds})
+    return 0 if holds else 1
+
+
+def _measure(engines: Sequence[Measured], sampling: Sampling, arguments: argparse.Namespace) -> None:
+    draw = random.Random(0)
+    vocabulary = min(each.engine.limits.vocab_size for each in engines)
+    for number in range(-1, arguments.rounds):
+        # New prompts each round, for an engine may keep the prefixes of earlier ones.
+        prompts = [
+            [draw.randrange(vocabulary) for _ in range(arguments.prompt_tokens)] for _ in range(arguments.prompts)
+        ]
+        turn = max(number, 0) % len(engines)
+        for each in [*engines[turn:], *engines[:turn]]:
+            speed, first_token_s = _round(each.engine, prompts, sampling)
+            if number >= 0:
+                each.tokens_per_s.append(speed)
+                each.first_token_s.append(first_token_s)
+                say(f"round {number + 1} of {arguments.rounds}: {each.name} {speed:,.0f} tokens/s")
+
+
+def _round(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[float, float]:
+    """Return tokens a second, and the median of the seconds to the first token."""
+    start = time.perf_counter()
+    rollouts = engine.generate(prompts, sampling)
+    seconds = time.perf_counter() - start
+    waits = [rollout.timing.first_token_s for rollout in rollouts if rollout.timing is not None]
+    return sum(len(rollout.tokens) for rollout in rollouts) / seconds, median(waits)
+
+
+def _verify(engines: Sequence[Measured], arguments: argparse.Namespace) -> None:
+    """Compare each engine with the model in float32, on the CPU, where the engines take no memory."""
+    from rl_generation.checkpoints import load_model
+    from rl_generation.verify import verify_logp
+
+    model = load_model(
+        arguments.model,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+        dtype="float32",
+        device="cpu",
+    )
+    for each in engines:
+        each.agreement = verify_logp(each.engine, model)
+
+
+def _show_table(engines: Sequence[Measured]) -> None:
+    first = median(engines[0].tokens_per_s)
+    titles = ("tokens/s", "ratio", "slowest", "fastest", "1st token", "error", "max |d|")
+    show(f"{'engine':<14}" + "".join(f"{title:>11}" for title in titles))
+    for each in engines:
+        speed = median(each.tokens_per_s)
+        row = f"{each.name:<14}{speed:>11,.0f}{speed / first:>11.2f}{min(each.tokens_per_s):>11,.0f}"
+        row += f"{max(each.tokens_per_s):>11,.0f}{median(each.first_token_s):>9.3f} s"
+        if each.agreement is not None:
+            row += f"{each.agreement.token_mult_prob_error:>11.6f}{each.agreement.max_abs_difference:>11.1e}"
+        show(row)
+
+
+def _figures(engines: Sequence[Measured], arguments: argparse.Namespace) -> dict[str, Any]:
+    first = median(engines[0].tokens_per_s)
+    return {
+        "model": arguments.model,
+        **{name: getattr(arguments, name) for name in COUNTS},
+        "max_new_tokens": arguments.max_new_tokens,
+        "engines": {each.name: _engine_figures(each, first) for each in engines},
+        "versions": installed_versions(),
+    }
+
+
+def _engine_figures(each: Measured, first: float) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "tokens_per_s": median(each.tokens_per_s),
+        "ratio": median(each.tokens_per_s) / first,
+        "rounds_tokens_per_s": each.tokens_per_s,
+        "first_token_s": median(each.first_token_s),
+    }
+    if each.agreement is not None:
+        figures |= {
+            "token_mult_prob_error": each.agreement.token_mult_prob_error,
+            "max_abs_difference": each.agreement.max_abs_difference,
+            "mean_abs_difference": each.agreement.mean_abs_difference,
+            "compared_tokens": each.agreement.tokens,
+            "outside_support": each.agreement.outside_support,
+        }
+    return figures

@@ -1,0 +1,208 @@
+"""`rl-generation explain`: what an engine would do with a model, from its config alone. Loads no weights.
+
+Says what ends an answer, what a logp refers to, which quirks the model has here, and what it takes in memory. Exit
+codes: 0 it can be served, 1 its cache does not hold one sequence, 2 refused.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from rl_generation.checkpoints import load_config, meta_model, stop_token_ids_of
+from rl_generation.commands.console import CommandError, show, show_json
+from rl_generation.commands.engine_flags import add_engine_arguments, spec_of
+from rl_generation.commands.generation_job import installed_versions
+from rl_generation.commands.model_identity import model_identity
+from rl_generation.loading import EngineSpec, tokenizer_of, vllm_options_of
+from rl_generation.model_flags import ModelQuirk, flags_for
+from rl_generation.model_flags import installed_versions as quirk_versions
+from rl_generation.rollout import LogpOf
+
+if TYPE_CHECKING:
+    from rl_generation.memory import EngineMemory
+
+__all__ = ["add_arguments", "run"]
+
+KINDS = {
+    "transformers": "TransformersEngine: transformers, in this process, continuous batching",
+    "vllm": "VllmEngine: vLLM, synchronous",
+    "vllm-async": "VllmAsyncEngine: vLLM, asynchronous, in a process of its own",
+}
+MEANINGS: dict[LogpOf, str] = {
+    "sampled": "of the distribution drawn from: bad words excluded, logits over temperature, cut by min-p, top-k and "
+    "top-p, renormalised; of greedy answers at temperature 1 without cuts",
+    "raw": "the log-softmax of the model's logits, whatever was done to them afterwards",
+}
+ORDER = "bad words, then temperature, min-p, top-k, top-p; temperature 0 takes the likeliest token"
+SEEDS = "sample j of a request with seed s draws as a request with seed s + j does, whatever else is in its batch"
+OUR_BATCH = 256
+"""Answers at once that figures are given for where nobody said."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is known of an engine before there is one."""
+
+    spec: EngineSpec
+    architecture: str
+    model_type: str
+    identity: str
+    dtype: str
+    stop_token_ids: Sequence[int]
+    tokenizer: str | None
+    quirks: Sequence[ModelQuirk]
+    notes: Sequence[str]
+    memory: "EngineMemory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    add_engine_arguments(parser)
+    parser.add_argument("--device-memory-gib", type=float, metavar="X", help="memory of a device, to fill with cache")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain, and return the exit code."""
+    known = _explanation(spec_of(arguments), arguments.device_memory_gib)
+    sequences = known.memory.full_length_sequences
+    holds = sequences is None or sequences >= 1
+    show("\n".join(_lines(known)))
+    if arguments.json:
+        show_json(_figures(known) | {"holds": holds})
+    return 0 if holds else 1
+
+
+def _explanation(spec: EngineSpec, device_memory_gib: float | None) -> Explanation:
+    if device_memory_gib is not None and not device_memory_gib > 0:
+        raise CommandError(f"--device-memory-gib must be above 0; got {device_memory_gib}")
+    config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    tokenizer = tokenizer_of(spec)
+    dtype = spec.dtype if spec.dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
+    dtype = dtype.removeprefix("torch.")
+    quirks, notes = _quirks(spec, config.model_type)
+    if spec.engine == "transformers":
+        notes = _inspected(spec, config, dtype=dtype)
+    return Explanation(
+        spec=spec,
+        architecture=", ".join(config.architectures or ["unknown"]),
+        model_type=config.model_type,
+        identity=model_identity(spec.model, config),
+        dtype=dtype,
+        stop_token_ids=stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision),
+        tokenizer=None if tokenizer is None else f"{type(tokenizer).__name__}, {len(tokenizer)} tokens",
+        quirks=quirks,
+        notes=notes,
+        memory=_memory(spec, config, dtype=dtype, device_memory_gib=device_memory_gib),
+    )
+
+
+def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Sequence[str]]:
+    """Return the quirks of the model under what is installed, and what that leaves open."""
+    from rl_generation.vllm.runtime import SUPPORTED
+
+    versions = quirk_versions()
+    if spec.engine == "transformers":
+        versions.pop("vllm", None)
+    elif "vllm" not in versions:
+        note = f"vLLM is not installed here; its quirks are those of {SUPPORTED}"
+        return flags_for(model_type, versions={**versions, "vllm": SUPPORTED}), (note,)
+    return flags_for(model_type, versions=versions), ()
+
+
+def _inspected(spec: EngineSpec, config: Any, *, dtype: str) -> Sequence[str]:
+    """Return what the embedded engine will find special about the model."""
+    from rl_generation.embedded.inspection import inspect_model
+
+    model = meta_model(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+    support = inspect_model(model)
+    if spec.continuous_batching == "off":
+        batching = "continuous batching: off, as asked for"
+    elif support.missing or not getattr(model, "_supports_attention_backend", False):
+        lacking = f"forward has no {', '.join(support.missing)}" if support.missing else "it attends by itself"
+        batching = f"continuous batching: not with {type(model).__name__} ({lacking}); model.generate serves it"
+    else:
+        batching = "continuous batching: proven on two prompts when the engine starts, or else model.generate serves"
+    return (batching, *support.quirks)
+
+
+def _memory(spec: EngineSpec, config: Any, *, dtype: str, device_memory_gib: float | None) -> "EngineMemory":
+    from rl_generation.memory import estimate_memory
+
+    given = None if device_memory_gib is None else int(device_memory_gib * 2**30)
+    if spec.engine == "transformers":
+        return estimate_memory(
+            config,
+            dtype=dtype,
+            max_num_seqs=spec.max_batch_size or OUR_BATCH,
+            block_size=1,
+            device_memory_bytes=given,
+            gpu_memory_utilization=1.0,
+        )
+    options = vllm_options_of(spec)
+    sized: dict[str, Any] = {"kv_cache_memory_bytes": options.kv_cache_memory_bytes}
+    if given is not None and options.kv_cache_memory_bytes is None:
+        sized = {"device_memory_bytes": given}
+        if options.gpu_memory_utilization is not None:
+            sized["gpu_memory_utilization"] = options.gpu_memory_utilization
+    names = ("max_num_batched_tokens", "kv_cache_dtype", "block_size")
+    sized |= {name: options.vllm_kwargs[name] for name in names if name in options.vllm_kwargs}
+    return estimate_memory(
+        config,
+        dtype=dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs or OUR_BATCH,
+        **sized,
+    )
+
+
+def _lines(known: Explanation) -> list[str]:
+    quirks = [f"  {quirk.explain()}" for quirk in known.quirks] or ["  none on record for this family"]
+    stops = ", ".join(map(str, known.stop_token_ids)) or "none: answers end at max_new_tokens only"
+    return [
+        f"engine       {KINDS[known.spec.engine]}",
+        f"model        {known.architecture} ({known.model_type}), {known.dtype}, {known.identity}",
+        f"tokenizer    {known.tokenizer or 'none: no texts, no stop strings, no bad words'}",
+        f"stop tokens  {stops}",
+        f"sampling     {ORDER}",
+        f"seeds        {SEEDS}",
+        f"logp         {known.spec.logp_of!r}: {MEANINGS[known.spec.logp_of]}",
+        "quirks:",
+        *quirks,
+        *(f"  {note}" for note in known.notes),
+        known.memory.explain(),
+    ]
+
+
+def _figures(known: Explanation) -> dict[str, Any]:
+    memory = known.memory
+    return {
+        "engine": known.spec.engine,
+        "model": known.spec.model,
+        **{name: getattr(known, name) for name in ("architecture", "model_type", "identity", "dtype", "tokenizer")},
+        "stop_token_ids": list(known.stop_token_ids),
+        "sampling_order": ORDER,
+        "logp_of": known.spec.logp_of,
+        "logp_meaning": MEANINGS[known.spec.logp_of],
+        "quirks": [
+            {"name": quirk.name, "flag": quirk.flag.value, "reason": quirk.reason, "source": quirk.source}
+            for quirk in known.quirks
+        ],
+        "notes": list(known.notes),
+        "memory": {
+            "parameters": memory.parameters,
+            "weight_bytes": memory.weight_bytes,
+            "kv_bytes_per_token": memory.kv_bytes_per_token,
+            "max_model_len": memory.max_model_len,
+            "max_num_seqs": memory.max_num_seqs,
+            "sequence_bytes": memory.sequence_bytes(memory.max_model_len),
+            "kv_cache_bytes": memory.kv_cache_bytes,
+            "kv_cache_tokens": memory.kv_cache_tokens,
+            "full_length_sequences": memory.full_length_sequences,
+            "notes": list(memory.notes),
+        },
+        "versions": installed_versions(),
+    }

@@ -1,0 +1,123 @@
+"""`rl-generation serve`: any engine behind the HTTP server, until an interrupt. Knows no HTTP.
+
+Writes one line to stdout once it listens: its URL. Exit codes: 0 it was ended, 1 the engine failed, 2 refused.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rl_generation.commands.console import CommandError, say, show
+from rl_generation.commands.engine_flags import add_engine_arguments, spec_of, start_engine
+from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
+from rl_generation.loading import EngineSpec
+
+if TYPE_CHECKING:
+    from rl_generation.server import ServerLimits
+
+__all__ = ["add_arguments", "run"]
+
+LIMITS = {
+    "max_body_bytes": "size of a request",
+    "max_prompts": "prompts in one request",
+    "max_answers": "answers to one request",
+    "max_requests_in_flight": "requests at one time",
+}
+"""Fields of ServerLimits that have a flag."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    add_engine_arguments(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address; other than loopback needs an API key")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
+    group.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
+    group.add_argument("--shutdown-timeout", type=int, default=10, metavar="SECONDS", help="for requests in flight")
+    for name, meaning in LIMITS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit: {meaning}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until an interrupt, and return the exit code."""
+    try:
+        from rl_generation.server import Server
+    except ImportError as error:
+        raise CommandError(str(error)) from None
+    spec = spec_of(arguments)
+    if not spec.with_tokenizer:
+        raise CommandError("a server of texts needs a tokenizer: leave out --no-tokenizer")
+    api_key, limits = _api_key(arguments.api_key_env), _limits(arguments)
+    with _streaming(spec) as (streaming, tokenizer):
+        try:
+            server = Server(
+                streaming,
+                tokenizer=tokenizer,
+                model_name=arguments.served_model_name or spec.model,
+                host=arguments.host,
+                port=arguments.port,
+                api_key=api_key,
+                limits=limits,
+                shutdown_timeout_s=arguments.shutdown_timeout,
+            )
+        except (OSError, ValueError) as error:
+            raise CommandError(f"cannot serve at {arguments.host}:{arguments.port}: {error}") from None
+        say(streaming.engine.explain())
+        show(server.url)
+        with _until_interrupt():
+            server.run()
+    return 0
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise CommandError(f"--api-key-env {variable}: the environment variable {variable} is not set, or empty")
+    return key
+
+
+def _limits(arguments: argparse.Namespace) -> "ServerLimits":
+    from rl_generation.server import ServerLimits
+
+    given = {name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name) is not None}
+    try:
+        return ServerLimits(**given)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+@contextmanager
+def _streaming(spec: EngineSpec) -> Iterator[tuple[StreamingEngine, Any]]:
+    """Hold the engine for as long as it serves, and end it with all of its processes."""
+    from rl_generation.streaming import Streamer
+
+    engine, tokenizer = start_engine(spec)
+    try:
+        if isinstance(engine, StreamingEngine):
+            yield engine, tokenizer
+            return
+        streamer = Streamer(_stepping(engine))
+        try:
+            yield streamer, tokenizer
+        finally:
+            streamer.close()
+    finally:
+        engine.close()
+
+
+def _stepping(engine: Engine) -> SteppingEngine:
+    assert isinstance(engine, SteppingEngine), f"{type(engine).__name__} neither streams nor steps"
+    return engine
+
+
+@contextmanager
+def _until_interrupt() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("ended")

@@ -1,0 +1,131 @@
+"""What servers, commands and checks ask of an engine; every engine here answers it. Knows no model and no transport."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, final, runtime_checkable
+
+from rl_generation.requests import Limits
+from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.sampling import Sampling
+
+__all__ = ["Engine", "EngineMetrics", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDelta:
+    """The next tokens of one answer."""
+
+    sample_index: int
+    """Which of the prompt's `n` answers."""
+
+    tokens: tuple[int, ...]
+    """New ones; none where an answer was aborted."""
+
+    logp: tuple[float, ...]
+    """One for each of `tokens`."""
+
+    rollout: Rollout | None = None
+    """The whole answer, with the last of its deltas."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """What an engine is doing, and has done since it was made."""
+
+    time_s: float
+    """When this was read, by `time.monotonic`."""
+
+    running: int
+    """Answers being generated now."""
+
+    waiting: int
+    """Answers that wait for a place in the batch."""
+
+    prompt_tokens: int
+    """Prefilled, or found in the prefix cache."""
+
+    cached_prompt_tokens: int
+    """Of these, found in the prefix cache, or shared with another answer to the same prompt."""
+
+    generated_tokens: int
+
+    preemptions: int
+    """Answers that had to give up their place in the cache and start again."""
+
+    cache_usage: float
+    """Share of the key/value cache in use, 0 to 1."""
+
+    finished: Mapping[str, int] = field(default_factory=dict)
+    """Finish reason → answers."""
+
+    version: int
+    """Of the weights now."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What generates whole answers. One thread at a time, unless an engine says more."""
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that the weights have seen, as last committed."""
+
+    @property
+    def logp_of(self) -> LogpOf:
+        """Which distribution the logp of its rollouts refers to."""
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked for."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
+        """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on."""
+
+    def explain(self) -> str:
+        """Which engine this is, with which limits and quirks. For people."""
+
+    def metrics(self) -> EngineMetrics:
+        """What it is doing now."""
+
+    def close(self) -> None:
+        """End it, with all of its processes; it can be called again."""
+
+
+@runtime_checkable
+class SteppingEngine(Engine, Protocol):
+    """What generates a token at a time, in the caller's thread; `TransformersEngine` and `VllmEngine`."""
+
+    def add_request(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Take a request in; raise what `generate` would raise of it."""
+
+    def step(self) -> list[tuple[str, RolloutDelta]]:
+        """Generate the next tokens of what is running, and return them with the ids of their requests."""
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request: the next step returns its answers as they are, with finish reason `"abort"`."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do."""
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """What also answers one prompt at a time, many at once, from any thread's event loop.
+
+    `VllmAsyncEngine` is one; `Streamer` makes one of each of the others.
+    """
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it; itself where it is one."""
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[RolloutDelta]:
+        """Yield new tokens of the `n` answers as they come; closing the iterator aborts what is unfinished."""
+
+    async def abort(self) -> int:
+        """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
+
+    async def check_health(self) -> None:
+        """Return where the engine answers; raise EngineDeadError where it does not."""

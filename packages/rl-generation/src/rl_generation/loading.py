@@ -1,0 +1,223 @@
+"""Any engine from a folder or a hub id. Does not know prompts, commands, or how engines work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from rl_generation.checkpoints import load_config, load_model, load_tokenizer, stop_token_ids_of
+from rl_generation.engine import Engine
+from rl_generation.errors import EngineOptionError
+from rl_generation.rollout import LogpOf
+
+if TYPE_CHECKING:
+    from rl_generation.transformers_engine import TransformersEngine
+    from rl_generation.vllm import VllmOptions
+
+__all__ = [
+    "ENGINES",
+    "FOREIGN",
+    "EngineSpec",
+    "load_engine",
+    "load_transformers_engine",
+    "tokenizer_of",
+    "vllm_options_of",
+]
+
+ENGINES = ("transformers", "vllm", "vllm-async")
+
+OPTIONAL = ("max_batch_size", "max_cache_tokens", "continuous_batching")
+OURS_ONLY = ("device", "continuous_batching", "max_cache_tokens")
+FOREIGN = {
+    "transformers": ("tensor_parallel_size", "data_parallel_size", "max_model_len", "own_process", "vllm_kwargs"),
+    "vllm": OURS_ONLY,
+    "vllm-async": (*OURS_ONLY, "own_process"),
+}
+"""Fields of a spec that mean nothing to an engine."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Which engine, over which model.
+
+    Raises:
+        EngineOptionError: The engine is unknown, or an option belongs to another one.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    model: str
+    """A folder that `save_pretrained` wrote, or a hub id."""
+
+    engine: str = "transformers"
+    """One of `ENGINES`: in this process by transformers, by vLLM, or by vLLM asynchronously."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; None is its main branch, which may move."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; None takes the one beside the model."""
+
+    with_tokenizer: bool = True
+    """False does without one: then there are no texts, no stop strings and no bad words."""
+
+    trust_remote_code: bool = False
+    """True runs Python code that comes with the model, as you."""
+
+    dtype: str = "auto"
+    """Of the weights: a name of torch such as "bfloat16"; "auto" is the checkpoint's."""
+
+    device: str | None = None
+    """Of the transformers engine, as torch names it; None is the first GPU, or the CPU where there is none."""
+
+    max_batch_size: int | None = None
+    """Answers generated at once; more is faster until memory or computation is full. None leaves it to the engine."""
+
+    logp_of: LogpOf = "sampled"
+    """Which distribution the log-probabilities refer to."""
+
+    continuous_batching: str | None = None
+    """Of the transformers engine: "auto", "required" or "off", see `TransformersEngine`; None is "auto"."""
+
+    max_cache_tokens: int | None = None
+    """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
+
+    tensor_parallel_size: int | None = None
+    """Of vLLM: ranks over which every layer is cut."""
+
+    data_parallel_size: int | None = None
+    """Of vLLM: replicas of the whole engine; above 1 asks for "vllm-async"."""
+
+    max_model_len: int | None = None
+    """Of vLLM: tokens of a prompt and its answer together."""
+
+    own_process: bool = False
+    """Of the engine "vllm": True puts it into a process of its own; "vllm-async" always has one."""
+
+    vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Fields of `VllmOptions`, and any other arguments of vLLM's EngineArgs."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise EngineOptionError(f"engine must be one of {', '.join(ENGINES)}; got engine={self.engine!r}")
+        for name in FOREIGN[self.engine]:
+            if getattr(self, name):
+                raise EngineOptionError(
+                    f"{name}={getattr(self, name)!r} means nothing to the engine {self.engine!r}: leave it out, or "
+                    f"choose another engine"
+                )
+        if self.tokenizer is not None and not self.with_tokenizer:
+            raise EngineOptionError(f"tokenizer={self.tokenizer!r} contradicts with_tokenizer=False")
+
+
+def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
+    """Make the engine, and load its tokenizer; None stands for the tokenizer where the spec wants none.
+
+    Raises:
+        EngineOptionError: vLLM is missing or refuses an option.
+        ModelError: The model or its tokenizer cannot be loaded or served.
+    """
+    if spec.engine == "transformers":
+        return load_transformers_engine(
+            spec.model,
+            revision=spec.revision,
+            tokenizer=spec.tokenizer,
+            with_tokenizer=spec.with_tokenizer,
+            trust_remote_code=spec.trust_remote_code,
+            dtype=spec.dtype,
+            device=spec.device,
+            logp_of=spec.logp_of,
+            **{name: each for name in OPTIONAL if (each := getattr(spec, name)) is not None},
+        )
+    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
+
+    # The tokenizer and the config first: they are refused at once, an engine after half a minute.
+    tokenizer = tokenizer_of(spec)
+    config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    stops = stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision)
+    options = vllm_options_of(spec)
+    if spec.engine == "vllm-async":
+        return VllmAsyncEngine(options, stop_token_ids=stops, logp_of=spec.logp_of), tokenizer
+    engine = VllmEngine(options, stop_token_ids=stops, logp_of=spec.logp_of, own_process=spec.own_process)
+    return engine, tokenizer
+
+
+def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
+    """Return the options of the vLLM engine that `spec` describes.
+
+    Raises:
+        EngineOptionError: A value is impossible, or stands twice.
+    """
+    from rl_generation.vllm import VllmOptions
+
+    own = {each.name for each in fields(VllmOptions)} - {"vllm_kwargs"}
+    given: dict[str, Any] = {name: value for name, value in spec.vllm_kwargs.items() if name in own}
+    others = {name: value for name, value in spec.vllm_kwargs.items() if name not in own}
+    if not spec.with_tokenizer:
+        others["skip_tokenizer_init"] = True
+    ours: dict[str, Any] = {
+        "model": spec.model,
+        "tokenizer": spec.tokenizer,
+        "revision": spec.revision,
+        "trust_remote_code": spec.trust_remote_code or None,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "data_parallel_size": spec.data_parallel_size,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_batch_size,
+    }
+    ours = {name: value for name, value in ours.items() if value is not None}
+    for name in sorted(given.keys() & ours.keys()):
+        raise EngineOptionError(f"vllm_kwargs sets {name}={given[name]!r}, which is given as {ours[name]!r} already")
+    return VllmOptions(**ours, **given, vllm_kwargs=others)
+
+
+def load_transformers_engine(
+    model_name: str,
+    *,
+    revision: str | None = None,
+    tokenizer: str | None = None,
+    with_tokenizer: bool = True,
+    trust_remote_code: bool = False,
+    dtype: str = "auto",
+    device: str | None = None,
+    **options: Any,
+) -> "tuple[TransformersEngine, Any]":
+    """Load a model and its tokenizer, and make the embedded engine of them; the fields of `EngineSpec` say the rest.
+
+    The engine stops at the eos tokens of the generation config (of the config, where that has none) and at the
+    tokenizer's. `options` go to `TransformersEngine`.
+
+    Raises:
+        ModelError: The model or its tokenizer cannot be loaded or served.
+        EngineOptionError: The dtype or the device is unknown.
+    """
+    from rl_generation.transformers_engine import TransformersEngine
+
+    found = None
+    if with_tokenizer:
+        found = load_tokenizer(tokenizer or model_name, revision=revision, trust_remote_code=trust_remote_code)
+    model = load_model(model_name, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
+    stops = stop_token_ids_of(model_name, model.config, tokenizer=found, revision=revision)
+    pads = (getattr(source, "pad_token_id", None) for source in (found, model.generation_config, model.config))
+    engine = TransformersEngine(
+        model,
+        stop_token_ids=stops,
+        pad_token_id=next((pad for pad in (*pads, *stops) if pad is not None), 0),
+        tokenizer=found,
+        **options,
+    )
+    return engine, found
+
+
+def tokenizer_of(spec: EngineSpec) -> Any:
+    """Load the tokenizer of `spec`, or return None where it wants none.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
+    if not spec.with_tokenizer:
+        return None
+    name = spec.tokenizer or spec.model
+    revision = spec.revision if spec.tokenizer is None else None
+    return load_tokenizer(name, revision=revision, trust_remote_code=spec.trust_remote_code)

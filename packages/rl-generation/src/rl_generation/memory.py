@@ -1,0 +1,277 @@
+"""What an engine takes in memory, known before it starts: weights, and key/value cache by the token. No weights needed.
+
+Counts no activations, no CUDA graphs, no adapters and nothing of the driver: those come on top, and vLLM measures them
+when it starts. Reads a config and, for the parameters, builds the model on the meta device, where it has no storage.
+
+Cache is handed out in blocks of tokens, as vLLM does: layers of one kind (one window) form groups of equally many, and
+a block holds its tokens for one group. A layer with a window of W tokens keeps what the window still sees and what one
+step may add, W − 1 + step, and a block more, as a window need not start where a block does.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from rl_generation.cache_layers import CacheLayer, cache_layers, layer_kinds
+from rl_generation.errors import EngineOptionError
+from rl_generation.parameter_count import as_config, count_parameters
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["EngineMemory", "estimate_memory"]
+
+_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes on one rank; `estimate_memory` makes it."""
+
+    model_type: str
+    """Of the config."""
+
+    parameters: int
+    """Of the whole model, tied ones once."""
+
+    weight_bytes: int
+    """Of the parameters on one rank: matrices are cut, vectors and routers are not."""
+
+    layers: tuple[CacheLayer, ...]
+    """Those that keep keys and values; not those that share another layer's."""
+
+    tensor_parallel_size: int
+    """Ranks over which every layer is cut."""
+
+    max_model_len: int
+    """Tokens of a prompt and its answer together."""
+
+    max_num_seqs: int | None
+    """Answers generated at once; None where nobody said."""
+
+    max_num_batched_tokens: int
+    """Tokens that one step computes at most."""
+
+    block_size: int
+    """Tokens in a block, the unit in which cache is handed out."""
+
+    kv_cache_bytes: int | None
+    """What the cache may take; None where nobody said."""
+
+    notes: tuple[str, ...] = ()
+    """What these figures leave out for this model."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of one token in all layers, while every window still sees it."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    def sequence_bytes(self, length: int) -> int:
+        """Of a prompt and its answer, `length` tokens together, at their fullest, in whole blocks."""
+        if not self.layers:
+            return 0
+        size = self._group_size()
+        return sum(
+            -(-count // size) * self._blocks(layer, length) * size * self.block_size * layer.token_bytes
+            for layer, count in Counter(self.layers).items()
+        )
+
+    @property
+    def full_length_sequences(self) -> float | None:
+        """How many of `max_model_len` tokens fit at once; None where the size of the cache is not known.
+
+        As vLLM's "maximum concurrency": a fraction means that the last one waits.
+        """
+        if self.kv_cache_bytes is None or not self.layers:
+            return None
+        return self._usable_bytes() / self.sequence_bytes(self.max_model_len)
+
+    @property
+    def kv_cache_tokens(self) -> int | None:
+        """How many tokens fit, in sequences of full length where there are windows; None as above."""
+        sequences = self.full_length_sequences
+        if sequences is None:
+            return None
+        if len(set(self.layers)) == 1 and self.layers[0].window is None:
+            return self._usable_bytes() // self.kv_bytes_per_token
+        return int(sequences * self.max_model_len)
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest sequence that fits alone, `max_model_len` at most; None as above."""
+        if self.kv_cache_bytes is None or not self.layers:
+            return None
+        fits, too_long = 0, self.max_model_len + 1
+        while too_long - fits > 1:  # sequence_bytes never falls with the length
+            length = (fits + too_long) // 2
+            fits, too_long = (
+                (length, too_long) if self.sequence_bytes(length) <= self._usable_bytes() else (fits, length)
+            )
+        return fits
+
+    def explain(self) -> str:
+        """Say it in a few lines for people."""
+        ranks = f" on each of {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
+        full = f"{_size(self.sequence_bytes(self.max_model_len))} for {self.max_model_len:,} tokens"
+        lines = [
+            f"memory of {self.model_type}{ranks}, without activations:",
+            f"  weights  {_size(self.weight_bytes)}, {self.parameters:,} parameters in the whole model",
+            f"  cache    {_size(self.kv_bytes_per_token)} a token in {len(self.layers)} layers, {full}",
+            *(self._explain_budget() if self.layers else ()),
+            *(f"  note     {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+    def _explain_budget(self) -> list[str]:
+        if self.kv_cache_bytes is None:
+            if self.max_num_seqs is None:
+                return []
+            most = self.max_num_seqs * self.sequence_bytes(self.max_model_len)
+            return [f"  at most  {_size(most)} for max_num_seqs={self.max_num_seqs} of that length"]
+        sequences = self.full_length_sequences
+        assert sequences is not None
+        room = _size(self.kv_cache_bytes)
+        line = f"  fits     {sequences:.1f} of that length, {self.kv_cache_tokens:,} tokens, in {room}"
+        if sequences < 1:
+            line += f"; vLLM refuses to start: give more, or max_model_len={self.longest_sequence}"
+        elif self.max_num_seqs is not None and sequences < self.max_num_seqs:
+            line += f"; of max_num_seqs={self.max_num_seqs} some wait once they are long"
+        return [line]
+
+    def _group_size(self) -> int:
+        """Layers in a group: as many as the rarest kind has, or the commonest where that wastes less."""
+        counts = Counter(self.layers).values()
+        return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+
+    def _usable_bytes(self) -> int:
+        """What whole blocks take of the cache."""
+        assert self.kv_cache_bytes is not None
+        block = self._group_size() * self.block_size * max(layer.token_bytes for layer in self.layers)
+        return self.kv_cache_bytes // block * block
+
+    def _blocks(self, layer: CacheLayer, length: int) -> int:
+        if layer.window is None:
+            return -(-length // self.block_size)
+        kept = min(length, layer.window - 1 + self.max_num_batched_tokens)
+        return -(-kept // self.block_size) + 1
+
+
+def estimate_memory(
+    config: "PretrainedConfig | Mapping[str, Any]",
+    *,
+    dtype: str | torch.dtype,
+    tensor_parallel_size: int = 1,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    block_size: int = 16,
+    kv_cache_dtype: str | torch.dtype | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    device_memory_bytes: int | None = None,
+    gpu_memory_utilization: float = 0.92,
+) -> EngineMemory:
+    """Say what an engine of this model takes on each rank. Loads no weights and needs no device.
+
+    Args:
+        config: Of a causal language model of transformers, or the dictionary in its `config.json`.
+        dtype: Of the weights.
+        tensor_parallel_size: Ranks over which every layer is cut.
+        max_model_len: Tokens of a prompt and its answer together; None is the model's own limit.
+        max_num_seqs: Answers generated at once, for `explain`.
+        max_num_batched_tokens: Tokens that one step computes at most; None is `max_model_len`, a prompt in one step.
+        block_size: Tokens in a block of cache: vLLM's is 16 on a GPU and 128 on a CPU, unless told.
+        kv_cache_dtype: Of keys and values; None is `dtype`; `"fp8"` as of vLLM.
+        kv_cache_memory_bytes: Size of the cache on each rank, where it is given.
+        device_memory_bytes: Memory of the device, where the size of the cache is not given: it is then
+            `gpu_memory_utilization` of this, without the weights.
+        gpu_memory_utilization: Share of the device's memory that the engine takes.
+
+    Raises:
+        ModelError: transformers has no causal language model of this config.
+        EngineOptionError: The heads do not divide over the ranks, the weights do not fit, or a number is impossible.
+    """
+    known = as_config(config)
+    text = known.get_text_config(decoder=True)
+    length = max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
+    _check(length=length, block_size=block_size, ranks=tensor_parallel_size, share=gpu_memory_utilization)
+    parameters, of_a_rank = count_parameters(known, ranks=tensor_parallel_size)
+    weight_bytes = of_a_rank * _dtype(dtype).itemsize
+    cache = _dtype(dtype if kv_cache_dtype is None or kv_cache_dtype == "auto" else kv_cache_dtype)
+    layers = cache_layers(text, item_bytes=cache.itemsize, ranks=tensor_parallel_size)
+    return EngineMemory(
+        model_type=known.model_type,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        layers=layers,
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or length,
+        block_size=block_size,
+        kv_cache_bytes=_cache_bytes(
+            given=kv_cache_memory_bytes,
+            device=device_memory_bytes,
+            share=gpu_memory_utilization,
+            weight_bytes=weight_bytes,
+        ),
+        notes=_notes(known, stateful=len(layer_kinds(text)) - len(layers)),
+    )
+
+
+def _cache_bytes(*, given: int | None, device: int | None, share: float, weight_bytes: int) -> int | None:
+    """What the cache may take, where either size says so."""
+    if device is None:
+        return given
+    if given is not None:
+        raise EngineOptionError(
+            f"kv_cache_memory_bytes={given} is the size of the cache, and leaves nothing for "
+            f"device_memory_bytes={device} to say; give one of them"
+        )
+    left = int(device * share) - weight_bytes
+    if left <= 0:
+        raise EngineOptionError(
+            f"the weights take {_size(weight_bytes)} a rank, and gpu_memory_utilization={share} of {_size(device)} "
+            f"leaves nothing for a cache: raise tensor_parallel_size, or the share"
+        )
+    return left
+
+
+def _check(*, length: int, block_size: int, ranks: int, share: float) -> None:
+    for name, value in (("max_model_len", length), ("block_size", block_size), ("tensor_parallel_size", ranks)):
+        if value < 1:
+            raise EngineOptionError(f"{name} must be at least 1, and the config has no limit of its own; got {value}")
+    if not 0.0 < share <= 1.0:
+        raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got {share}")
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _CACHE_DTYPES.get(dtype, dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise EngineOptionError(f"{dtype!r} is no dtype of torch, nor one of {sorted(_CACHE_DTYPES)}")
+    return found
+
+
+def _notes(config: "PretrainedConfig", *, stateful: int) -> tuple[str, ...]:
+    notes = []
+    if stateful:
+        notes.append(
+            f"{stateful} layers keep a state in place of keys and values (Mamba, linear attention), not counted"
+        )
+    if getattr(config, "quantization_config", None):
+        notes.append("the config says that the checkpoint is quantised; the weights are counted as if it were not")
+    return tuple(notes)
+
+
+def _size(size: int) -> str:
+    """Bytes for people, in powers of 1024."""
+    value, units = float(size), itertools.chain(["bytes", "KiB", "MiB", "GiB"], itertools.repeat("TiB"))
+    for unit in units:
+        if value < 1024 or unit == "TiB":
+            return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("units never end")

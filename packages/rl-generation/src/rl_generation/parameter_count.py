@@ -1,0 +1,84 @@
+"""How many parameters a model has, whole and on one rank of tensor parallelism. Nothing is loaded or allocated.
+
+The model is built on torch's meta device, where tensors have shapes and no storage; tied parameters count once.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_generation.cache_layers import key_value_heads
+from rl_generation.errors import EngineOptionError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["as_config", "count_parameters"]
+
+_WHOLE_ON_EVERY_RANK = frozenset({"gate", "router", "kv_a_proj_with_mqa", "q_a_proj"})
+_KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
+
+
+def as_config(config: "PretrainedConfig | Mapping[str, Any]") -> "PretrainedConfig":
+    """Return a config as it is, or make one of the dictionary in a `config.json`.
+
+    Raises:
+        ModelError: The dictionary has no `model_type`, or one that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    if not isinstance(config, Mapping):
+        return config
+    options = dict(config)
+    if "model_type" not in options:
+        raise ModelError(f"a config needs a model_type; this one has {sorted(options)}")
+    model_type = options.pop("model_type")
+    try:
+        made: PretrainedConfig = AutoConfig.for_model(model_type, **options)
+    except ValueError as error:
+        raise ModelError(f"transformers does not know model_type={model_type!r}: {error}") from error
+    return made
+
+
+def count_parameters(config: "PretrainedConfig", *, ranks: int) -> tuple[int, int]:
+    """Count the parameters of the whole model, and those of one rank.
+
+    Matrices are cut over the ranks, those of keys and values over as many as there are heads; vectors, routers and the
+    projections into a latent space are whole on every rank, as in vLLM. Its padding of the vocabulary is left out.
+
+    Raises:
+        ModelError: transformers has no causal language model of this config.
+        EngineOptionError: The attention heads do not divide over the ranks.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    if heads % ranks:
+        raise EngineOptionError(f"{heads} attention heads do not divide over tensor_parallel_size={ranks}")
+    shared_by = min(ranks, key_value_heads(text))
+    whole = of_a_rank = 0
+    for name, parameter in _meta_model(config).named_parameters():
+        module = name.split(".")[-2] if "." in name else name
+        cut = shared_by if module in _KEYS_AND_VALUES else ranks
+        if parameter.dim() < 2 or module in _WHOLE_ON_EVERY_RANK:
+            cut = 1
+        whole += parameter.numel()
+        of_a_rank += -(-parameter.numel() // cut)
+    return whole, of_a_rank
+
+
+def _meta_model(config: "PretrainedConfig") -> torch.nn.Module:
+    """The architecture that the config names, or else the causal language model of its type."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    with torch.device("meta"):
+        for architecture in named:
+            if architecture is not None:
+                return architecture(config)  # type: ignore[no-any-return]
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, no-any-return]
+        except ValueError as error:
+            raise ModelError(
+                f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
+            ) from error

@@ -1,0 +1,17 @@
+"""An OpenAI-compatible HTTP server over any streaming engine. Knows HTTP and text; knows no model and no training.
+
+The one package here that needs starlette and uvicorn: `pip install "rl-generation[server]"`. The engine stays its
+caller's: a server that ends leaves it running.
+"""
+
+from importlib.util import find_spec
+
+_missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+if _missing:
+    raise ImportError(f"rl_generation.server needs {' and '.join(_missing)}: pip install 'rl-generation[server]'")
+
+from rl_generation.server.app import create_app  # noqa: E402
+from rl_generation.server.limits import ServerLimits  # noqa: E402
+from rl_generation.server.running import API_KEY_VARIABLE, Server, serve  # noqa: E402
+
+__all__ = ["API_KEY_VARIABLE", "Server", "ServerLimits", "create_app", "serve"]

@@ -1,0 +1,214 @@
+"""The routes: OpenAI's for text and chat, vLLM's for tokens. Knows HTTP; does not know fields or shapes of answers.
+
+    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{model}
+    POST /tokenize              POST /detokenize       GET /health      GET /metrics
+
+Every body is JSON; every error has OpenAI's shape.
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rl_generation.engine import StreamingEngine
+from rl_generation.errors import EngineDeadError, PromptError
+from rl_generation.metrics_timeline import to_prometheus
+from rl_generation.requests import check_token_ids
+from rl_generation.server.errors import HttpError, from_engine, internal
+from rl_generation.server.events import EventStream, chunks
+from rl_generation.server.fields import Fields
+from rl_generation.server.generation import generate, stream, unless_disconnected
+from rl_generation.server.generation_request import (
+    GenerationRequest,
+    read_chat,
+    read_chat_tokens,
+    read_completion,
+    read_text_tokens,
+)
+from rl_generation.server.guard import Guard, read_body
+from rl_generation.server.limits import ServerLimits
+from rl_generation.server.responses import Kind, Shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["create_app"]
+
+T = TypeVar("T")
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(
+    streaming_engine: StreamingEngine,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    model_name: str,
+    api_key: str | None = None,
+    limits: ServerLimits | None = None,
+) -> Starlette:
+    """Make the ASGI application that serves an engine; the engine stays the caller's to close.
+
+    Args:
+        streaming_engine: A `VllmAsyncEngine`, or `Streamer(engine)` of another.
+        tokenizer: The model's; copied, since it is used beside the engine's thread.
+        model_name: What clients must call the model, where they name it.
+        api_key: Clients must send it, but for `/health`; None answers clients of this machine alone.
+        limits: What one client may ask for; None is `ServerLimits()`.
+
+    Raises:
+        ValueError: The API key is empty, or no text that a header can hold.
+    """
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise ValueError("api_key must be printable ASCII and not empty; None serves this machine alone")
+    bounds = ServerLimits() if limits is None else limits
+    routes = _Routes(streaming_engine, copy.deepcopy(tokenizer), model_name, bounds)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/completions", routes.completion, methods=["POST"]),
+            Route("/v1/models", routes.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", routes.model, methods=["GET"]),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health", routes.health, methods=["GET"]),
+            Route("/metrics", routes.metrics, methods=["GET"]),
+        ],
+        middleware=[Middleware(Guard, api_key=api_key, bounds=bounds)],
+        exception_handlers={HttpError: _answer_ours, HTTPException: _answer_starlettes, Exception: _answer_unforeseen},
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    streaming: StreamingEngine
+    tokenizer: "PreTrainedTokenizerBase"
+    model_name: str
+    bounds: ServerLimits
+    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, "chat", read_chat)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._generate(request, "completion", read_completion)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        if fields.has("messages"):
+            tokens = await self._encode(read_chat_tokens, fields)
+        else:
+            tokens = await self._encode(read_text_tokens, fields)
+        named = fields.flag("return_token_strs", default=False)
+        fields.refuse_others()
+        names = self.tokenizer.convert_ids_to_tokens(tokens) if named else None
+        max_length = self.streaming.engine.limits.max_length
+        body = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens, "token_strs": names}
+        return JSONResponse(body)
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        tokens = fields.token_ids("tokens")
+        if tokens is None:
+            raise HttpError(400, "send tokens, a list of token ids", param="tokens", code="missing_field")
+        fields.refuse_others()
+        try:
+            check_token_ids(tokens, vocab_size=self.streaming.engine.limits.vocab_size, name="tokens")
+        except PromptError as error:
+            raise from_engine(error) from None
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return JSONResponse({"prompt": text})
+
+    async def health(self, request: Request) -> Response:
+        try:
+            await self.streaming.check_health()
+        except EngineDeadError as error:
+            raise from_engine(error) from error
+        return JSONResponse({"status": "ok", "weight_version": self.streaming.engine.version})
+
+    async def metrics(self, request: Request) -> Response:
+        text = to_prometheus(self.streaming.engine.metrics(), model_name=self.model_name)
+        return PlainTextResponse(text, headers={"Content-Type": METRICS_TYPE})
+
+    async def _generate(self, request: Request, kind: Kind, read: Callable[..., GenerationRequest]) -> Response:
+        engine = self.streaming.engine
+        fields = await self._fields(request)
+        asked = await self._encode(read, fields, limits=engine.limits, bounds=self.bounds)
+        shapes = Shapes(
+            kind=kind, model_name=self.model_name, tokenizer=self.tokenizer, logp_of=engine.logp_of, asked=asked
+        )
+        headers = {"X-Request-Id": shapes.id}
+        if asked.stream:
+            events = chunks(shapes, stream(self.streaming, asked.requests))
+            # Errors that the first token brings to light still have a status of their own.
+            first = await unless_disconnected(request.receive, _next(events))
+            return EventStream(first, events, headers={**headers, "X-Weight-Version": str(engine.version)})
+        rollouts = await unless_disconnected(request.receive, generate(self.streaming, asked.requests))
+        versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
+        headers["X-Weight-Version"] = ",".join(map(str, versions))
+        return JSONResponse(shapes.whole(rollouts), headers=headers)
+
+    async def _encode(self, read: Callable[..., T], fields: Fields, **options: Any) -> T:
+        """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""
+        async with self.encoding:
+            return await asyncio.to_thread(read, fields, tokenizer=self.tokenizer, **options)
+
+    async def _fields(self, request: Request) -> Fields:
+        fields = Fields(await read_body(request, self.bounds))
+        self._check_model(fields.text("model"))
+        return fields
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            message = f"the model here is {self.model_name!r}; got {name[:100]!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+
+    def _model(self) -> dict[str, Any]:
+        engine = self.streaming.engine
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rl-generation",
+            "max_model_len": engine.limits.max_length,
+            "logp_of": engine.logp_of,
+            "weight_version": engine.version,
+        }
+
+
+async def _next(events: Any) -> dict[str, Any]:
+    first: dict[str, Any] = await anext(events)
+    return first
+
+
+async def _answer_ours(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _answer_starlettes(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    ours = HttpError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
+    return JSONResponse(ours.body, status_code=error.status_code, headers=error.headers)
+
+
+async def _answer_unforeseen(_request: Request, _error: Exception) -> Response:
+    return JSONResponse(internal().body, status_code=500)  # starlette then raises it into the server's log

@@ -1,0 +1,182 @@
+"""Reads the fields of a JSON body, each with its type, and refuses what nobody reads. Knows no route and no engine.
+
+OpenAI's and vLLM's interfaces have many fields; a server that ignores the ones it does not know answers a question that
+was not asked. So a field is read, or has its neutral value, or is an error that names it and the nearest valid one.
+JSON's null stands for a missing field.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+from rl_generation.server.errors import HttpError
+
+__all__ = ["Fields"]
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Fields of OpenAI's or vLLM's that exist but are not served, with the values that ask for nothing."""
+
+
+@final
+class Fields:
+    """The fields of one body. Each method reads one, and returns None where it is missing.
+
+    Args:
+        body: What the client sent.
+
+    Raises:
+        HttpError: 400; the body is no JSON object, or (from the methods) a field has the wrong type.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            fields = json.loads(body, parse_constant=_refuse_constant)
+            if b"\\ud" in body.lower():  # half of a surrogate pair is JSON, but no text
+                json.dumps(fields, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise HttpError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        if not isinstance(fields, dict):
+            raise HttpError(400, f"the body must be a JSON object; got {type(fields).__name__}", code="invalid_json")
+        self._given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the field was given; it counts as read only when it is."""
+        return name in self._given
+
+    def anything(self, name: str) -> Any:
+        """Any JSON value."""
+        self._read.add(name)
+        return self._given.get(name)
+
+    def integer(self, name: str) -> int | None:
+        """A whole number."""
+        value = self.anything(name)
+        if value is not None and not _is_integer(value):
+            raise _wrong(name, "an integer", value)
+        return None if value is None else int(value)
+
+    def number(self, name: str) -> float | None:
+        """A finite number."""
+        value = self.anything(name)
+        if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool)):
+            raise _wrong(name, "a number", value)
+        if value is not None and not abs(value) <= 1e300:  # JSON has no infinity, but 1e999 reads as one
+            raise _wrong(name, "a finite number", value)
+        return None if value is None else float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.anything(name)
+        if value is not None and not isinstance(value, bool):
+            raise _wrong(name, "true or false", value)
+        return default if value is None else value
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.anything(name)
+        if value is not None and not isinstance(value, str):
+            raise _wrong(name, "a string", value)
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings, or one string."""
+        value = self.anything(name)
+        if isinstance(value, str):
+            return (value,)
+        if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise _wrong(name, "a string or a list of strings", value)
+        return None if value is None else tuple(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...] | None:
+        """A list of whole numbers, 0 or more."""
+        value = self.anything(name)
+        if value is not None and not is_token_ids(value):
+            raise _wrong(name, "a list of token ids (integers of at least 0)", value)
+        return None if value is None else tuple(value)
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """A JSON object."""
+        value = self.anything(name)
+        if value is not None and not isinstance(value, dict):
+            raise _wrong(name, "an object", value)
+        return value
+
+    def mappings(self, name: str) -> list[dict[str, Any]] | None:
+        """A list of JSON objects."""
+        value = self.anything(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+            raise _wrong(name, "a list of objects", value)
+        return value
+
+    def refuse_others(self) -> None:
+        """Raise for the first field that nobody read, unless its value is neutral. Call it after the last read."""
+        for name, value in self._given.items():
+            if name in self._read:
+                continue
+            if name not in NEUTRAL:
+                near = difflib.get_close_matches(name, sorted(self._read), n=1, cutoff=0.5)
+                meant = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(self._read))}"
+                raise HttpError(400, f"unknown field {name!r}{meant}", param=name, code="unknown_field")
+            if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+                neutral = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
+                message = f"{name}={_short(value)} is not supported; leave it out, or send {neutral}"
+                raise HttpError(400, message, param=name, code="unsupported_field")
+
+
+def is_token_ids(value: object) -> bool:
+    """Whether a JSON value is a list of whole numbers, 0 or more."""
+    return isinstance(value, list) and all(_is_integer(each) and each >= 0 for each in value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality in which true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _wrong(name: str, wanted: str, value: object) -> HttpError:
+    return HttpError(400, f"{name} must be {wanted}; got {_short(value)}", param=name, code="invalid_type")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value) if not isinstance(value, float) or math.isfinite(value) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

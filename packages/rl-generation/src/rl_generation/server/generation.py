@@ -1,0 +1,112 @@
+"""Runs what was asked for on the engine, and ends it when the client is gone. Does not know shapes of responses."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+from starlette.types import Receive
+
+from rl_generation.engine import RolloutDelta, StreamingEngine
+from rl_generation.errors import EngineDeadError, SampleTimeoutError
+from rl_generation.requests import Request
+from rl_generation.rollout import Rollout, in_order
+from rl_generation.server.errors import from_engine
+
+__all__ = ["ClientGoneError", "generate", "stream", "unless_disconnected"]
+
+T = TypeVar("T")
+
+Item = tuple[int, RolloutDelta]
+"""The index of a request, and its next delta."""
+
+
+class ClientGoneError(Exception):
+    """Nobody is there any more to answer to."""
+
+
+async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list[Rollout]:
+    """Answer all requests; rollouts come in order of request, then of sample.
+
+    Raises:
+        HttpError: The engine failed or refused.
+    """
+    rollouts = []
+    async with aclosing(stream(engine, requests)) as deltas:
+        async for index, delta in deltas:
+            if delta.rollout is not None:
+                rollouts.append((index, delta.rollout))
+    return [rollout for index in range(len(requests)) for rollout in in_order([r for i, r in rollouts if i == index])]
+
+
+async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncGenerator[Item, None]:
+    """Yield the deltas of all requests as they come; closing it aborts what is unfinished.
+
+    Raises:
+        HttpError: The engine failed or refused; the other requests are then aborted.
+    """
+    try:
+        items = _one(engine, 0, requests[0]) if len(requests) == 1 else _merged(engine, requests)
+        async with aclosing(items):
+            async for item in items:
+                yield item
+    except (EngineDeadError, SampleTimeoutError, ValueError) as error:
+        raise from_engine(error) from error
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`, or cancel it as soon as the client disconnects. The body must have been read.
+
+    Raises:
+        ClientGoneError: The client disconnected first.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _one(engine: StreamingEngine, index: int, request: Request) -> AsyncGenerator[Item, None]:
+    # Closing is what the protocol promises; only generators have it.
+    deltas = cast("AsyncGenerator[RolloutDelta, None]", engine.stream(request.prompt, request.sampling))
+    async with aclosing(deltas):
+        async for delta in deltas:
+            yield index, delta
+
+
+async def _merged(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncGenerator[Item, None]:
+    items: asyncio.Queue[Item | asyncio.Task[None]] = asyncio.Queue()
+
+    async def feed(index: int, request: Request) -> None:
+        async with aclosing(_one(engine, index, request)) as deltas:
+            async for item in deltas:
+                items.put_nowait(item)
+
+    feeders = [asyncio.create_task(feed(index, request)) for index, request in enumerate(requests)]
+    for feeder in feeders:
+        feeder.add_done_callback(items.put_nowait)
+    unfinished = len(feeders)
+    try:
+        while unfinished:
+            item = await items.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                unfinished -= 1
+            else:
+                yield item
+    finally:
+        for feeder in feeders:
+            feeder.cancel()
+        await asyncio.gather(*feeders, return_exceptions=True)

@@ -1,0 +1,38 @@
+"""How much one client may ask of the server. Does not know what the engine can do: see `rl_generation.requests`."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, final
+
+__all__ = ["ServerLimits"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Bounds beyond which a request is refused before it costs anything; each refusal names its bound."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    max_body_bytes: int = 8 << 20
+    """Size of a request's body; the default holds about a million token ids. Larger ones get status 413."""
+
+    body_timeout_s: float = 30.0
+    """Seconds within which a body must have arrived; a slower client gets status 408."""
+
+    max_prompts: int = 1024
+    """Prompts in one request to `/v1/completions`; more get status 400."""
+
+    max_answers: int = 1024
+    """Answers to one request, its prompts times `n`; more get status 400."""
+
+    max_requests_in_flight: int = 1024
+    """POST requests at one time, those that wait for the engine included; one more gets status 429."""
+
+    retry_after_s: int = 1
+    """Seconds after which a client that got status 429 is told to try again (`Retry-After`)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name} must be above 0; got {field.name}={value!r}")

@@ -1,0 +1,185 @@
+"""Makes a streaming engine of one that steps in its caller's thread. Does not know models, HTTP or text.
+
+One worker thread owns the engine. Whatever touches it is a task of that thread, in order of arrival; a step that leaves
+work behind queues the next one behind the tasks that came meanwhile. So requests join and leave between two steps, and
+so may new weights (`between_steps`), without a lock.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, final
+
+from rl_generation.engine import RolloutDelta, SteppingEngine
+from rl_generation.errors import EngineDeadError
+from rl_generation.sampling import Sampling
+
+__all__ = ["Streamer"]
+
+T = TypeVar("T")
+
+
+@final
+class Streamer:
+    """Answers many prompts at once from any event loop, with an engine of one thread.
+
+    From now on nothing else may call the engine, except through `between_steps`.
+
+    Args:
+        engine: A `TransformersEngine`, a `VllmEngine`, or another that steps.
+        health_timeout_s: Seconds within which the worker thread must get to a health check; longer than a step takes.
+    """
+
+    def __init__(self, engine: SteppingEngine, *, health_timeout_s: float = 60.0) -> None:
+        self._engine = engine
+        self._health_timeout_s = health_timeout_s
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
+        self._streams: dict[str, _Stream] = {}
+        self._numbers = itertools.count()
+        self._stepping = False
+        self._dead: EngineDeadError | None = None
+        self._closed = False
+
+    @property
+    def engine(self) -> SteppingEngine:
+        """The engine behind it."""
+        return self._engine
+
+    async def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[RolloutDelta]:
+        """Yield new tokens of the `n` answers as they come; closing the iterator aborts what is unfinished.
+
+        Raises:
+            PromptError: The engine refuses the request.
+            LogpError: Some answer of the engine has a broken logp; every stream that is open then ends so.
+            EngineDeadError: The engine is gone.
+        """
+        request_id = f"stream-{next(self._numbers)}"
+        stream = _Stream(sampling.n)
+        try:
+            await asyncio.wrap_future(
+                self._submit(lambda: self._add(request_id, stream, prompt=prompt, sampling=sampling))
+            )
+            while stream.unfinished:
+                delta = await stream.next()
+                stream.unfinished -= delta.rollout is not None
+                yield delta
+        finally:
+            if stream.unfinished and not self._closed:
+                self._submit(lambda: self._drop(request_id))
+
+    async def abort(self) -> int:
+        """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
+        return await asyncio.wrap_future(self._submit(self._abort_all))
+
+    async def check_health(self) -> None:
+        """Return once the worker thread got to this call.
+
+        Raises:
+            EngineDeadError: The engine died, or the thread is in one step for longer than `health_timeout_s`.
+        """
+        if self._dead is not None:
+            raise self._dead
+        turn = asyncio.wrap_future(self._submit(lambda: None))
+        try:
+            await asyncio.wait_for(turn, self._health_timeout_s)
+        except TimeoutError:
+            raise EngineDeadError(f"the engine has been in one step for {self._health_timeout_s} s") from None
+
+    def between_steps(self, call: Callable[[], T]) -> "Future[T]":
+        """Run `call` in the worker thread, where it may use the engine: a refit, a commit, a sleep."""
+        return self._submit(call)
+
+    def close(self) -> None:
+        """Abort what is under way, end the thread, and leave the engine to its owner; it can be called again."""
+        if not self._closed:
+            self._closed = True
+            self._worker.submit(self._abort_all)
+            self._worker.submit(self._finish_streams).add_done_callback(self._after_step)
+            self._worker.shutdown(wait=True)
+
+    def _submit(self, call: Callable[[], T]) -> "Future[T]":
+        if self._closed:
+            raise EngineDeadError("the streamer is closed")
+        return self._worker.submit(call)
+
+    # -- In the worker thread -------------------------------------------------------------------------------------
+
+    def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
+        self._engine.add_request(request_id, prompt, sampling)
+        self._streams[request_id] = stream
+        self._go_on()
+
+    def _drop(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._engine.abort_request(request_id)
+
+    def _abort_all(self) -> int:
+        for request_id in self._streams:
+            self._engine.abort_request(request_id)
+        return len(self._streams)
+
+    def _go_on(self) -> None:
+        if not self._stepping and self._engine.has_unfinished_requests() and not self._closed:
+            self._stepping = True
+            self._submit(self._step).add_done_callback(self._after_step)
+
+    def _step(self) -> None:
+        self._stepping = False
+        for request_id, delta in self._engine.step():
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # dropped by its consumer; the engine has not heard of it yet
+            stream.put(delta)
+            if stream.delivered:
+                del self._streams[request_id]
+
+    def _after_step(self, step: "Future[None]") -> None:
+        error = step.exception()
+        if error is not None:
+            self._fail(error)
+        self._go_on()
+
+    def _fail(self, error: BaseException) -> None:
+        """End every stream with `error`: no answer of a broken step can be told from another."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(error)
+        if isinstance(error, EngineDeadError):
+            self._dead = error
+            return
+        for request_id in streams:
+            self._engine.abort_request(request_id)
+
+    def _finish_streams(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self._step()
+
+
+class _Stream:
+    """What goes from the worker thread to one consumer, in the event loop where it was made."""
+
+    def __init__(self, samples: int) -> None:
+        self.unfinished = samples
+        """Samples whose end the consumer has not seen."""
+        self._undelivered = samples
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[RolloutDelta | BaseException] = asyncio.Queue()
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the end of every sample has been put."""
+        return not self._undelivered
+
+    def put(self, item: RolloutDelta | BaseException) -> None:
+        if isinstance(item, RolloutDelta):
+            self._undelivered -= item.rollout is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    async def next(self) -> RolloutDelta:
+        item = await self._items.get()
+        if isinstance(item, BaseException):
+            self.unfinished = 0
+            raise item
+        return item

@@ -1,0 +1,99 @@
+"""What a call of the asynchronous engine must pass before any of it is submitted. Starts nothing, waits for nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, final
+
+from rl_generation.errors import EngineOptionError
+from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.sampling import Sampling
+from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.options import VllmOptions
+from rl_generation.vllm.sampling_params import check_for_vllm
+from rl_generation.vllm.timeouts import check_timeout
+
+__all__ = ["Admission", "CallOptions", "Manner", "Prompts", "Samplings", "check_version"]
+
+Prompts = Sequence[Sequence[int]]
+"""Token ids."""
+
+Samplings = Sampling | Sequence[Sampling]
+"""One for all prompts, which is spread over them, or one for each."""
+
+
+class CallOptions(TypedDict, total=False):
+    """What any call that generates takes besides."""
+
+    lora: LoraAdapter | None
+    """The adapter to answer with; None is the model as it is."""
+
+    timeout_s: float | None
+    """Of each sample; None is the engine's."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """What holds for all samples of a call."""
+
+    timeout_s: float
+    """Of each sample, from its submission."""
+
+    lora: Any = None
+    """vLLM's LoRARequest; None for the model as it is."""
+
+    request_id: str | None = None
+    """What the caller named the call."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The rules of one engine."""
+
+    options: VllmOptions
+    limits: Limits
+    timeout_s: float
+    """Of a sample, where its call does not say."""
+
+    def requests(
+        self,
+        prompts: Prompts,
+        sampling: Samplings,
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> tuple[list[Request], Manner]:
+        """Return what a call comes to.
+
+        Raises:
+            PromptError: A request cannot be served.
+            EngineOptionError: The timeout is impossible, or there is no place for adapters.
+        """
+        requests = make_requests(prompts, sampling, self.limits)
+        for request in requests:
+            check_for_vllm(request.sampling, prompt_index=request.prompt_index)
+        if lora is not None:
+            self.check_lora(lora)
+        limit_s = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
+        adapter = None if lora is None else lora.request()
+        return requests, Manner(timeout_s=limit_s, lora=adapter, request_id=request_id)
+
+    def check_lora(self, lora: LoraAdapter) -> None:
+        """Raise EngineOptionError where the engine was made without `enable_lora`."""
+        if not self.options.enable_lora:
+            raise EngineOptionError(f"adapter {lora.name!r} needs an engine made with enable_lora=True")
+
+    def check_sleep(self, level: int) -> None:
+        """Raise EngineOptionError where the engine was made without `enable_sleep_mode`, or there is no such level."""
+        if level not in (1, 2) or not self.options.enable_sleep_mode:
+            raise EngineOptionError(
+                f"sleep needs an engine made with enable_sleep_mode=True, and level 1 or 2; got level={level!r}"
+            )
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError where `version` is no number of optimizer steps."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")

@@ -1,0 +1,389 @@
+"""vLLM, asynchronous: many callers at once, from any thread and any event loop, over an engine in processes of its own.
+
+Does not know how new weights are made; who refits talks to `vllm` through `loop`.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, final
+
+from rl_generation.engine import EngineMetrics, RolloutDelta
+from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
+from rl_generation.requests import Limits, Request
+from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.sampling import Sampling
+from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
+from rl_generation.vllm.event_loop import EventLoop
+from rl_generation.vllm.explanation import explain
+from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.options import VllmOptions
+from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens
+from rl_generation.vllm.running import RunningLLM, check_not_importing_main
+from rl_generation.vllm.samples import Samples
+from rl_generation.vllm.timeouts import check_timeout, sample_timeout_s
+
+__all__ = ["Pause", "VllmAsyncEngine"]
+
+T = TypeVar("T")
+
+Pause = Literal["wait", "keep", "abort"]
+"""What becomes of unfinished requests: they are finished first, frozen until `resume`, or ended as they are."""
+
+CALL_TIMEOUT_S = 600.0
+"""How long any one answer of the engine may take, other than a sample, where the caller does not say."""
+
+
+@final
+class VllmAsyncEngine:
+    """An `Engine` and a `StreamingEngine` over vLLM's `AsyncLLM`, which any number of threads and loops may call.
+
+    vLLM runs on an event loop of its own, in a daemon thread, with its engine core and workers in further processes;
+    they end with `close`, with this object, or with the program.
+
+    Every sample is a request of its own, aborted when `timeout_s` have passed since it was submitted to vLLM, its wait
+    for a place in the batch included; the others go on. When a process of the engine dies, whatever waits ends with
+    EngineDeadError within seconds.
+
+    Args:
+        options: The model and how it is served.
+        stop_token_ids: The engine's own stop tokens; None takes the checkpoint's eos tokens and its tokenizer's.
+        logp_of: Which distribution the logp of a rollout refers to.
+        ready: Asked before each call generates; raises to refuse, as `check` of rl-refit's sink does.
+        version: Of the checkpoint's weights: optimizer steps that they have seen.
+        timeout_s: Of each sample; None takes `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`, or 600.
+
+    Raises:
+        EngineOptionError: vLLM is missing or does not fit, or an option is impossible here; nothing was started.
+        PromptError: A stop token is outside the vocabulary.
+        EngineDeadError: vLLM could not start; its log says why.
+    """
+
+    def __init__(
+        self,
+        options: VllmOptions,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
+        logp_of: LogpOf = "sampled",
+        ready: Callable[[], None] | None = None,
+        version: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        check_version(version)
+        self._timeout_s = sample_timeout_s() if timeout_s is None else check_timeout(timeout_s)
+        check_not_importing_main()
+        self._prepared = prepare(options, logp_of=logp_of, asynchronous=True)
+        self.ready = ready
+        self._logp_of, self._start_version = logp_of, version
+        self._restarting = threading.RLock()
+        self._closed = True
+        self._start(stop_token_ids)
+
+    # -- What it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Self:
+        """Itself."""
+        return self
+
+    @property
+    def vllm(self) -> Any:
+        """The `AsyncLLM`, for whoever refits it; another one after `restart`."""
+        return self._running.llm
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that runs `vllm`; nothing may block it."""
+        return self._events.loop
+
+    @property
+    def logp_of(self) -> LogpOf:
+        """Which distribution the logp of its rollouts refers to."""
+        return self._logp_of
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked for."""
+        return self._admission.limits
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Its own stop tokens, which `ignore_eos` switches off."""
+        return self._stop_token_ids
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the processes that the engine started."""
+        return self._running.process_ids
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that the weights have seen, as last told to this engine or to `vllm`."""
+        return self._running.version
+
+    def commit_version(self, version: int) -> None:
+        """State that the workers now hold the weights of `version`, and forget what was cached under other ones.
+
+        For transports that write into the workers themselves, between `pause` and `resume`; rl-refit's sink does all
+        of this.
+
+        Raises:
+            ValueError: `version` is negative.
+            ModelError: Requests are under way, and would go on with a cache of other weights.
+        """
+        check_version(version)
+        self._call(lambda: self.vllm.reset_encoder_cache(), name="commit_version")
+        self.reset_prefix_cache()
+        self._call(lambda: self.vllm.update_weight_version(str(version)), name="commit_version")
+
+    def explain(self) -> str:
+        """Return which engine this is, with which limits, sizes and quirks. For people."""
+        return explain(
+            self._prepared,
+            kind="vLLM, asynchronous, in its own processes",
+            limits=self.limits,
+            logp_of=self._logp_of,
+            stop_token_ids=self._stop_token_ids,
+            version=self.version if self._running.fed else None,
+        )
+
+    def metrics(self) -> EngineMetrics:
+        """Return what it is doing now, as of the last step, and has done since it was started."""
+        return self._running.metrics()
+
+    # -- Answers -------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]) -> list[Rollout]:
+        """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on.
+
+        Args:
+            prompts: Token ids.
+            sampling: One for all prompts, which is spread over them, or one for each.
+            how: `lora=` names an adapter, `timeout_s=` is that of each sample.
+
+        Raises:
+            PromptError: A request cannot be served; none was begun.
+            ModelError: The weights are not there: no refit has been committed yet, or the engine sleeps.
+            SampleTimeoutError: Samples were not done in time; all others are, and are in `rollouts`.
+            EngineDeadError: A process of the engine is gone; what had finished is in `rollouts`.
+            LogpError: A log-probability is missing or not finite; all answers of the call are lost.
+        """
+        requests, manner = self._begin(prompts, sampling, **how)
+        return self._events.run(self._samples.generate(requests, manner))
+
+    async def generate_async(self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]) -> list[Rollout]:
+        """`generate`, awaited on any event loop; cancelling it aborts what is unfinished."""
+        requests, manner = self._begin(prompts, sampling, **how)
+        return await self._events.wait(self._samples.generate(requests, manner))
+
+    def as_completed(
+        self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]
+    ) -> Iterator[Rollout | TimedOutSample]:
+        """Yield answers as they become whole, and samples that were not done in time; ending it aborts the others.
+
+        Raises what `generate` raises, a timeout excepted.
+        """
+        requests, manner = self._begin(prompts, sampling, **how)
+        samples = self._samples
+        return self._events.drain(lambda: samples.as_completed(requests, manner))
+
+    def stream(
+        self, prompt: Sequence[int], sampling: Sampling, *, request_id: str | None = None, **how: Unpack[CallOptions]
+    ) -> AsyncIterator[RolloutDelta]:
+        """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
+
+        Args:
+            prompt: Token ids.
+            sampling: How it is answered, its seed taken as it is.
+            request_id: What `abort` may call it; need not be unique.
+            how: `lora=` names an adapter, `timeout_s=` is that of each sample.
+
+        Raises:
+            What `generate` raises; a timeout, once the other samples have ended.
+        """
+        requests, manner = self._begin([prompt], [sampling], request_id=request_id, **how)
+        samples = self._samples
+        return self._events.iterate(lambda: samples.stream(requests[0], manner))
+
+    async def abort(self, *, request_id: str | None = None) -> int:
+        """Abort every sample that is under way, or those of one stream, and return how many.
+
+        Whoever waits for one gets it as it is, with finish reason `"abort"`.
+        """
+        return await self._events.wait(self._samples.abort(request_id))
+
+    # -- What a trainer asks of it -------------------------------------------------------------------------------
+
+    def pause(self, *, mode: Pause = "wait", clear_cache: bool = True, timeout_s: float | None = None) -> None:
+        """Stop generating until `resume`; what is asked for meanwhile waits, and its time runs.
+
+        Args:
+            mode: What becomes of unfinished requests.
+            clear_cache: Whether keys and values are forgotten: those of frozen requests too, which are prefilled anew.
+            timeout_s: How long it may take; with `"wait"`, that is as long as the longest answer.
+
+        Raises:
+            EngineOptionError: There is no such mode.
+            EngineDeadError: The engine is dead, or did not pause in time; then `resume` lets it go on.
+        """
+        if mode not in ("wait", "keep", "abort"):
+            raise EngineOptionError(f"mode must be 'wait', 'keep' or 'abort'; got mode={mode!r}")
+        llm = self.vllm
+        self._call(lambda: llm.pause_generation(mode=mode, clear_cache=clear_cache), name="pause", timeout_s=timeout_s)
+
+    def resume(self) -> None:
+        """Generate again."""
+        self._call(lambda: self.vllm.resume_generation(), name="resume")
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is paused, by anybody."""
+        paused: bool = self._call(lambda: self.vllm.is_paused(), name="is_paused")
+        return paused
+
+    def sleep(self, *, level: int = 1) -> None:
+        """Free the device's memory until `wake_up`: 1 keeps the weights in the host's memory, 2 discards them.
+
+        Aborts what is under way. After level 2 the engine refuses to generate until a refit has been committed. On a
+        CPU nothing is freed.
+
+        Raises:
+            EngineOptionError: The engine was made without `enable_sleep_mode`, or there is no such level.
+        """
+        self._admission.check_sleep(level)
+        self._running.asleep = True
+        self._running.fed &= level == 1
+        self._call(lambda: self.vllm.sleep(level=level), name="sleep")
+
+    def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: of "weights", of "kv_cache", or, with None, of both."""
+        awake = self._call(lambda: self.vllm.wake_up(None if tags is None else list(tags)), name="wake_up")
+        self._running.asleep = not awake
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier prompts.
+
+        Raises:
+            ModelError: Requests are under way, which use them.
+        """
+        if not self._call(lambda: self.vllm.reset_prefix_cache(), name="reset_prefix_cache"):
+            raise ModelError("the prefix cache is in use by requests under way; finish or abort them first")
+
+    def collective_rpc(
+        self,
+        method: str,
+        *,
+        timeout_s: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[Any]:
+        """Have every worker run `method`, one of vLLM's or of the worker extension; return what each answers.
+
+        All workers of replica 0 come first. Answers cross processes as msgpack, which makes lists of tuples.
+        """
+        limit_s = self._limit(timeout_s)
+        core = self.vllm.engine_core
+        answers = self._call(
+            lambda: core.call_utility_all_async("collective_rpc", method, limit_s, tuple(args), dict(kwargs or {})),
+            name=f"collective_rpc({method!r})",
+            timeout_s=limit_s,
+        )
+        return [answer for replica in answers for answer in replica]
+
+    def add_lora(self, adapter: LoraAdapter) -> None:
+        """Load an adapter before it is asked for.
+
+        Raises:
+            EngineOptionError: The engine was made without `enable_lora`.
+        """
+        self._admission.check_lora(adapter)
+        self._call(lambda: self.vllm.add_lora(adapter.request()), name="add_lora")
+
+    def remove_lora(self, adapter: LoraAdapter) -> None:
+        """Forget an adapter."""
+        self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora")
+
+    # -- Life and death ------------------------------------------------------------------------------------------
+
+    async def check_health(self, *, timeout_s: float = 60.0) -> None:
+        """Return once the engine core and every worker have answered.
+
+        Raises:
+            EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
+        """
+        await self._events.wait(self._running.ping(timeout_s=timeout_s))
+
+    def restart(self) -> None:
+        """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
+
+        Samples under way end with EngineDeadError, and adapters are forgotten. `version` is what it was at first, and
+        `vllm` is another one, so that a sink must be made anew too, and its `check` assigned to `ready`.
+
+        Raises:
+            EngineDeadError: vLLM could not start; its log says why.
+        """
+        with self._restarting:
+            self._end_running()
+            self._start(self._stop_token_ids)
+
+    def close(self) -> None:
+        """End the engine, with all of its processes; it can be called again."""
+        with self._restarting:
+            self._closed = True
+            self._end_running()
+            self._end_events()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- Inside --------------------------------------------------------------------------------------------------
+
+    def _start(self, stop_token_ids: Sequence[int] | None) -> None:
+        if self._closed:
+            self._events = EventLoop("rl-generation-vllm")
+            self._end_events = weakref.finalize(self, _elsewhere, self._events, self._events.close)
+        self._closed = True
+        try:
+            self._running = RunningLLM.start(self._events, self._prepared, version=self._start_version)
+            self._end_running = weakref.finalize(self, _elsewhere, self._events, self._running.stop)
+            limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
+            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, limits)
+        except PromptError:
+            self.close()
+            raise
+        except BaseException:
+            self._end_events()
+            raise
+        self._closed = False
+        self._admission = Admission(options=self._prepared.options, limits=limits, timeout_s=self._timeout_s)
+        self._samples = Samples(self._running, stop_token_ids=self._stop_token_ids, logp_of=self._logp_of)
+
+    def _begin(
+        self, prompts: Prompts, sampling: Samplings, *, request_id: str | None = None, **how: Unpack[CallOptions]
+    ) -> tuple[list[Request], Manner]:
+        """Refuse what cannot be answered; nothing is begun before everything is checked."""
+        if self.ready is not None:
+            self.ready()
+        self._running.check_weights()
+        return self._admission.requests(prompts, sampling, request_id=request_id, **how)
+
+    def _call(self, what: Callable[[], Coroutine[Any, Any, T]], *, name: str, timeout_s: float | None = None) -> T:
+        return self._events.run(self._running.call(what, timeout_s=self._limit(timeout_s), name=name))
+
+    def _limit(self, timeout_s: float | None) -> float:
+        return max(CALL_TIMEOUT_S, self._timeout_s) if timeout_s is None else check_timeout(timeout_s)
+
+
+def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
+    """Call `end`, which blocks, in this thread, or in another where garbage is collected on the event loop."""
+    if events.is_current:
+        threading.Thread(target=end).start()
+    else:
+        end()

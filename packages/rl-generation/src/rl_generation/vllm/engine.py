@@ -1,0 +1,398 @@
+"""vLLM, synchronous: whole answers, or token by token, in the caller's thread.
+
+The engine lives in this process, where breakpoints work and nothing is serialised, or in one of its own, whose death
+this process survives. Does not know how new weights are made; who refits talks to `llm`.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, final
+
+from rl_generation.engine import EngineMetrics, RolloutDelta
+from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, PromptError
+from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.rollout import LogpOf, Rollout, in_order
+from rl_generation.sampling import Sampling
+from rl_generation.vllm.explanation import explain
+from rl_generation.vllm.in_flight import Answer, StreamedAnswer, Streams
+from rl_generation.vllm.llm import OwnedLlm
+from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.options import VllmOptions
+from rl_generation.vllm.outputs import version_of
+from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens
+from rl_generation.vllm.sampling_params import check_for_vllm, to_sampling_params
+
+__all__ = ["VllmEngine"]
+
+UNFED = "default"
+"""vLLM's label of weights that nobody has labelled: none came after the dummy ones, or after those were discarded."""
+
+
+@final
+class VllmEngine:
+    """A `SteppingEngine` over `vllm.LLM`. One thread at a time.
+
+    In process, vLLM takes this process's default process group, and makes `torch.set_num_threads` do nothing on a CPU.
+    One engine at a time can be in process.
+
+    Args:
+        options: The model and how it is served.
+        own_process: True gives vLLM's engine core a process of its own: half a minute more to start, but it can be
+            killed and restarted. The main module of the program must then be importable without running
+            (`if __name__ == "__main__":`).
+        stop_token_ids: The engine's own stop tokens; None takes the checkpoint's eos tokens and its tokenizer's.
+        logp_of: Which distribution the logp of a rollout refers to.
+        ready: Asked before each call generates; raises to refuse, as `check` of rl-refit's sink does.
+        version: Of the checkpoint's weights: optimizer steps that they have seen.
+
+    Raises:
+        EngineOptionError: vLLM is missing or does not fit, or an option is impossible here; nothing was started.
+        PromptError: A stop token is outside the vocabulary.
+        RuntimeError: vLLM could not start.
+    """
+
+    def __init__(
+        self,
+        options: VllmOptions,
+        *,
+        own_process: bool = False,
+        stop_token_ids: Sequence[int] | None = None,
+        logp_of: LogpOf = "sampled",
+        ready: Callable[[], None] | None = None,
+        version: int = 0,
+    ) -> None:
+        self._owned: OwnedLlm | None = None
+        _check_version(version)
+        if options.data_parallel_size > 1:
+            raise EngineOptionError(
+                f"vLLM's synchronous engine has one replica; for data_parallel_size={options.data_parallel_size} use "
+                f"VllmAsyncEngine, or make one VllmEngine in each of several processes"
+            )
+        self._prepared = prepare(options, logp_of=logp_of, asynchronous=False)
+        self._own_process, self._logp_of, self._ready = own_process, logp_of, ready
+        self._start_version = version
+        self._numbers = itertools.count()
+        self._start()
+        self._limits = limits_of(self._running.engine.vllm_config, self._running.engine.tokenizer)
+        try:
+            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, self._limits)
+        except PromptError:
+            self.close()
+            raise
+
+    # -- What it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM`, for whoever refits it; another one after `restart`."""
+        return self._running.llm
+
+    @property
+    def logp_of(self) -> LogpOf:
+        """Which distribution the logp of its rollouts refers to."""
+        return self._logp_of
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked for."""
+        return self._limits
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Its own stop tokens, which `ignore_eos` switches off."""
+        return self._stop_token_ids
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the processes that the engine started; none in process with one rank."""
+        return self._running.processes.process_ids
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that the weights have seen, as last committed; the given one before the first."""
+        label = self._running.label()
+        return self._unfed_version if label == UNFED else version_of(label)
+
+    def commit_version(self, version: int) -> None:
+        """State that the workers now hold the weights of `version`, and forget what was cached under other ones.
+
+        For transports that write into the workers themselves; rl-refit's sink does all of this.
+
+        Raises:
+            ValueError: `version` is negative.
+            ModelError: Requests are under way, and would go on with a cache of other weights.
+        """
+        _check_version(version)
+        self._running.reset_caches()
+        self._running.set_label(str(version))
+
+    def explain(self) -> str:
+        """Return which engine this is, with which limits, sizes and quirks. For people."""
+        return explain(
+            self._prepared,
+            kind=f"vLLM, synchronous, {'in its own process' if self._own_process else 'in this process'}",
+            limits=self._limits,
+            logp_of=self._logp_of,
+            stop_token_ids=self._stop_token_ids,
+            version=None if self._running.label() == UNFED else self.version,
+        )
+
+    def metrics(self) -> EngineMetrics:
+        """Return what it is doing now, as of the last step, and has done since it was started."""
+        busy = self._running.engine.has_unfinished_requests()
+        return self._running.statistics.metrics(version=self.version, busy=busy)
+
+    # -- Whole answers -------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        lora: LoraAdapter | None = None,
+    ) -> list[Rollout]:
+        """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on.
+
+        Requests of `add_request` go on meanwhile; their tokens are returned by the next `step`.
+
+        Args:
+            prompts: Token ids.
+            sampling: One for all prompts, which is spread over them, or one for each.
+            lora: The adapter to answer with.
+
+        Raises:
+            PromptError: A request cannot be served; none was begun.
+            ModelError: The weights are not there: no refit has been committed yet, or the engine sleeps.
+            LogpError: A log-probability is missing or not finite; all answers of the call are lost.
+            EngineDeadError: A process of the engine is gone; what had finished is in `rollouts`.
+        """
+        version = self._check_ready()
+        requests = self._requests(prompts, sampling, lora)
+        answers: dict[str, Answer] = {}
+        rollouts: list[Rollout] = []
+        try:
+            with self._running.calls():
+                for request in requests:
+                    self._add(request, lora, answers)
+                while len(rollouts) < len(answers):
+                    for output in self._outputs():
+                        answer = answers[output.request_id]
+                        rollouts.append(answer.rollout(output, logp_of=self._logp_of, version=version))
+        except EngineDeadError as error:
+            error.rollouts = tuple(in_order(rollouts))
+            raise
+        except BaseException:
+            self._running.engine.abort_request(list(answers))
+            raise
+        return in_order(rollouts)
+
+    # -- Step by step --------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, *, lora: LoraAdapter | None = None
+    ) -> None:
+        """Take a request in; raise what `generate` would raise of it, or PromptError where the id is under way."""
+        self._check_ready()
+        if self._streams.holds(request_id):
+            raise PromptError(f"request {request_id!r} is under way already")
+        (request,) = self._requests([prompt], [sampling], lora)
+        with self._running.calls():
+            for sample in range(sampling.n):
+                number = f"step-{next(self._numbers)}"
+                internal = self._submit(number, request, sample=sample, streaming=True, lora=lora)
+                self._streams.add(number, StreamedAnswer(request_id, internal, request=request, sample_index=sample))
+
+    def step(self) -> list[tuple[str, RolloutDelta]]:
+        """Generate the next tokens of what is running, and return them with the ids of their requests.
+
+        Raises:
+            LogpError: A log-probability is missing or not finite; every request that is under way is lost.
+            EngineDeadError: A process of the engine is gone, with every request that was under way.
+        """
+        if self._streams.running and not self._streams.waiting:
+            with self._running.calls():
+                self._outputs()
+        return self._streams.deltas()
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request: the next step returns its answers as they are, with finish reason `"abort"`.
+
+        One that is not under way is left alone.
+        """
+        if not self._streams.holds(request_id):
+            return
+        states = self._running.engine.output_processor.request_states
+        ended = self._streams.abort(request_id, states, logp_of=self._logp_of, version=self.version)
+        with self._running.calls():
+            self._running.engine.abort_request(ended)
+        self._running.statistics.count_aborted(len(ended))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do."""
+        return self._streams.running or self._streams.waiting
+
+    # -- What a trainer asks of it -------------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str,
+        *,
+        timeout_s: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[Any]:
+        """Have every worker run `method`, one of vLLM's or of the worker extension; return what each answers."""
+        with self._running.calls():
+            answers: list[Any] = self.llm.collective_rpc(method, timeout_s, tuple(args), dict(kwargs or {}))
+        return answers
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier prompts.
+
+        Raises:
+            ModelError: Requests are under way, which use them.
+        """
+        self._running.reset_caches()
+
+    def sleep(self, *, level: int = 1) -> None:
+        """Free the device's memory until `wake_up`: 1 keeps the weights in the host's memory, 2 discards them.
+
+        After level 2 the engine refuses to generate until a refit has been committed. On a CPU nothing is freed.
+
+        Raises:
+            EngineOptionError: The engine was made without `enable_sleep_mode`, or there is no such level.
+            ModelError: Requests are under way.
+        """
+        self._prepared.check_sleep(level)
+        if self.has_unfinished_requests():
+            raise ModelError("requests are under way; finish or abort them before the engine sleeps")
+        version = self.version
+        with self._running.calls():
+            self.llm.sleep(level=level)
+        if level == 2:
+            self._unfed_version = version
+            self._running.set_label(UNFED)
+
+    def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: of "weights", of "kv_cache", or, with None, of both."""
+        with self._running.calls():
+            self.llm.wake_up(None if tags is None else list(tags))
+
+    def add_lora(self, adapter: LoraAdapter) -> None:
+        """Load an adapter before it is asked for.
+
+        Raises:
+            EngineOptionError: The engine was made without `enable_lora`.
+        """
+        adapter.check(self._prepared.options)
+        with self._running.calls():
+            self._running.engine.add_lora(adapter.request())
+
+    def remove_lora(self, adapter: LoraAdapter) -> None:
+        """Forget an adapter."""
+        with self._running.calls():
+            self._running.engine.remove_lora(adapter.number)
+
+    # -- Life and death ------------------------------------------------------------------------------------------
+
+    def check_health(self, *, timeout_s: float = 60.0) -> None:
+        """Return once the engine core has answered.
+
+        Raises:
+            EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
+        """
+        self._running.check_health(timeout_s=timeout_s)
+
+    def restart(self) -> None:
+        """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
+
+        Requests and loaded adapters are forgotten, `version` is what it was at first, and `llm` is another one, so that
+        a sink must be made anew too.
+        """
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the engine, with all of its processes; it can be called again."""
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- Inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> OwnedLlm:
+        if self._owned is None:
+            raise EngineDeadError("the engine is closed; restart() makes a new one")
+        return self._owned
+
+    def _start(self) -> None:
+        self._owned = OwnedLlm(self._prepared, own_process=self._own_process)
+        self._streams = Streams()
+        self._unfed_version = self._start_version
+        if not self._prepared.unfed:
+            self._owned.set_label(str(self._start_version))
+
+    def _check_ready(self) -> int:
+        """Refuse to generate from weights that are not there; return their version."""
+        if self._ready is not None:
+            self._ready()
+        label = self._running.label()
+        if label == UNFED:
+            raise ModelError(
+                "the engine holds no weights to sample from: it was made with for_training=True, or slept at level 2, "
+                "and no refit has been committed since; refit it, or commit_version(…) after a transport of your own"
+            )
+        with self._running.calls():
+            if self._running.engine.is_sleeping():
+                raise ModelError("the engine sleeps; wake_up() before it generates")
+        return version_of(label)
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        lora: LoraAdapter | None,
+    ) -> list[Request]:
+        if lora is not None:
+            lora.check(self._prepared.options)
+        requests = make_requests(prompts, sampling, self._limits)
+        for request in requests:
+            check_for_vllm(request.sampling, prompt_index=request.prompt_index)
+        return requests
+
+    def _add(self, request: Request, lora: LoraAdapter | None, answers: dict[str, Answer]) -> None:
+        for sample in range(request.sampling.n):
+            number = f"generate-{next(self._numbers)}"
+            answers[number] = Answer(request=request, sample_index=sample)
+            self._submit(number, request, sample=sample, streaming=False, lora=lora)
+
+    def _submit(self, number: str, request: Request, *, sample: int, streaming: bool, lora: LoraAdapter | None) -> str:
+        params = to_sampling_params(
+            request.sampling, stop_token_ids=self._stop_token_ids, sample_index=sample, streaming=streaming
+        )
+        return self._running.submit(number, request.prompt, params, lora=lora)
+
+    def _outputs(self) -> list[Any]:
+        """Step once; keep what belongs to `add_request` for the next `step`, and return what belongs to `generate`."""
+        whole = []
+        for output in self._running.engine.step():
+            try:
+                streamed = self._streams.take(output, logp_of=self._logp_of, version=self._start_version)
+            except (LogpError, ModelError):
+                self._running.engine.abort_request(self._streams.drop())
+                raise
+            if not streamed:
+                whole.append(output)
+        return whole
+
+
+def _check_version(version: int) -> None:
+    if version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")

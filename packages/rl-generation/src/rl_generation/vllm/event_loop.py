@@ -1,0 +1,129 @@
+"""An event loop in a thread of its own, and ways to reach it from every other thread and loop.
+
+An `AsyncLLM` lives on one loop for as long as it lives; scripts, notebooks, servers and Ray actors come and go with
+loops of their own, or with none. Knows of engines only that they die.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar, final
+
+from rl_generation.errors import EngineDeadError
+
+__all__ = ["EventLoop"]
+
+T = TypeVar("T")
+_END = object()
+_PATIENCE_S = 10.0
+
+
+@final
+class EventLoop:
+    """Runs until it is closed; a daemon thread, which keeps no program from ending."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.current_thread() is self._thread
+
+    def start(self, what: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Begin `what` on this loop, from any thread.
+
+        Raises:
+            EngineDeadError: The loop is closed, and with it the engine that it ran.
+        """
+        if not self._thread.is_alive():
+            what.close()
+            raise EngineDeadError("the engine is closed; restart() makes a new one")
+        return asyncio.run_coroutine_threadsafe(what, self.loop)
+
+    def run(self, what: Coroutine[Any, Any, T]) -> T:
+        """Block until `what` is done, from any thread but the loop's own; an interrupt cancels it.
+
+        Raises:
+            RuntimeError: This is the loop's own thread, which would wait for itself.
+            EngineDeadError: The loop is closed.
+        """
+        if self.is_current:
+            what.close()
+            raise RuntimeError(
+                "this call blocks, and was made on the event loop that it waits for; from a coroutine there, await its "
+                "asynchronous form where it has one, or `asyncio.to_thread(…)`"
+            )
+        future = self.start(what)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait(self, what: Coroutine[Any, Any, T]) -> T:
+        """Await `what`, which runs on this loop, from any other loop; cancelling the one cancels the other."""
+        return await asyncio.wrap_future(self.start(what))
+
+    async def iterate(self, items: Callable[[], AsyncGenerator[T, None]]) -> AsyncIterator[T]:
+        """Yield what `items` yields on this loop, from any loop; closing this iterator closes that one."""
+        here, received = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def hand_over(item: object) -> None:
+            with contextlib.suppress(RuntimeError):  # whoever iterated has ended, and its loop with it
+                here.call_soon_threadsafe(received.put_nowait, item)
+
+        pumping = self.start(_pump(items, hand_over))
+        pumping.add_done_callback(lambda _: hand_over(_END))
+        try:
+            while (item := await received.get()) is not _END:
+                yield item
+            pumping.result()
+        finally:
+            pumping.cancel()
+
+    def drain(self, items: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
+        """Yield what `items` yields on this loop, in a thread without one; closing this iterator closes that one."""
+        received = queue.SimpleQueue[Any]()
+        pumping = self.start(_pump(items, received.put))
+        pumping.add_done_callback(lambda _: received.put(_END))
+        try:
+            while (item := received.get()) is not _END:
+                yield item
+            pumping.result()
+        finally:
+            pumping.cancel()
+
+    def close(self) -> None:
+        """Cancel what is under way and end the thread; it can be called again, but not from the loop's own thread."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+            self.start(self._cancel_others()).result(_PATIENCE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    async def _cancel_others(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _pump(items: Callable[[], AsyncGenerator[T, None]], hand_over: Callable[[object], None]) -> None:
+    async with contextlib.aclosing(items()) as source:
+        async for item in source:
+            hand_over(item)

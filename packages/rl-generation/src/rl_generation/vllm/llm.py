@@ -1,0 +1,182 @@
+"""A `vllm.LLM` from its start to its end: nothing of it is left afterwards. Does not know prompts or versions."""
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
+from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.preparing import Prepared
+from rl_generation.vllm.processes import EngineProcesses, Watchdog
+from rl_generation.vllm.runtime import environment
+from rl_generation.vllm.statistics import Statistics
+
+__all__ = ["OwnedLlm"]
+
+EXTERNAL_LAUNCHER = "external_launcher"
+"""The executor that runs in ranks which the caller has started."""
+
+
+@final
+class OwnedLlm:
+    """A running `LLM`, with its processes.
+
+    Args:
+        prepared: What it is made with.
+        own_process: Whether vLLM's engine core gets a process of its own, or lives in this one.
+
+    Raises:
+        EngineOptionError: vLLM refuses the options, or this process has a process group of its own.
+        RuntimeError: vLLM could not start; its log says why.
+    """
+
+    def __init__(self, prepared: Prepared, *, own_process: bool) -> None:
+        if not own_process:
+            _check_process_group(prepared)
+        self._own_process = own_process
+        self.llm = _start(prepared, own_process=own_process)
+        self.engine: Any = self.llm.llm_engine
+        self.statistics = Statistics()
+        self.engine.logger_manager = self.statistics
+        self.processes = EngineProcesses(_roots(self.engine))
+        self._watchdog = Watchdog(self.engine.engine_core, self.processes) if own_process else None
+
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        """Around whatever asks the engine for something: names its death.
+
+        Raises:
+            EngineDeadError: One of its processes is gone.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+
+        try:
+            yield
+        except CoreDeadError as error:
+            self.processes.wait_for_death(timeout_s=1.0)
+            raise EngineDeadError(self.obituary("the engine core failed; its log says why")) from error
+        except RuntimeError as error:
+            if self.processes.dead() is None:
+                raise
+            raise EngineDeadError(self.obituary("")) from error
+
+    def obituary(self, otherwise: str) -> str:
+        """Say which process is dead, or `otherwise`, and what to do."""
+        return f"{self.processes.dead() or otherwise}; restart() makes a new engine, without the weights of any refit"
+
+    def submit(self, number: str, prompt: Sequence[int], params: Any, *, lora: LoraAdapter | None) -> str:
+        """Take an answer in, under the caller's number; return vLLM's own."""
+        request = None if lora is None else lora.request()
+        tokens = {"type": "token", "prompt_token_ids": list(prompt)}  # what vLLM's renderer makes of token ids
+        internal: str = self.engine.add_request(number, tokens, params, lora_request=request)
+        return internal
+
+    def label(self) -> str:
+        """Return what vLLM calls its weights' version."""
+        with self.calls():
+            label: str = self.llm.get_weight_version()
+        return label
+
+    def set_label(self, label: str) -> None:
+        """Call the weights' version so, in what is generated from now on."""
+        with self.calls():
+            self.llm.update_weight_version(label)
+
+    def reset_caches(self) -> None:
+        """Forget what was computed of earlier prompts.
+
+        Raises:
+            ModelError: Requests are under way, which use it.
+        """
+        with self.calls():
+            self.engine.reset_encoder_cache()
+            done = self.llm.reset_prefix_cache()
+        if not done:
+            raise ModelError("the prefix cache is in use by requests under way; finish or abort them first")
+
+    def check_health(self, *, timeout_s: float) -> None:
+        """Return once the engine core has answered; see `VllmEngine.check_health`."""
+        if self.processes.dead() is not None:
+            raise EngineDeadError(self.obituary(""))
+        if not self._own_process:
+            return
+        errors: list[EngineDeadError] = []
+        asking = threading.Thread(target=self._ask, args=(errors,), daemon=True)
+        asking.start()
+        asking.join(timeout_s)
+        if asking.is_alive():
+            raise EngineDeadError(f"the engine core has not answered within timeout_s={timeout_s}")
+        for error in errors:
+            raise error
+
+    def _ask(self, errors: list[EngineDeadError]) -> None:
+        try:
+            self.label()
+        except EngineDeadError as error:
+            errors.append(error)
+
+    def close(self) -> None:
+        """End it and all of its processes, and remove what they left in shared memory."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        engine, self.engine, self.llm = self.engine, None, None
+        engine.renderer.shutdown()
+        engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        self.processes.end()
+
+
+def _check_process_group(prepared: Prepared) -> None:
+    """In process, vLLM takes the default process group, and destroys it at the end."""
+    distributed = torch.distributed
+    launcher = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
+    initialized = distributed.is_available() and distributed.is_initialized()
+    if launcher or not initialized:
+        return
+    raise EngineOptionError(
+        f"torch.distributed has a process group in this process (backend {distributed.get_backend()!r}, world size "
+        f"{distributed.get_world_size()}), of a trainer or of another engine in process; vLLM would take it over, and "
+        f"destroy it at its end: make the engine with own_process=True, or close the other one first"
+    )
+
+
+def _start(prepared: Prepared, *, own_process: bool) -> Any:
+    from vllm import LLM, envs
+
+    envs.disable_envs_cache()  # an earlier engine in this process has frozen what it read
+    with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}), _same_randomness():
+        try:
+            return LLM(**prepared.arguments)
+        except ValueError as error:
+            raise EngineOptionError(f"vLLM refuses these options: {error}") from error
+
+
+@contextlib.contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Keep the generators of this process, which vLLM seeds, as they are."""
+    import numpy as np
+
+    state, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  (the global one is what vLLM seeds)
+    cuda: Any = torch.cuda
+    devices = [cuda.current_device()] if cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(arrays)  # noqa: NPY002
+
+
+def _roots(engine: Any) -> list[Any]:
+    """The processes that vLLM started from this one."""
+    resources = getattr(engine.engine_core, "resources", None)
+    if resources is not None:
+        return list(resources.engine_manager.processes)
+    workers = getattr(getattr(engine, "model_executor", None), "workers", None) or ()
+    return [worker.proc for worker in workers]

@@ -1,0 +1,212 @@
+"""An `AsyncLLM` from its start to its end, with everything that must be gone after it. Knows no requests."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from multiprocessing import process
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+from rl_generation.engine import EngineMetrics
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
+from rl_generation.vllm.event_loop import EventLoop
+from rl_generation.vllm.health import Health, engine_roots
+from rl_generation.vllm.leftovers import Leftovers
+from rl_generation.vllm.outputs import version_of
+from rl_generation.vllm.preparing import Prepared
+from rl_generation.vllm.processes import EngineProcesses
+from rl_generation.vllm.runtime import environment
+from rl_generation.vllm.statistics import Statistics
+
+__all__ = ["RunningLLM", "check_not_importing_main"]
+
+T = TypeVar("T")
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
+
+
+@final
+class RunningLLM:
+    """vLLM's asynchronous engine on an event loop, made by `start`.
+
+    Attributes:
+        llm: The `AsyncLLM`.
+        health: Runs what waits for it.
+        version: Of the weights, as last committed by anybody who tells the `AsyncLLM`.
+        fed: Whether the weights are ones to sample from.
+        asleep: Whether the device's memory was given away.
+    """
+
+    def __init__(self, events: EventLoop, llm: Any, *, statistics: Sequence[Statistics], folder: Path) -> None:
+        self.llm = llm
+        self.version, self.fed, self.asleep = 0, False, False
+        self._events, self._statistics, self._folder = events, statistics, folder
+        self._processes = EngineProcesses(engine_roots(llm))
+        self._leftovers = Leftovers(self._processes.process_ids)
+        self.health = Health(llm, self._processes)
+        self._tell_vllm = llm.update_weight_version
+        llm.update_weight_version = self._commit
+
+    @classmethod
+    def start(cls, events: EventLoop, prepared: Prepared, *, version: int) -> "RunningLLM":
+        """Start an engine; blocks until it has loaded its model.
+
+        Raises:
+            EngineDeadError: It could not start.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="rl-generation-"))  # of vLLM's sockets, which it would leave behind
+        try:
+            return events.run(_start(events, prepared, folder=folder, version=version))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Of the engine's processes."""
+        return self._processes.process_ids
+
+    def check_weights(self) -> None:
+        """Refuse to generate without weights, or without an engine.
+
+        Raises:
+            EngineDeadError: It is known to be dead.
+            ModelError: Its weights are not there.
+        """
+        if self.health.death is not None:
+            raise EngineDeadError(self.health.death)
+        if not self.fed:
+            raise ModelError(
+                "the engine holds no weights to sample from: it was made with for_training=True, or slept at level 2, "
+                "and no refit has been committed since; refit it, or commit_version(…) after a transport of your own"
+            )
+        if self.asleep:
+            raise ModelError("the engine sleeps; wake_up() before it generates")
+
+    def count_aborted(self, count: int) -> None:
+        """Count answers that were aborted on this side of vLLM."""
+        self._statistics[0].count_aborted(count)
+
+    def metrics(self) -> EngineMetrics:
+        """Sum up what all replicas did; the cache usage is their mean."""
+        each = [statistics.metrics(version=self.version) for statistics in self._statistics]
+        busy = self.llm.output_processor.has_unfinished_requests()  # what vLLM said last is that of a step before
+        return EngineMetrics(
+            time_s=each[0].time_s,
+            running=sum(one.running for one in each) if busy else 0,
+            waiting=sum(one.waiting for one in each) if busy else 0,
+            prompt_tokens=sum(one.prompt_tokens for one in each),
+            cached_prompt_tokens=sum(one.cached_prompt_tokens for one in each),
+            generated_tokens=sum(one.generated_tokens for one in each),
+            preemptions=sum(one.preemptions for one in each),
+            cache_usage=sum(one.cache_usage for one in each) / len(each) if busy else 0.0,
+            finished=_sum_up([one.finished for one in each]),
+            version=self.version,
+        )
+
+    async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
+        """Await the answer of the engine that `what` asks for, on its loop.
+
+        Raises:
+            EngineDeadError: The engine died, or did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.health.run(what())
+        except TimeoutError:
+            raise EngineDeadError(
+                f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy "
+                f"or hangs; give it longer, or restart()"
+            ) from None
+
+    async def ping(self, *, timeout_s: float) -> None:
+        """Return once every worker has answered, on its loop.
+
+        Raises:
+            EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
+        """
+        self.health.check()
+        core = self.llm.engine_core
+        await self.call(
+            lambda: core.call_utility_all_async("collective_rpc", "check_health", timeout_s, (), {}),
+            timeout_s=timeout_s,
+            name="check_health",
+        )
+
+    def stop(self) -> None:
+        """End what waits, then all processes, and remove what they leave behind; not from the loop."""
+        dead = self.health.death is not None
+        self._events.run(self._end())
+        self.llm.shutdown(timeout=1.0 if dead else SHUTDOWN_TIMEOUT_S)
+        self._leftovers.remove()
+        self._processes.end(timeout_s=1.0 if dead else SHUTDOWN_TIMEOUT_S)
+        self._events.run(_settle(self.llm))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end(self) -> None:
+        self._processes.survey()
+        self.health.end("the engine was closed or restarted; restart() makes a new one")
+        if self.llm.output_handler is not None:
+            self.llm.output_handler.cancel()  # else it logs the end of the engine as a failure
+        await asyncio.sleep(0)
+
+    async def _commit(self, new_version: str) -> None:
+        """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
+        version = version_of(new_version)
+        await self._tell_vllm(new_version)
+        self.version, self.fed = version, True
+
+
+def check_not_importing_main() -> None:
+    """Raise where this process is one that an engine is just starting, and runs the caller's script a second time.
+
+    Raises:
+        EngineOptionError: It is.
+    """
+    if getattr(process.current_process(), "_inheriting", False):
+        raise EngineOptionError(
+            "the processes of an engine import the script that makes it: make it under "
+            '`if __name__ == "__main__":` there'
+        )
+
+
+async def _start(events: EventLoop, prepared: Prepared, *, folder: Path, version: int) -> RunningLLM:
+    from vllm import AsyncEngineArgs, envs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    statistics: list[Statistics] = []
+
+    def logger(_vllm_config: Any, _engine_index: int = 0) -> Statistics:
+        statistics.append(Statistics())
+        return statistics[-1]
+
+    arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
+    envs.disable_envs_cache()  # an engine in this process may have frozen what it read
+    try:
+        with environment({"VLLM_RPC_BASE_PATH": str(folder)}):
+            llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[logger])
+    except RuntimeError as error:
+        raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}") from error
+    running = RunningLLM(events, llm, statistics=statistics, folder=folder)
+    await running.health.run(_warm_up(llm, version))
+    running.fed = not prepared.unfed
+    return running
+
+
+async def _warm_up(llm: Any, version: int) -> None:
+    await llm.get_supported_tasks()  # else the first request asks, before it can be aborted
+    await llm.update_weight_version(str(version))
+
+
+async def _settle(llm: Any) -> None:
+    """Let vLLM's own tasks end, and with them the sockets that they hold."""
+    resources = llm.engine_core.resources
+    tasks = [task for task in (resources.output_queue_task, resources.stats_update_task, llm.output_handler) if task]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sum_up(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {key: sum(each.get(key, 0) for each in counts) for key in sorted({key for each in counts for key in each})}

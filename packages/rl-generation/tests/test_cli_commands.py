@@ -1,0 +1,192 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+import saved_model
+
+from rl_generation.cli import COMMANDS, main
+from rl_generation.vllm.runtime import installed_version
+
+# The package's own door opens to all of it; here the commands are entered beside it.
+HELP_OF_ALL = """
+import importlib.util, sys, types
+package = types.ModuleType("rl_generation")
+package.__path__ = list(importlib.util.find_spec("rl_generation").submodule_search_locations)
+sys.modules["rl_generation"] = package
+from rl_generation.cli import COMMANDS, main
+for arguments in ([], *([command] for command in COMMANDS)):
+    try:
+        main([*arguments, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+heavy = [name for name in ("torch", "transformers", "vllm", "uvicorn", "tqdm") if name in sys.modules]
+assert not heavy, heavy
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(saved_model.save(tmp_path_factory.mktemp("model")))
+
+
+def test_help_of_every_command_loads_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert f"usage: rl-generation {command}" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["generate"], ["explain", "m", "--engine", "sglang"]])
+def test_misuse_ends_with_2_and_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "usage: rl-generation" in capsys.readouterr().err
+
+
+def explain(capsys, *arguments):
+    code = main(["explain", *arguments, "--json"])
+    said = capsys.readouterr()
+    return code, said, json.loads(said.out.splitlines()[-1]) if code < 2 else None
+
+
+def test_explain_says_what_it_is_without_loading_weights(model, capsys, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in Path(model).iterdir():
+        if path.suffix != ".safetensors":
+            (bare / path.name).write_bytes(path.read_bytes())
+    code, said, figures = explain(capsys, str(bare), "--logp-of", "raw")
+    assert code == 0
+    assert "TransformersEngine" in said.out
+    assert "continuous batching: proven on two prompts when the engine starts" in said.out
+    assert figures["stop_token_ids"] == [2]
+    assert figures["logp_of"] == "raw"
+    assert figures["logp_meaning"].startswith("the log-softmax of the model's logits")
+    # 2 of keys and values, 2 layers, 2 heads of 32, 4 bytes.
+    assert figures["memory"]["kv_bytes_per_token"] == 2 * 2 * 2 * 32 * 4
+    assert figures["memory"]["sequence_bytes"] == saved_model.MAX_LENGTH * figures["memory"]["kv_bytes_per_token"]
+    assert figures["memory"]["weight_bytes"] == 4 * figures["memory"]["parameters"]
+
+
+def test_explain_counts_what_fits_and_ends_with_1_where_nothing_does(model, capsys):
+    sequence = saved_model.MAX_LENGTH * 1024
+    flags = ("--engine", "vllm", "--vllm-kwarg", "block_size=32", "--vllm-kwarg")
+    code, _, figures = explain(capsys, model, *flags, f"kv_cache_memory_bytes={3 * sequence}")
+    assert (code, figures["memory"]["full_length_sequences"], figures["holds"]) == (0, 3.0, True)
+    code, _, figures = explain(capsys, model, *flags, f"kv_cache_memory_bytes={sequence // 2}")
+    assert (code, figures["memory"]["full_length_sequences"], figures["holds"]) == (1, 0.5, False)
+
+
+def test_explain_knows_the_quirks_of_a_family(model, capsys, tmp_path):
+    import transformers
+
+    transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    code, _, figures = explain(capsys, str(tmp_path), "--no-tokenizer")
+    assert code == 0
+    assert figures["quirks"] == []
+    transformers.ApertusConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "apertus")
+    code, said, figures = explain(capsys, str(tmp_path / "apertus"), "--no-tokenizer", "--engine", "vllm")
+    assert [quirk["name"] for quirk in figures["quirks"]] == ["apertus-xielu"]
+    assert ("vLLM is not installed here" in said.out) == (installed_version() is None)
+
+
+def test_explain_refuses_a_model_that_is_missing(capsys, tmp_path):
+    code, said, _ = explain(capsys, str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "is no folder, so there is no model to load" in said.err
+
+
+def test_bench_measures_and_compares_with_the_model(model, capsys):
+    flags = ["--prompts", "4", "--prompt-tokens", "5", "--rounds", "2", "--max-new-tokens", "6", "--json"]
+    assert main(["bench", model, *flags]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:3] == ["engine", "tokens/s", "ratio"]
+    assert out[1].split()[0] == "transformers"
+    figures = json.loads(out[-1])
+    measured = figures["engines"]["transformers"]
+    assert figures["holds"] is True
+    assert len(measured["rounds_tokens_per_s"]) == 2
+    assert min(measured["rounds_tokens_per_s"]) <= measured["tokens_per_s"] <= max(measured["rounds_tokens_per_s"])
+    assert measured["ratio"] == 1.0
+    assert 1.0 <= measured["token_mult_prob_error"] < 1.0001
+    assert measured["max_abs_difference"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--engines", "transformers,transformers"], "an engine stands twice"),
+        (["--engines", "transformers,sglang"], "engine must be one of"),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 means nothing"),
+        (["--prompt-tokens", "200"], "passes the model's max_position_embeddings=128"),
+    ],
+)
+def test_bench_refuses_misuse(model, capsys, flags, reason):
+    assert main(["bench", model, *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.skipif(installed_version() is not None, reason="vLLM is installed")
+def test_an_engine_that_is_not_installed_is_refused(model, capsys):
+    assert main(["bench", model, "--engines", "transformers,vllm", "--vllm-kwarg", "enforce_eager=true"]) == 2
+    assert "vLLM is not installed" in capsys.readouterr().err
+
+
+needs_server = pytest.mark.skipif(
+    find_spec("starlette") is None or find_spec("uvicorn") is None, reason="the server's extra is not installed"
+)
+
+
+@needs_server
+def test_serve_answers_over_http_until_it_is_terminated(model):
+    with subprocess.Popen(
+        [sys.executable, "-m", "rl_generation", "serve", model, "--port", "0", "--served-model-name", "tiny"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            url = process.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:"), process.stderr.read()
+            body = json.dumps({"model": "tiny", "prompt": [1, 5], "max_tokens": 3, "temperature": 0}).encode()
+            asked = urllib.request.Request(
+                f"{url}/v1/completions", data=body, headers={"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] >= 1
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "TransformersEngine" in said
+    assert said.endswith("ended\n")
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--host", "0.0.0.0"], "give an api_key"),
+        (["--api-key-env", "NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY is not set"),
+        (["--max-prompts", "0"], "max_prompts must be above 0"),
+        (["--no-tokenizer"], "a server of texts needs a tokenizer"),
+        (["--host", "203.0.113.1", "--api-key-env", "A_KEY"], "cannot serve at 203.0.113.1:8000"),
+    ],
+)
+def test_serve_refuses_what_it_should_not_do(model, capsys, monkeypatch, flags, reason):
+    monkeypatch.delenv("RL_GENERATION_API_KEY", raising=False)
+    monkeypatch.setenv("A_KEY", "secret")
+    assert main(["serve", model, *flags]) == 2
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""Processes that die, what they leave behind, and how long a sample may take; real processes, no vLLM."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rl_generation.errors import EngineDeadError, EngineOptionError, TimedOutSample
+from rl_generation.rollout import Rollout, VersionSpan
+from rl_generation.vllm.health import Health
+from rl_generation.vllm.leftovers import Leftovers
+from rl_generation.vllm.processes import EngineProcesses
+from rl_generation.vllm.timeouts import sample_timeout_s, timeout_error
+
+PATIENCE_S = 20
+PROGRAMS = Path(__file__).parent / "programs"
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """An engine of one process, and the files that it holds."""
+    monkeypatch.syspath_prepend(PROGRAMS)  # which the process inherits
+    import holding
+
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=holding.hold, args=(theirs,), name="EngineCore")
+    process.start()
+    try:
+        assert ours.poll(PATIENCE_S)
+        memory, lock = ours.recv()
+        process.files = [Path("/dev/shm", memory.lstrip("/")), Path("/dev/shm", f"sem.{lock.lstrip('/')}")]
+        yield process
+    finally:
+        process.kill()
+        process.join(PATIENCE_S)
+
+
+def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd):
+    foreign = SharedMemory(create=True, size=4096)
+    try:
+        assert all(file.exists() for file in process.files)
+        leftovers = Leftovers([process.pid])
+        process.kill()
+        process.join(PATIENCE_S)
+        assert all(file.exists() for file in process.files)
+        leftovers.remove()
+        leftovers.remove()
+        assert not any(file.exists() for file in process.files)
+        assert Path("/dev/shm", foreign.name).exists()
+    finally:
+        foreign.close()
+        foreign.unlink()
+    assert capfd.readouterr().err == ""
+
+
+def test_whoever_waits_for_a_dead_process_is_told_which_one_and_how(process):
+    async def wait():
+        health = Health(SimpleNamespace(errored=False), EngineProcesses([process]))
+        health.check()
+        calls = [asyncio.create_task(health.run(asyncio.Event().wait())) for _ in range(3)]
+        await asyncio.sleep(0)
+        os.kill(process.pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S), health
+
+    errors, health = asyncio.run(wait())
+    for error in errors:
+        assert isinstance(error, EngineDeadError)
+        assert f"EngineCore (process {process.pid}) of the engine is dead: killed by SIGKILL" in str(error)
+    assert health.death is not None
+
+
+def test_what_the_living_answer_is_handed_on(process):
+    async def answer(value):
+        if value < 0:
+            raise ValueError(value)
+        return value
+
+    async def ask():
+        health = Health(SimpleNamespace(errored=False), EngineProcesses([process]))
+        return await asyncio.gather(*(health.run(answer(each)) for each in (4, -1)), return_exceptions=True)
+
+    good, bad = asyncio.run(ask())
+    assert good == 4
+    assert isinstance(bad, ValueError)
+
+
+def test_an_engine_that_failed_without_dying_is_dead_all_the_same(process, monkeypatch):
+    monkeypatch.setattr("rl_generation.vllm.health.PATIENCE_S", 0.1)
+
+    async def fail():
+        raise OSError("sockets")
+
+    async def ask():
+        health = Health(SimpleNamespace(errored=True), EngineProcesses([process]))
+        await health.run(fail())
+
+    with pytest.raises(EngineDeadError, match=r"vLLM's engine failed \(OSError\), and its log says why"):
+        asyncio.run(ask())
+
+
+def test_a_script_that_would_start_engines_within_engines_is_told():
+    script = PROGRAMS / "unguarded.py"
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert (
+        'refused: the processes of an engine import the script that makes it: make it under `if __name__ == "__main'
+        in run.stderr
+    )
+    assert "exit code of the process that imported this script: 1" in run.stdout
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "inf", "nan", "ten", ""])
+def test_a_timeout_that_is_no_time_is_refused(monkeypatch, value):
+    monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", value)
+    with pytest.raises(EngineOptionError, match=f"NRL_VLLM_ASYNC_TIMEOUT_SECONDS must be .*; got '{value}'"):
+        sample_timeout_s()
+
+
+def test_a_sample_has_ten_minutes_unless_the_environment_says_otherwise(monkeypatch):
+    monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
+    assert sample_timeout_s() == 600
+    monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "12.5")
+    assert sample_timeout_s() == 12.5
+
+
+def test_a_timeout_says_what_was_reached_what_is_kept_and_what_to_do():
+    spans = (VersionSpan(version=0, start=0, end=1),)
+    kept = Rollout(
+        tokens=(5,), logp=(-1.0,), logp_of="sampled", finish_reason="length", stop_reason=None, versions=spans
+    )
+    lost = [TimedOutSample(prompt_index=4, sample_index=1, tokens=(7,) * 81)]
+    error = timeout_error(lost, [kept], timeout_s=600.0)
+    assert (error.timed_out, error.rollouts) == (tuple(lost), (kept,))
+    assert str(error).startswith(
+        "sample 1 of prompt 4 was aborted after 600 seconds, having reached 81 tokens; the 1 that finished is in this"
+    )
+    assert str(error).endswith("or double it, NRL_VLLM_ASYNC_TIMEOUT_SECONDS=1200")
+    assert "and so did 2 others; the 0 that finished are" in str(timeout_error(lost * 3, [], timeout_s=1.5))

@@ -1,0 +1,276 @@
+"""What a client may send: every field is read, neutral, or refused by its name."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+
+pytest.importorskip("starlette", reason="the server needs rl-generation[server]")
+
+import speaking
+
+from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError, TimedOutSample
+from rl_generation.requests import Limits
+from rl_generation.sampling import Sampling
+from rl_generation.server.errors import HttpError, from_engine
+from rl_generation.server.fields import Fields
+from rl_generation.server.generation_request import read_chat, read_completion
+from rl_generation.server.limits import ServerLimits
+
+TOKENIZER = speaking.tokenizer()
+LIMITS = Limits(vocab_size=len(TOKENIZER), max_length=64, tokenizer=TOKENIZER)
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+def fields(body):
+    return Fields(json.dumps(body).encode())
+
+
+def completion(body, limits=LIMITS, **bounds):
+    return read_completion(
+        fields({"prompt": [5, 6]} | body), tokenizer=TOKENIZER, limits=limits, bounds=ServerLimits(**bounds)
+    )
+
+
+def chat(body):
+    return read_chat(fields(CHAT | body), tokenizer=TOKENIZER, limits=LIMITS, bounds=ServerLimits())
+
+
+def test_every_setting_reaches_the_sampling():
+    sent = {
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "stop_token_ids": [7],
+        "stop": "a",
+        "bad_words": ["b", "c"],
+        "ignore_eos": True,
+        "seed": 11,
+    }
+    (request,) = completion(sent | {"max_tokens": 9}).requests
+    expected = sent | {"stop_token_ids": (7,), "stop": ("a",), "bad_words": ("b", "c"), "max_new_tokens": 9}
+    assert request.sampling == Sampling(**expected)
+    (request,) = chat({k: v for k, v in sent.items() if k != "n"} | {"max_completion_tokens": 4}).requests
+    assert request.sampling == Sampling(**expected | {"n": 1, "max_new_tokens": 4})
+
+
+def test_nothing_given_is_the_default_sampling_to_the_end_of_the_context():
+    asked = completion({})
+    assert asked.requests[0].sampling == Sampling(max_new_tokens=62)
+    assert [asked.stream, asked.logp, asked.token_ids] == [False] * 3
+
+
+def test_several_prompts_draw_as_the_engine_would_draw_for_them():
+    asked = completion({"prompt": [[5], [6], [7]], "seed": 3, "max_tokens": 4})
+    assert [request.sampling for request in asked.requests] == Sampling(max_new_tokens=4, seed=3).spread(3)
+
+
+def test_all_shapes_of_a_prompt():
+    text = TOKENIZER.encode("hello there")
+    for prompt, expected in [
+        ("hello there", [text]),
+        (["hello there", "hello"], [text, TOKENIZER.encode("hello")]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ]:
+        assert [list(request.prompt) for request in completion({"prompt": prompt}).requests] == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], [[]], {"a": 1}, 5, [5, -1], [5, 1.0], [True], ["a", [5.5]], [[5], []], [[5], [999]], ""]
+)
+def test_a_prompt_of_no_shape_is_refused(prompt):
+    with pytest.raises(HttpError, match="prompt") as refusal:
+        completion({"prompt": prompt})
+    assert refusal.value.status == 400
+
+
+NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "best_of": 1,
+    "echo": False,
+    "suffix": None,
+    "min_tokens": 0,
+    "use_beam_search": False,
+    "skip_special_tokens": True,
+    "response_format": {"type": "text"},
+    "prompt_logprobs": None,
+    "logit_processors": None,
+}
+
+
+def test_a_field_that_asks_for_nothing_passes():
+    assert completion(NEUTRAL | {"max_tokens": 3}) == completion({"max_tokens": 3})
+    assert chat(NEUTRAL | {"top_logprobs": 0, "tool_choice": "none", "tools": []}) == chat({})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("presence_penalty", False),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 1}),
+        ("best_of", 2),
+        ("echo", True),
+        ("suffix", "x"),
+        ("min_tokens", 1),
+        ("use_beam_search", True),
+        ("skip_special_tokens", False),
+        ("response_format", {"type": "json_object"}),
+        ("prompt_logprobs", 1),
+        ("guided_regex", "a+"),
+        ("chat_template", "{{ messages }}"),
+        ("truncate_prompt_tokens", 5),
+        ("allowed_token_ids", [5]),
+    ],
+)
+def test_a_field_that_is_not_served_is_refused_by_its_name(field, value):
+    for ask in (completion, chat):
+        with pytest.raises(HttpError, match=f"{field}=.* is not supported") as refusal:
+            ask({field: value})
+        assert (refusal.value.status, refusal.value.param) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "near"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("topp", "top_p"), ("stop_ids", "stop_token_ids")],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_one(field, near):
+    with pytest.raises(HttpError, match=f"unknown field '{field}': did you mean '{near}'") as refusal:
+        completion({field: 1})
+    assert refusal.value.body["error"] == {
+        "message": str(refusal.value),
+        "type": "invalid_request_error",
+        "param": field,
+        "code": "unknown_field",
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokens": "5"}, "max_tokens", 'an integer; got "5"'),
+        ({"max_tokens": 2.5}, "max_tokens", "an integer; got 2.5"),
+        ({"n": True}, "n", "an integer; got true"),
+        ({"temperature": "hot"}, "temperature", "a number"),
+        ({"temperature": True}, "temperature", "a number"),
+        ({"stream": 1}, "stream", "true or false; got 1"),
+        ({"stop": [1]}, "stop", "a string or a list of strings"),
+        ({"stop_token_ids": [1, -2]}, "stop_token_ids", "a list of token ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids", "a list of token ids"),
+        ({"stream_options": []}, "stream_options", "an object"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_the_one_that_is_wanted(body, param, message):
+    with pytest.raises(HttpError, match=message) as refusal:
+        completion(body)
+    assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, param, "invalid_type")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"n": 0}, "n", "n must be an integer of at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be an integer of at least 1"),
+        ({"temperature": -1}, "temperature", "temperature must be 0"),
+        ({"temperature": 0.001}, "temperature", "at least 0.01"),
+        ({"top_p": 0}, "top_p", "in \\(0, 1\\]"),
+        ({"top_k": -2}, "top_k", "top_k must be"),
+        ({"min_p": 2}, "min_p", "min_p must be"),
+        ({"seed": -1}, "seed", "seed must be"),
+        ({"stop": ""}, "stop", "stop must be"),
+        ({"max_tokens": 63}, None, "lower max_tokens to 62 or less"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids", "stop_token_ids must hold ids in"),
+        ({"logprobs": 1}, "logprobs", "only logprobs=0"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "holds include_usage"),
+        ({"n": 9}, "n", "1 prompts with n=9 ask for 9 answers; the limit here is 8"),
+        ({"prompt": ["a"] * 5}, "prompt", "5 prompts; the limit here is 4"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_rule(body, param, message):
+    with pytest.raises(HttpError, match=message) as refusal:
+        completion(body, max_answers=8, max_prompts=4)
+    assert (refusal.value.status, refusal.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "hello"}, "messages", "a list of objects"),
+        ({"messages": [{"content": "a"}]}, r"messages[0].role", "needs a role"),
+        ({"messages": [{"role": "user"}]}, r"messages[0].content", "must be a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages[0].content", "one part"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "two names of one thing"),
+        ({"top_logprobs": 2}, "top_logprobs", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tool_choice", "not parsed"),
+        ({"tool_choice": "required"}, "tool_choice", "not parsed"),
+        ({"chat_template_kwargs": {"politely": True}}, "messages", "does not know the variable"),
+        ({"required_prefix_token_ids": [5, 6]}, "required_prefix_token_ids", "in the first turn"),
+        ({"required_prefix_token_ids": "5"}, "required_prefix_token_ids", "a list of token ids"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "messages", "not compatible"),
+    ],
+)
+def test_a_chat_that_cannot_be_written_is_refused(body, param, message):
+    with pytest.raises(HttpError, match=message) as refusal:
+        chat(body)
+    assert (refusal.value.status, refusal.value.param) == (400, param)
+
+
+def test_one_part_of_text_is_a_text():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert chat({"messages": parts}) == chat({})
+
+
+def test_tools_are_written_where_their_calls_are_wanted_as_text():
+    asked = chat({"tools": [{"type": "function"}], "tool_choice": "none"})
+    assert '"function"' in TOKENIZER.decode(asked.requests[0].prompt)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"5", b"{", b'{"n": NaN}', b'{"n": Infinity}', b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000],
+)
+def test_a_body_that_is_no_json_object_is_refused(body):
+    with pytest.raises(HttpError) as refusal:
+        Fields(body)
+    assert (refusal.value.status, refusal.value.code) == (400, "invalid_json")
+
+
+def test_a_number_beyond_all_floats_is_refused():
+    with pytest.raises(HttpError, match="temperature must be a finite number"):
+        Fields(b'{"temperature": 1e999}').number("temperature")
+
+
+def test_an_engine_without_a_limit_needs_max_tokens():
+    endless = Limits(vocab_size=len(TOKENIZER), max_length=None, tokenizer=TOKENIZER)
+    with pytest.raises(HttpError, match="max_tokens is needed"):
+        completion({}, limits=endless)
+    assert completion({"max_tokens": 5}, limits=endless).requests[0].sampling.max_new_tokens == 5
+
+
+def test_each_error_of_an_engine_has_its_status():
+    timed_out = [TimedOutSample(prompt_index=0, sample_index=2, tokens=(5, 6, 7))]
+    timeout = from_engine(SampleTimeoutError("600 s passed", timed_out=timed_out))
+    assert timeout.status == 504
+    assert timeout.body["error"]["timed_out"] == [{"prompt_index": 0, "sample_index": 2, "tokens": 3}]
+    assert from_engine(EngineDeadError("gone")).status == 503
+    assert from_engine(LogpError("NaN")).status == 500
+    assert from_engine(LogpError("NaN")).body["error"]["type"] == "server_error"
+    assert from_engine(PromptError("too long")).status == 400
+
+
+def test_limits_are_above_zero():
+    with pytest.raises(ValueError, match="max_prompts must be above 0; got max_prompts=0"):
+        ServerLimits(max_prompts=0)

@@ -1,0 +1,77 @@
+"""Text that is given out while an answer grows is the text of the whole answer."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+
+pytest.importorskip("starlette", reason="the server needs rl-generation[server]")
+
+import speaking
+
+from rl_generation.chat import decode_rollout
+from rl_generation.rollout import Rollout, VersionSpan
+from rl_generation.server.text_stream import TextStream
+
+TOKENIZER = speaking.tokenizer()
+WORDS = TOKENIZER.encode("hello there, 你好 🙂 hello", add_special_tokens=False)
+
+
+def rollout(tokens, stop_reason=None):
+    return Rollout(
+        tokens=tuple(tokens),
+        logp=(-1.0,) * len(tokens),
+        logp_of="sampled",
+        finish_reason="length" if stop_reason is None else "stop",
+        stop_reason=stop_reason,
+        versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
+    )
+
+
+def stopped(tokens, stop):
+    """The answer as an engine would leave it: it ends with the token that completes one of the stop strings."""
+    for end in range(1, len(tokens) + 1):
+        text = TOKENIZER.decode(tokens[:end], skip_special_tokens=True)
+        found = [each for each in stop if each in text]
+        if found:
+            return rollout(tokens[:end], stop_reason=found[0])
+    return rollout(tokens)
+
+
+def pieces(answer, stop=(), *, include=False):
+    stream = TextStream(TOKENIZER, stop=stop, include_stop_string=include)
+    return [*(stream.push(token) for token in answer.tokens), stream.finish(answer)]
+
+
+@given(
+    tokens=st.lists(st.one_of(st.integers(0, len(TOKENIZER) - 1), st.sampled_from(WORDS)), max_size=30),
+    stop=st.lists(st.text("helo tr,你", min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_pieces_joined_are_the_text_of_the_answer(tokens, stop, include):
+    answer = stopped(tokens, stop)
+    assert "".join(pieces(answer, stop, include=include)) == decode_rollout(
+        TOKENIZER, answer, include_stop_string=include
+    )
+
+
+def test_a_character_is_given_out_when_its_last_byte_came():
+    tokens = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ðŁĻĤ"]  # the bytes of a smile
+    assert pieces(rollout([*tokens, *WORDS[:1]])) == ["", "", "", "🙂", "hello", ""]
+
+
+def test_what_may_begin_a_stop_string_is_held_until_it_does_not():
+    tokens = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "hexhelp"]
+    assert pieces(rollout(tokens), stop=["hello"]) == ["", "", "hex", "", "", "", "help", ""]
+
+
+def test_text_is_not_given_out_past_the_beginning_of_a_stop_string():
+    tokens = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "wahel"]
+    answer = rollout(tokens, stop_reason="hel")
+    assert pieces(answer, stop=["hel"]) == ["w", "a", "", "", "", ""]
+    assert pieces(answer, stop=["hel"], include=True) == ["w", "a", "", "", "", "hel"]

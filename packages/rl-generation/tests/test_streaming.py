@@ -1,0 +1,202 @@
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
+from rl_generation.errors import EngineDeadError, LogpError, PromptError
+from rl_generation.rollout import VersionSpan
+from rl_generation.sampling import Sampling
+from rl_generation.streaming import Streamer
+from rl_generation.transformers_engine import TransformersEngine
+
+SAMPLING = Sampling(max_new_tokens=12, n=2, seed=3)
+LONG = Sampling(max_new_tokens=60, ignore_eos=True, seed=0)
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def served(tiny):
+    """A streamer, and an engine of the same weights that nothing else uses."""
+    streamer = Streamer(engine(tiny("llama")))
+    yield streamer, engine(tiny("llama"))
+    streamer.close()
+
+
+def engine(model):
+    return TransformersEngine(model, stop_token_ids=[2], pad_token_id=0)
+
+
+async def collect(streamer, prompt, sampling):
+    """The rollouts of one request; each is what its deltas say."""
+    tokens, logp, rollouts = {}, {}, {}
+    async for delta in streamer.stream(prompt, sampling):
+        tokens[delta.sample_index] = tokens.get(delta.sample_index, ()) + delta.tokens
+        logp[delta.sample_index] = logp.get(delta.sample_index, ()) + delta.logp
+        if delta.rollout is not None:
+            rollouts[delta.sample_index] = delta.rollout
+    assert {index: rollout.tokens for index, rollout in rollouts.items()} == tokens
+    assert {index: rollout.logp for index, rollout in rollouts.items()} == logp
+    return [rollouts[index] for index in sorted(rollouts)]
+
+
+def run(what):
+    return asyncio.run(asyncio.wait_for(what, PATIENCE_S))
+
+
+def same(ours, theirs):
+    return [(rollout.tokens, rollout.finish_reason) for rollout in ours] == [
+        (rollout.tokens, rollout.finish_reason) for rollout in theirs
+    ]
+
+
+def test_both_are_what_the_protocols_ask_for(served):
+    streamer, plain = served
+    assert isinstance(streamer, StreamingEngine)
+    assert isinstance(plain, Engine)
+    assert isinstance(plain, SteppingEngine)
+
+
+def test_what_is_streamed_together_is_what_is_generated_alone(served):
+    streamer, plain = served
+    prompts = [[1, token, 4][: 1 + token % 3] for token in range(5, 21)]
+    samplings = [Sampling(max_new_tokens=3 + index, n=1 + index % 3, seed=index) for index in range(16)]
+
+    async def together():
+        return await asyncio.gather(*(collect(streamer, *pair) for pair in zip(prompts, samplings, strict=True)))
+
+    for prompt, sampling, rollouts in zip(prompts, samplings, run(together()), strict=True):
+        assert same(rollouts, plain.generate([prompt], [sampling]))
+
+
+def test_one_refused_request_does_not_touch_the_others(served):
+    streamer, plain = served
+
+    async def both():
+        return await asyncio.gather(
+            collect(streamer, [1, 5], SAMPLING), collect(streamer, [99], SAMPLING), return_exceptions=True
+        )
+
+    good, bad = run(both())
+    assert same(good, plain.generate([[1, 5]], SAMPLING))
+    assert isinstance(bad, PromptError)
+
+
+def test_closing_the_iterator_aborts_the_request(served):
+    streamer, _ = served
+
+    async def one_token():
+        stream = streamer.stream([1, 5], LONG)
+        await anext(stream)
+        await stream.aclose()
+        # Behind the abort in the worker's queue.
+        return await asyncio.wrap_future(streamer.between_steps(lambda: streamer.engine.metrics().running))
+
+    run(one_token())
+    metrics = streamer.between_steps(streamer.engine.step).result(PATIENCE_S), streamer.engine.metrics()
+    assert metrics[1].running == 0
+    assert metrics[1].generated_tokens < 60
+
+
+def test_abort_ends_every_stream_and_says_so(served):
+    streamer, _ = served
+
+    async def abort_after_the_first_tokens():
+        requests = [asyncio.create_task(collect(streamer, [1, token], LONG)) for token in (5, 6, 7)]
+        while streamer.engine.metrics().generated_tokens < 3:
+            await asyncio.sleep(0.001)
+        return await streamer.abort(), await asyncio.gather(*requests)
+
+    count, answers = run(abort_after_the_first_tokens())
+    assert count == 3
+    for (rollout,) in answers:
+        assert rollout.finish_reason == "abort"
+        assert 0 < len(rollout.tokens) < 60
+
+
+def test_weights_may_change_between_two_steps_and_rollouts_say_where(served):
+    streamer, _ = served
+
+    def new_weights():
+        with torch.no_grad():
+            streamer.engine.model.lm_head.weight.mul_(0.5)
+        streamer.engine.commit_version(4)
+
+    async def change_under_way():
+        request = asyncio.create_task(collect(streamer, [1, 5], LONG))
+        while streamer.engine.metrics().generated_tokens < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.wrap_future(streamer.between_steps(new_weights))
+        return await request
+
+    (rollout,) = run(change_under_way())
+    first, second = rollout.versions
+    assert (first, second.version, second.end) == (VersionSpan(version=0, start=0, end=second.start), 4, 60)
+    assert 0 < second.start < 60
+    assert rollout.version == 0
+
+
+def test_broken_logits_end_every_stream_and_the_engine_serves_the_next_ones(served):
+    streamer, plain = served
+    head = streamer.engine.model.lm_head.weight
+    kept = head.detach().clone()
+
+    def fill(values):
+        with torch.no_grad():
+            head.copy_(values)
+
+    streamer.between_steps(lambda: fill(torch.full_like(kept, torch.nan))).result(PATIENCE_S)
+
+    async def broken():
+        return await asyncio.gather(
+            *(collect(streamer, [1, token], SAMPLING) for token in (5, 6)), return_exceptions=True
+        )
+
+    assert all(isinstance(error, LogpError) for error in run(broken()))
+    streamer.between_steps(lambda: fill(kept)).result(PATIENCE_S)
+    assert same(run(collect(streamer, [1, 5], SAMPLING)), plain.generate([[1, 5]], SAMPLING))
+
+
+def test_several_event_loops_may_stream_at_once(served):
+    streamer, plain = served
+    answers = {}
+
+    def one(token):
+        answers[token] = run(collect(streamer, [1, token], SAMPLING))
+
+    threads = [threading.Thread(target=one, args=(token,)) for token in (5, 6, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert all(same(answers[token], plain.generate([[1, token]], SAMPLING)) for token in (5, 6, 7))
+
+
+def test_health_is_an_answer_within_its_deadline(served):
+    streamer, plain = served
+    run(streamer.check_health())
+    impatient = Streamer(plain, health_timeout_s=0.05)
+    impatient.between_steps(lambda: time.sleep(0.5))
+    with pytest.raises(EngineDeadError, match=r"in one step for 0\.05 s"):
+        run(impatient.check_health())
+    impatient.close()
+
+
+def test_closing_ends_open_streams_and_leaves_no_thread(served, tiny):
+    streamer, _ = served
+
+    async def close_under_way():
+        request = asyncio.create_task(collect(streamer, [1, 5], LONG))
+        while streamer.engine.metrics().generated_tokens < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(streamer.close)
+        return await request
+
+    (rollout,) = run(close_under_way())
+    assert rollout.finish_reason == "abort"
+    streamer.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        run(collect(streamer, [1, 5], LONG))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rl-generation")]

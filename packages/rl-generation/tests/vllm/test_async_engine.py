@@ -1,0 +1,402 @@
+"""Real `AsyncLLM` with one worker: what it samples, who may call it, what a timeout, an abort and a pause cost."""
+
+import asyncio
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
+
+import tiny
+import torch
+from watching import Call, living, taken, until
+
+from rl_generation.engine import Engine, StreamingEngine
+from rl_generation.errors import (
+    EngineDeadError,
+    EngineOptionError,
+    LogpError,
+    ModelError,
+    PromptError,
+    SampleTimeoutError,
+    TimedOutSample,
+)
+from rl_generation.rollout import Rollout, VersionSpan
+from rl_generation.sampling import Sampling
+from rl_generation.vllm.async_engine import VllmAsyncEngine
+
+TOLERANCE = 1e-4
+SHORT = Sampling(max_new_tokens=3, ignore_eos=True)
+LONG = Sampling(max_new_tokens=480, ignore_eos=True)
+FREE = Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, seed=11, n=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.policy("qwen3", 0)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    before = taken()
+    options = tiny.options(checkpoints("qwen3"), worker_extension_cls="weights_worker.WeightsWorker")
+    engine = VllmAsyncEngine(options)
+    yield engine
+    processes = engine.process_ids
+    engine.close()
+    engine.close()
+    assert living(processes) == []
+    assert taken() <= before
+    with pytest.raises(EngineDeadError, match=r"restart\(\) makes a new one"):
+        engine.generate([[5]], SHORT)
+    with pytest.raises(EngineDeadError, match="the engine is closed"):
+        engine.resume()
+
+
+@pytest.fixture(autouse=True)
+def idle(request):
+    """Each test begins and ends with an engine that has nothing to do and the weights of its checkpoint."""
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        until(lambda: unfinished(engine) == 0)
+        assert not engine.is_paused
+
+
+def unfinished(engine):
+    return engine.vllm.get_num_unfinished_requests()
+
+
+def generated(engine):
+    return engine.metrics().generated_tokens
+
+
+async def deltas(engine, prompt, sampling, **others):
+    return [delta async for delta in engine.stream(prompt, sampling, **others)]
+
+
+# -- What it samples -------------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_are_the_likeliest_of_a_plain_forward(engine, model):
+    prompts = tiny.prompts(6)
+    greedy = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    for prompt, rollout in zip(prompts, engine.generate(prompts, greedy), strict=True):
+        logits = tiny.logits(model, prompt, rollout.tokens)
+        assert list(rollout.tokens) == logits.argmax(-1).tolist()
+        assert rollout.logp == pytest.approx(tiny.chosen(logits.log_softmax(-1), rollout.tokens), abs=TOLERANCE)
+        assert (rollout.finish_reason, rollout.version) == ("length", 0)
+        assert 0 < rollout.timing.first_token_s < rollout.timing.total_s
+
+
+def test_logp_is_of_the_distribution_that_was_drawn_from_and_every_sample_has_its_own_seed(engine, model):
+    prompts = tiny.prompts(6)
+    rollouts = engine.generate(prompts, FREE)
+    assert [(each.prompt_index, each.sample_index) for each in rollouts] == [(i, j) for i in range(6) for j in (0, 1)]
+    assert len({each.tokens for each in rollouts}) == 12
+    for rollout in rollouts:
+        logits = tiny.logits(model, prompts[rollout.prompt_index], rollout.tokens)
+        expected = tiny.chosen(tiny.cut_logp(logits, temperature=0.7, top_p=0.9), rollout.tokens)
+        assert rollout.logp == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_stop_token_ends_an_answer_and_stays_in_it(engine):
+    (free,) = engine.generate([[9, 8, 7]], [Sampling(max_new_tokens=24, seed=4, ignore_eos=True)])
+    stop = free.tokens[9]
+    assert stop not in free.tokens[:9]
+    stopping = Sampling(max_new_tokens=24, seed=4, ignore_eos=True, stop_token_ids=(stop,))
+    (rollout,) = engine.generate([[9, 8, 7]], [stopping])
+    assert (rollout.tokens, rollout.finish_reason, rollout.stop_reason) == (free.tokens[:10], "stop", stop)
+
+
+def test_broken_logits_are_an_error_and_never_a_number(engine):
+    (norm,) = engine.collective_rpc("get_norm")
+    engine.collective_rpc("set_norm", args=[[float("nan")] * len(norm)])
+    try:
+        with pytest.raises(LogpError, match="has log-probability nan"):
+            engine.generate(tiny.prompts(3), SHORT)
+    finally:
+        engine.collective_rpc("set_norm", args=[norm])
+    assert len(engine.generate(tiny.prompts(3), SHORT)) == 3
+
+
+# -- Who may call it -------------------------------------------------------------------------------------------------
+
+
+def test_deltas_of_a_stream_make_the_rollout_that_generate_returns(engine):
+    prompt = tiny.prompts(1)[0]
+    expected = engine.generate([prompt], [FREE])
+    for delta_lists in ([asyncio.run(deltas(engine, prompt, FREE))], stream_in_threads(engine, prompt, count=3)):
+        for found in delta_lists:
+            for sample, rollout in enumerate(expected):
+                own = [delta for delta in found if delta.sample_index == sample]
+                assert tuple(token for delta in own for token in delta.tokens) == rollout.tokens
+                assert tuple(logp for delta in own for logp in delta.logp) == own[-1].rollout.logp
+                assert [delta.rollout for delta in own[:-1]] == [None] * (len(own) - 1)
+                assert (own[-1].rollout.tokens, own[-1].rollout.sample_index) == (rollout.tokens, sample)
+                assert own[-1].rollout.logp == pytest.approx(rollout.logp, abs=1e-5)
+
+
+def stream_in_threads(engine, prompt, *, count):
+    """Each thread with a loop of its own, at the same time."""
+    calls = [Call(asyncio.run, deltas(engine, prompt, FREE)) for _ in range(count)]
+    assert [call.join() for call in calls] == [None] * count
+    return [call.value for call in calls]
+
+
+def test_threads_and_loops_share_it(engine):
+    prompts = tiny.prompts(4)
+    expected = [each.tokens for each in engine.generate(prompts, FREE)]
+    calls = [Call(engine.generate, prompts, FREE) for _ in range(4)]
+
+    async def inside():
+        blocking = engine.generate(prompts, FREE)  # blocks this loop, and works
+        both = await asyncio.gather(*(engine.generate_async(prompts, FREE) for _ in range(2)))
+        return [blocking, *both]
+
+    found = asyncio.run(inside())
+    assert [call.join() for call in calls] == [None] * 4
+    for rollouts in [*found, *(call.value for call in calls)]:
+        assert [each.tokens for each in rollouts] == expected
+
+
+def test_a_blocking_call_on_the_loop_that_it_waits_for_is_refused(engine):
+    async def blocking():
+        return engine.generate([[5]], SHORT)
+
+    with pytest.raises(RuntimeError, match="was made on the event loop that it waits for"):
+        asyncio.run_coroutine_threadsafe(blocking(), engine.loop).result(60)
+
+
+def test_answers_come_as_they_are_completed(engine):
+    rollouts = list(engine.as_completed([[5, 6], [7, 8], [9]], [LONG, SHORT, SHORT]))
+    assert all(isinstance(each, Rollout) for each in rollouts)
+    assert sorted(each.prompt_index for each in rollouts) == [0, 1, 2]
+    assert rollouts[-1].prompt_index == 0
+
+
+def test_it_is_what_servers_and_trainers_ask_for(engine):
+    assert isinstance(engine, Engine)
+    assert isinstance(engine, StreamingEngine)
+    assert engine.engine is engine
+    before = engine.metrics()
+    engine.generate([[5] * 20, [6] * 30], SHORT)
+    after = engine.metrics()
+    assert after.prompt_tokens - before.prompt_tokens == 50
+    assert after.generated_tokens - before.generated_tokens == 6
+    assert after.finished["length"] - before.finished.get("length", 0) == 2
+    assert (after.running, after.waiting) == (0, 0)
+    assert "vLLM, asynchronous" in engine.explain()
+    assert engine.generate([], SHORT) == []
+    asyncio.run(engine.check_health())
+
+
+# -- Aborts and timeouts ---------------------------------------------------------------------------------------------
+
+
+def test_leaving_early_aborts_what_is_unfinished(engine):
+    async def leave():
+        stream = engine.stream([5, 6], LONG)
+        async for delta in stream:
+            assert delta.rollout is None
+            break
+        await stream.aclose()
+
+    async def cancel():
+        task = asyncio.create_task(engine.generate_async([[5, 6]], LONG))
+        await asyncio.to_thread(until, lambda: unfinished(engine))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return task.cancelled()
+
+    before = engine.metrics().finished.get("abort", 0)
+    asyncio.run(leave())
+    until(lambda: unfinished(engine) == 0)
+    assert asyncio.run(cancel())
+    until(lambda: unfinished(engine) == 0)
+    completed = engine.as_completed([[5], [6]], [SHORT, LONG])
+    assert next(completed).prompt_index == 0
+    completed.close()
+    until(lambda: unfinished(engine) == 0)
+    assert engine.metrics().finished["abort"] == before + 3
+
+
+def test_an_abort_ends_answers_as_they_are(engine):
+    async def one_of_two():
+        tasks = [asyncio.create_task(deltas(engine, [5, i], LONG, request_id=f"r{i}")) for i in (6, 7)]
+        start = generated(engine)
+        await asyncio.to_thread(until, lambda: unfinished(engine) == 2 and generated(engine) > start + 4)
+        assert await engine.abort(request_id="r6") == 1
+        first = await tasks[0]
+        assert not tasks[1].done()
+        assert await engine.abort() == 1
+        return first, await tasks[1]
+
+    for found in asyncio.run(one_of_two()):
+        rollout = found[-1].rollout
+        assert (rollout.finish_reason, rollout.truncated) == ("abort", True)
+        assert 0 < len(rollout.tokens) < 480
+        assert tuple(token for delta in found for token in delta.tokens) == rollout.tokens
+        assert len(rollout.logp) == len(rollout.tokens)
+    assert asyncio.run(engine.abort()) == 0
+
+
+def test_a_timeout_costs_one_sample(engine):
+    call = Call(engine.generate, [[5, 6], [7, 8], [9]], [SHORT, LONG, SHORT], timeout_s=5.0)
+    start = generated(engine)
+    until(lambda: unfinished(engine) == 1 and generated(engine) > start + 8)
+    engine.pause(mode="keep")  # so that no machine is fast enough for it
+    error = call.join()
+    engine.resume()
+    assert isinstance(error, SampleTimeoutError)
+    assert [each.prompt_index for each in error.rollouts] == [0, 2]
+    assert [len(each.tokens) for each in error.rollouts] == [3, 3]
+    (lost,) = error.timed_out
+    assert (lost.prompt_index, lost.sample_index) == (1, 0)
+    assert 0 < len(lost.tokens) < 480
+    said = str(error)
+    assert f"sample 0 of prompt 1 was aborted after 5 seconds, having reached {len(lost.tokens)} tokens" in said
+    assert "NRL_VLLM_ASYNC_TIMEOUT_SECONDS=10" in said
+
+
+def test_each_of_n_samples_has_its_own_time(engine):
+    both = Sampling(max_new_tokens=3, n=2, ignore_eos=True)
+    engine.pause(mode="keep")
+    found = list(engine.as_completed([[5, 6]], both, timeout_s=0.2))
+    assert sorted(each.sample_index for each in found) == [0, 1]
+    assert all(isinstance(each, TimedOutSample) for each in found)
+    with pytest.raises(SampleTimeoutError, match="having reached 0 tokens, and so did 1 other"):
+        asyncio.run(deltas(engine, [5, 6], both, timeout_s=0.2))
+    engine.resume()
+
+
+# -- Pauses and new weights ------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_goes_on_with_the_new_weights_and_says_so(engine, model):
+    call = Call(engine.generate, [[5, 6, 7]], LONG)
+    start = generated(engine)
+    until(lambda: generated(engine) > start + 8)
+    engine.pause(mode="keep")
+    assert engine.is_paused
+    assert engine.collective_rpc("scale_norm", args=[0.5]) == [[0, 0.5]]
+    engine.commit_version(7)
+    engine.resume()
+    assert call.join() is None
+    (rollout,) = call.value
+    engine.collective_rpc("scale_norm", args=[2.0])
+    engine.commit_version(0)
+    old, new = rollout.versions
+    assert (old.version, new.version, old.start, old.end, new.end) == (0, 7, 0, new.start, 480)
+    assert 8 < new.start < 480
+    assert rollout.version == 0
+    logits = tiny.logits(model, [5, 6, 7], rollout.tokens)
+    expected = torch.cat([logits[: new.start], 0.5 * logits[new.start :]]).log_softmax(-1)
+    assert rollout.logp == pytest.approx(tiny.chosen(expected, rollout.tokens), abs=TOLERANCE)
+
+
+def test_what_is_waited_for_ends_with_the_weights_that_it_began_with(engine):
+    call = Call(engine.generate, [[5, 6, 7]], LONG)
+    until(lambda: unfinished(engine))
+    engine.pause(mode="wait")
+    assert unfinished(engine) == 0
+    later = Call(engine.generate, [[5, 6, 7]], SHORT)
+    engine.commit_version(1)
+    engine.resume()
+    assert (call.join(), later.join()) == (None, None)
+    assert call.value[0].versions == (VersionSpan(version=0, start=0, end=480),)
+    assert later.value[0].versions == (VersionSpan(version=1, start=0, end=3),)
+    engine.commit_version(0)
+
+
+def test_what_is_aborted_by_a_pause_is_handed_back(engine):
+    call = Call(engine.generate, [[5, 6, 7]], LONG)
+    start = generated(engine)
+    until(lambda: generated(engine) > start)
+    engine.pause(mode="abort")
+    assert call.join() is None
+    engine.resume()
+    assert call.value[0].finish_reason == "abort"
+    assert 0 < len(call.value[0].tokens) < 480
+
+
+def test_versions_that_a_refit_tells_vllm_alone_are_the_engines_too(engine):
+    def tell(version):
+        asyncio.run_coroutine_threadsafe(engine.vllm.update_weight_version(version), engine.loop).result(60)
+
+    tell("12")
+    assert engine.version == 12
+    assert engine.generate([[5]], SHORT)[0].version == 12
+    with pytest.raises(ModelError, match="labelled 'newest', which is no number of optimizer steps"):
+        tell("newest")
+    assert engine.version == 12
+    engine.commit_version(0)
+
+
+def test_a_commit_under_unfinished_requests_is_refused(engine):
+    call = Call(engine.generate, [[5, 6, 7]], LONG)
+    start = generated(engine)
+    until(lambda: generated(engine) > start)
+    with pytest.raises(ModelError, match="requests under way"):
+        engine.commit_version(3)
+    assert call.join() is None
+    assert (engine.version, call.value[0].version) == (0, 0)
+
+
+# -- Refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_begun_before_everything_is_checked(engine):
+    before = generated(engine)
+    for prompts, sampling, message in (
+        ([[5], []], SHORT, "prompt 1 is empty"),
+        ([[5], [260]], SHORT, "token id 260"),
+        ([[5], [6] * 600], SHORT, "max_model_len=512"),
+        ([[5]], [SHORT, SHORT], "got 2 for 1 prompts"),
+        ([[5]], Sampling(max_new_tokens=3, temperature=2.5), "vLLM goes up to 2"),
+    ):
+        for ask in (engine.generate, engine.as_completed):
+            with pytest.raises(PromptError, match=message):
+                ask(prompts, sampling)
+    with pytest.raises(PromptError, match="prompt 0 is empty"):
+        engine.stream([], SHORT)
+    for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(EngineOptionError, match="positive, finite number of seconds"):
+            engine.generate([[5]], SHORT, timeout_s=timeout_s)
+    with pytest.raises(EngineOptionError, match="mode must be 'wait', 'keep' or 'abort'"):
+        engine.pause(mode="refuse")
+    with pytest.raises(EngineOptionError, match="enable_sleep_mode=True"):
+        engine.sleep()
+    with pytest.raises(ValueError, match="at least 0; got version=-1"):
+        engine.commit_version(-1)
+    assert generated(engine) == before
+
+
+def test_whoever_vouches_for_the_weights_is_asked_each_time(engine):
+    def refuse():
+        raise ModelError("torn")
+
+    engine.ready = refuse
+    try:
+        for ask in (engine.generate, engine.as_completed):
+            with pytest.raises(ModelError, match="torn"):
+                ask([[5]], SHORT)
+        with pytest.raises(ModelError, match="torn"):
+            engine.stream([5], SHORT)
+    finally:
+        engine.ready = None
+    assert len(engine.generate([[5]], SHORT)) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "inf", "nan", "ten", ""])
+def test_a_timeout_that_is_no_time_is_refused_before_anything_starts(checkpoints, monkeypatch, value):
+    monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", value)
+    with pytest.raises(EngineOptionError, match=f"NRL_VLLM_ASYNC_TIMEOUT_SECONDS must be .*; got '{value}'"):
+        VllmAsyncEngine(tiny.options(checkpoints("qwen3")))
+
+
+def test_the_old_runtime_has_no_asynchronous_engine(checkpoints, monkeypatch):
+    monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
+    with pytest.raises(EngineOptionError, match="use the synchronous VllmEngine, or unset NRL_VLLM_USE_V1"):
+        VllmAsyncEngine(tiny.options(checkpoints("qwen3")))
