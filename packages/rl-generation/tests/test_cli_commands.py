@@ -93,9 +93,10 @@ def test_explain_knows_the_quirks_of_a_family(model, capsys, tmp_path):
     code, _, figures = explain(capsys, str(tmp_path), "--no-tokenizer")
     assert code == 0
     assert figures["quirks"] == []
-    transformers.ApertusConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "apertus")
-    code, said, figures = explain(capsys, str(tmp_path / "apertus"), "--no-tokenizer", "--engine", "vllm")
-    assert [quirk["name"] for quirk in figures["quirks"]] == ["apertus-xielu"]
+    transformers.Gemma3TextConfig(hidden_size=64, num_hidden_layers=6, head_dim=16).save_pretrained(tmp_path / "gemma")
+    code, said, figures = explain(capsys, str(tmp_path / "gemma"), "--no-tokenizer", "--engine", "vllm")
+    assert [quirk["name"] for quirk in figures["quirks"]] == ["gemma3-attention-mask"]
+    assert "context_parallel_unsupported" in said.out
     assert ("vLLM is not installed here" in said.out) == (installed_version() is None)
 
 

@@ -125,7 +125,7 @@ def test_code_that_comes_with_a_model_is_not_run_unless_trusted(model):
     ],
 )
 def test_options_of_another_engine_are_refused(options, reason):
-    with pytest.raises(EngineOptionError, match="engine|with_tokenizer") as refusal:
+    with pytest.raises(EngineOptionError, match=r"engine|with_tokenizer") as refusal:
         EngineSpec(model="m", **options)
     assert reason in str(refusal.value)
 

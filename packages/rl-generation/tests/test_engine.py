@@ -14,7 +14,9 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt2", 
 
 
 def engine(model, **options):
-    return TransformersEngine(model, **({"stop_token_ids": STOPS, "pad_token_id": 0, "continuous_batching": "required"} | options))
+    return TransformersEngine(
+        model, **({"stop_token_ids": STOPS, "pad_token_id": 0, "continuous_batching": "required"} | options)
+    )
 
 
 def generate_of_transformers(model, prompts, max_new_tokens):
@@ -310,7 +312,7 @@ def test_an_answer_says_how_long_it_took(tiny):
 def test_fifty_engines_made_and_closed_leave_nothing_behind(tiny):
     seen = []
     for _ in range(50):
-        model = tiny("llama")
+        model = tiny("llama", num_hidden_layers=1)
         served = engine(model)
         served.generate(PROMPTS[:2], Sampling(max_new_tokens=2, temperature=0))
         served.close()

@@ -102,7 +102,7 @@ def test_an_engine_that_failed_without_dying_is_dead_all_the_same(process, monke
         health = Health(SimpleNamespace(errored=True), EngineProcesses([process]))
         await health.run(fail())
 
-    with pytest.raises(EngineDeadError, match=r"vLLM's engine failed \(OSError\), and its log says why"):
+    with pytest.raises(EngineDeadError, match="vLLM's engine failed, and its log says why"):
         asyncio.run(ask())
 
 

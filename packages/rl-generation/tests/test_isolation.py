@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rl_generation import Sampling, TransformersEngine
@@ -22,7 +22,7 @@ import families
 TOLERANCE = 1e-4
 LONGEST = 56  # tokens of a prompt and its answer
 STORY = list(families.successors())
-PROMPTS = [[1, STORY[0]], STORY[:3], STORY[:8], [*families.prompts(1)[0][:30], STORY[9]], *families.prompts(3, longest=40)]
+PROMPTS = [[1, STORY[0]], STORY[:3], STORY[:9], [*families.prompts(1)[0][:30], STORY[9]], *families.prompts(3, longest=40)]
 STOPS = ["e", " sold", "time, the", "é", "🙂 and", "fé s", "P!", "Once up", "zzz"]
 BAD_WORDS = ["time", "and", "café", "the", "OP", "!", " sold"]
 SETUPS = {
@@ -32,7 +32,12 @@ SETUPS = {
     "whole batches": {"continuous_batching": "off"},
 }
 DRAWN_ALIKE = settings(
-    derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],  # a company is small as it is, and to make it smaller takes minutes
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=10,
 )
 
 

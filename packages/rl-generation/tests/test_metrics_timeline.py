@@ -13,6 +13,8 @@ from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError
 from rl_generation.metrics_sample import MetricsSample, MetricsSummary
 from rl_generation.metrics_timeline import MetricsTimeline, to_prometheus
+from rl_generation.sampling import Sampling
+from rl_generation.transformers_engine import TransformersEngine
 
 COUNTS = st.integers(0, 10_000)
 INCREASES = st.lists(st.tuples(COUNTS, COUNTS, COUNTS, COUNTS, st.floats(0.01, 100.0)), min_size=1, max_size=8)
@@ -193,6 +195,18 @@ def test_a_line_of_json_for_each_sample(tmp_path):
     first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (first["generated_tokens_per_s"], first["finished"]) == (5.0, {"stop": 1})
     assert (second["start_s"], second["end_s"], second["prefix_cache_hit_share"]) == (2.0, 3.0, None)
+
+
+def test_a_timeline_beside_a_call_counts_what_the_call_returns(tiny):
+    engine = TransformersEngine(tiny("llama"), stop_token_ids=[2], pad_token_id=0, max_batch_size=4)
+    with MetricsTimeline(engine, interval_s=0.001) as timeline:
+        rollouts = engine.generate([[5, 6, 7], [8, 9]], Sampling(max_new_tokens=12, n=4, seed=3))
+    summary = timeline.summary()
+    assert summary.generated_tokens == sum(len(each.tokens) for each in rollouts)
+    assert sum(summary.finished.values()) == len(rollouts) == 8
+    assert summary.prompt_tokens == 4 * (3 + 2)
+    assert 0 < summary.prefix_cache_hit_share < 1
+    assert (summary.restarts, timeline.samples[-1].running) == (0, 0)
 
 
 def parsed(text):

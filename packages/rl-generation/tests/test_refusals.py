@@ -99,10 +99,10 @@ def test_a_row_that_breaks_does_not_run_to_the_limit(tiny):
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    forwards = []
+    served, forwards = engine(model), []
     model.register_forward_hook(lambda *_: forwards.append(1))
     with pytest.raises(LogpError, match="prompt 0: token 0"):
-        engine(model).generate([[1, 5]], Sampling(max_new_tokens=40))
+        served.generate([[1, 5]], Sampling(max_new_tokens=40))
     assert len(forwards) == 1
 
 

@@ -42,8 +42,7 @@ def banned_next(sequences: BadWords, answer: Sequence[int]) -> list[int]:
     return [
         sequence[-1]
         for sequence in sequences
-        if len(answer) >= len(sequence) - 1
-        and tuple(answer[len(answer) - len(sequence) + 1 :]) == sequence[:-1]
+        if len(answer) >= len(sequence) - 1 and tuple(answer[len(answer) - len(sequence) + 1 :]) == sequence[:-1]
     ]
 
 

@@ -44,9 +44,7 @@ class TextStream:
         return fresh
 
     def _decode(self) -> str:
-        text: str = self._tokenizer.decode(
-            self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 

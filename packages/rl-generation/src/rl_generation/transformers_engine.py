@@ -9,24 +9,20 @@ other requests, or on when rows come and go, up to the rounding of matrix produc
 about 1e-6 in a logit. Answers without a seed take one each from the engine's generator.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from rl_generation.embedded.continuous import ContinuousBatching
-from rl_generation.embedded.inspection import Support, inspect_model
-from rl_generation.embedded.proof import why_not_continuous
+from rl_generation.embedded.choice import ContinuousBatchingChoice, make_runner
+from rl_generation.embedded.inspection import inspect_model
 from rl_generation.embedded.rows import Row, make_rows
-from rl_generation.embedded.runner import Progress, Runner
-from rl_generation.embedded.slot_model import SlotModel
-from rl_generation.embedded.whole_batches import WholeBatches
+from rl_generation.embedded.runner import Progress
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import Limits, Request, check_token_ids, make_requests
@@ -36,13 +32,7 @@ from rl_generation.sampling import MAX_SEED, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ContinuousBatchingChoice", "TransformersEngine"]
-
-ContinuousBatchingChoice = Literal["auto", "required", "off"]
-"""`"auto"` warns where a model cannot have it, `"required"` refuses such a model, `"off"` does without."""
-
-CPU_CACHE_BYTES = 4 << 30
-DEVICE_CACHE_FRACTION = 0.5
+__all__ = ["TransformersEngine"]
 
 
 @final
@@ -87,20 +77,30 @@ class TransformersEngine:
         version: int = 0,
         ready: Callable[[], None] | None = None,
     ) -> None:
-        _check_options(max_batch_size, max_cache_tokens, logp_of, continuous_batching)
+        _check_sizes(max_batch_size=max_batch_size, max_cache_tokens=max_cache_tokens)
+        _check_choices(logp_of=logp_of, continuous_batching=continuous_batching)
         self._support = inspect_model(model)
         check_token_ids(stop_token_ids, vocab_size=self._support.vocab_size, name="stop_token_ids")
         check_token_ids([pad_token_id], vocab_size=self._support.vocab_size, name="pad_token_id")
         self.model = model.train(mode=False)
         self._tokenizer, self._ready, self._logp_of = tokenizer, ready, logp_of
         self._stop_token_ids, self._pad_token_id = tuple(stop_token_ids), pad_token_id
-        self._max_batch_size, self._max_cache_tokens = max_batch_size, max_cache_tokens
+        self._max_batch_size = max_batch_size
         self._generator = torch.Generator().manual_seed(seed)
         self._finished: Counter[str] = Counter()
         self._unfinished: Counter[str] = Counter()
         self._aborted: list[Progress] = []
         self._version = _checked_version(version)
-        self._runner = self._make_runner(continuous_batching)
+        self._runner = make_runner(
+            model,
+            support=self._support,
+            choice=continuous_batching,
+            pad_token_id=pad_token_id,
+            max_batch_size=max_batch_size,
+            max_cache_tokens=max_cache_tokens,
+            logp_of=logp_of,
+            version=version,
+        )
 
     @property
     def version(self) -> int:
@@ -115,7 +115,7 @@ class TransformersEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        positions, cache = self._support.max_positions, self._max_cache_tokens
+        positions, cache = self._support.max_positions, self._runner.max_cache_tokens
         if cache is not None and (positions is None or cache < positions):
             return Limits(
                 vocab_size=self._support.vocab_size,
@@ -264,40 +264,6 @@ class TransformersEngine:
 
     # -- inside
 
-    def _make_runner(self, choice: ContinuousBatchingChoice) -> Runner:
-        support, model = self._support, self.model
-        slots = SlotModel(model, pad_token_id=self._pad_token_id, logits_to_keep=support.logits_to_keep)
-        reason = _why_not(slots, support, choice)
-        if reason is None:
-            if self._max_cache_tokens is None:
-                self._max_cache_tokens = _default_cache_bytes(model.device) // slots.cache.token_bytes
-            return ContinuousBatching(
-                slots,
-                max_batch_size=self._max_batch_size,
-                max_cache_tokens=self._max_cache_tokens,
-                vocab_size=support.vocab_size,
-                logp_of=self._logp_of,
-                version=self._version,
-            )
-        if choice == "required":
-            raise ModelError(f"continuous_batching='required', but {reason}: pass 'auto' to take model.generate instead")
-        if choice == "auto":
-            warnings.warn(
-                f"{reason}: the engine takes model.generate instead of continuous batching, which is slower; pass "
-                f"continuous_batching='off' to agree",
-                stacklevel=3,
-            )
-        self._max_cache_tokens = None
-        return WholeBatches(
-            model,
-            reason=reason,
-            pad_token_id=self._pad_token_id,
-            max_batch_size=self._max_batch_size,
-            vocab_size=support.vocab_size,
-            logp_of=self._logp_of,
-            version=self._version,
-        )
-
     def _rows(self, request_id: str, request: Request) -> list[Row]:
         sampling = request.sampling
         if sampling.greedy:
@@ -345,30 +311,18 @@ class TransformersEngine:
             )
 
 
-def _why_not(slots: SlotModel, support: Support, choice: ContinuousBatchingChoice) -> str | None:
-    if choice == "off":
-        return "continuous_batching='off'"
-    if support.missing:
-        return f"{type(slots.model).__name__}'s forward has no {', '.join(support.missing)}"
-    return why_not_continuous(slots, num_layers=support.num_layers, vocab_size=support.vocab_size)
-
-
-def _default_cache_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CACHE_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * DEVICE_CACHE_FRACTION)
-
-
-def _check_options(max_batch_size: int, max_cache_tokens: int | None, logp_of: str, choice: str) -> None:
-    for name, value in (("max_batch_size", max_batch_size), ("max_cache_tokens", max_cache_tokens)):
+def _check_sizes(**sizes: int | None) -> None:
+    for name, value in sizes.items():
         if value is not None and value < 1:
             raise EngineOptionError(f"{name} must be at least 1; got {name}={value}")
+
+
+def _check_choices(*, logp_of: str, continuous_batching: str) -> None:
     if logp_of not in {"sampled", "raw"}:
         raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
-    if choice not in {"auto", "required", "off"}:
+    if continuous_batching not in {"auto", "required", "off"}:
         raise EngineOptionError(
-            f"continuous_batching must be 'auto', 'required' or 'off'; got continuous_batching={choice!r}"
+            f"continuous_batching must be 'auto', 'required' or 'off'; got continuous_batching={continuous_batching!r}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 sys.path.insert(0, str(HERE / "programs"))  # the engine's processes find their worker there: they inherit sys.path
+
+
+def pytest_configure(config):
+    if find_spec("vllm") is not None:
+        config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")  # sockets of vLLM's, at the end
 
 
 def pytest_collection_modifyitems(items):

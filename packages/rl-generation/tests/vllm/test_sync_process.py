@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ if find_spec("vllm") is None:
 
 import tiny
 
-from rl_generation.errors import EngineDeadError, ModelError
+from rl_generation.errors import EngineDeadError
 from rl_generation.sampling import Sampling
 from rl_generation.vllm import VllmEngine
 
@@ -42,12 +43,8 @@ def engine(checkpoints, before):
 
 
 def living(processes):
-    return [each for each in processes if os.path.exists(f"/proc/{each}") and state(each) != "Z"]
-
-
-def state(process):
-    with open(f"/proc/{process}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+    stats = [Path(f"/proc/{process}/stat") for process in processes]
+    return [stat for stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
 
 
 def check_answers(engine, model):
@@ -101,11 +98,10 @@ def test_a_killed_process_is_missed_within_a_deadline_and_restart_makes_a_new_en
     else:
         engine.close()
         assert not living(processes)
-        with pytest.raises(EngineDeadError, match="the engine is closed"):
-            engine.generate([[5]], GREEDY)
         assert tiny.orphaned_shared_memory() == before
 
 
-def test_an_engine_that_could_not_be_restarted_says_so(engine):
-    with pytest.raises((EngineDeadError, ModelError), match="the engine is closed"):
+def test_a_closed_engine_says_so_and_can_be_closed_again(engine):
+    engine.close()
+    with pytest.raises(EngineDeadError, match="the engine is closed"):
         engine.explain()

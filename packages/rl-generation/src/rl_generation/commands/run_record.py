@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -115,8 +115,10 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterable[str]:
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], within: str = "") -> Iterator[str]:
     for name in {**ours, **theirs}:
         before, now = ours.get(name), theirs.get(name)
-        if before != now:
-            yield f"{name}: was {json.dumps(before)}, now {json.dumps(now)}"
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from _differences(before, now, within=f"{within}{name}.")
+        elif before != now:
+            yield f"{within}{name}: was {json.dumps(before)}, now {json.dumps(now)}"

@@ -64,14 +64,15 @@ def register_attention() -> None:
 @contextmanager
 def attending(configs: Iterable[Any]) -> Iterator[None]:
     """Let the models of `configs`, outer ones first, attend through this module; put back what was there."""
-    before = [(config, config._attn_implementation) for config in configs]
+    # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
+    before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
     try:
         for config, _ in before:
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = ATTENTION  # noqa: SLF001
         yield
     finally:
         for config, implementation in before:
-            config._attn_implementation = implementation
+            config._attn_implementation = implementation  # noqa: SLF001
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def _mask(*, mask_function: Callable[..., Tensor], **_: object) -> Float[Tensor,
     return torch.zeros(visible.shape, dtype=step.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
-def _attention(
+def _attention(  # noqa: PLR0917 - as transformers calls it
     module: nn.Module,
     query: Float[Tensor, "N H S D"],
     key: Float[Tensor, "N K C D"],

@@ -22,17 +22,15 @@ def bare_generate(
     **others: Any,
 ) -> Any:
     """Take the likeliest tokens behind prompts of one length; `others` go to `generate`."""
-    from transformers import GenerationConfig
+    import transformers
 
-    bare = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_token_id, use_cache=use_cache
-    )
+    make_config: Any = transformers.GenerationConfig
+    bare = make_config(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_token_id, use_cache=use_cache)
     # What a config leaves open, generate takes from the model's own.
     before = model.generation_config
     try:
         model.generation_config = bare
-        return model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), generation_config=bare, **others
-        )
+        generate: Any = model.generate
+        return generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=bare, **others)
     finally:
         model.generation_config = before

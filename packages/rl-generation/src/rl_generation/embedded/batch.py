@@ -46,11 +46,15 @@ class _Settings:
     def of(self, index: Int[Tensor, " k"]) -> "_Settings":
         """Return those of `index`, which may repeat."""
         table = self.sampling
-        columns = {
-            name: None if (column := getattr(table, name)) is None else column[index]
-            for name in ("temperature", "min_p", "top_k", "top_p")
-        }
-        return _Settings(replace(table, greedy=table.greedy[index], **columns), self.stops[index])
+        sampling = replace(
+            table,
+            greedy=table.greedy[index],
+            temperature=None if table.temperature is None else table.temperature[index],
+            min_p=None if table.min_p is None else table.min_p[index],
+            top_k=None if table.top_k is None else table.top_k[index],
+            top_p=None if table.top_p is None else table.top_p[index],
+        )
+        return _Settings(sampling, self.stops[index])
 
 
 @final
@@ -158,7 +162,7 @@ class Batch:
         index = slice(0, len(self.rows)) if slots is None else torch.tensor(slots, device=self._device)
         state = self._state[:, index]
         settings = self._settings if isinstance(index, slice) else self._settings.of(index)
-        texts = [(place, slot) for place, slot in self._reading(slots)]
+        texts = self._reading(slots)
         allowed = self._without_bad_words(logits, texts)
         chances = uniforms(state[SEED], state[GENERATED])
         tokens, logp = choose(allowed, chances, settings.sampling)
@@ -216,11 +220,7 @@ class Batch:
         """Find who is done: by a stop token, a stop string, at the limit, or because the logits broke."""
         at_limit = self._state[GENERATED, index] >= self._state[LIMIT, index]
         ended = (stopped | at_limit | ~logp.isfinite()) & self._alive[index]
-        strings: dict[int, str] = {}
-        for place, slot in texts:
-            string = self._text(slot).push(int(tokens[place]), is_stop_token=bool(stopped[place]))
-            if string is not None:
-                strings[place] = string
+        strings = self._read(tokens, stopped, texts) if texts else {}
         if strings:
             ended[list(strings)] = True
         places: list[int] = ended.nonzero()[:, 0].tolist()
@@ -233,6 +233,15 @@ class Batch:
             reasons.append("length" if by is None else "stop")
             stop_reasons.append(by)
         return self._end(places if slots is None else [slots[place] for place in places], reasons, stop_reasons)
+
+    def _read(
+        self, tokens: Int[Tensor, " m"], stopped: Bool[Tensor, " m"], texts: list[tuple[int, int]]
+    ) -> dict[int, str]:
+        """Return the stop strings that were completed, by place."""
+        read = zip(texts, tokens[[place for place, _ in texts]].tolist(), strict=True)
+        is_stop: list[bool] = stopped.tolist()
+        found = {place: self._text(slot).push(token, is_stop_token=is_stop[place]) for (place, slot), token in read}
+        return {place: string for place, string in found.items() if string is not None}
 
     def _end(
         self, slots: Sequence[int], reasons: Sequence[FinishReason], stop_reasons: Sequence[int | str | None]
@@ -271,4 +280,3 @@ class Batch:
             SamplingTensors.of(samplings, vocab_size=self._vocab_size, device=self._device),
             torch.tensor(stops, dtype=torch.int64, device=self._device),
         )
-

@@ -74,7 +74,12 @@ class SlotCache:
     # -- what models call
 
     def update(
-        self, key: Float[Tensor, "rows K S D"], value: Float[Tensor, "rows K S E"], layer_idx: int, *_: object, **__: object
+        self,
+        key: Float[Tensor, "rows K S D"],
+        value: Float[Tensor, "rows K S E"],
+        layer_idx: int,
+        *_: object,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return those to attend to."""
         if layer_idx not in self._layers:

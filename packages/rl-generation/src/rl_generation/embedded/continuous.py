@@ -49,7 +49,7 @@ class ContinuousBatching:
     ) -> None:
         self.counters = Counters()
         self._model = model
-        self._max_cache_tokens = max_cache_tokens
+        self.max_cache_tokens = max_cache_tokens
         self._vocab_size, self._logp_of, self._version = vocab_size, logp_of, version
         self._waiting: deque[Row] = deque()
         self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.model.device, logp_of=logp_of)
@@ -70,7 +70,7 @@ class ContinuousBatching:
     @property
     def cache_usage(self) -> float:
         """Tokens in the cache, as a share of `max_cache_tokens`."""
-        return self._batch.num_cached() / self._max_cache_tokens
+        return self._batch.num_cached() / self.max_cache_tokens
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take answers in; they start in this order."""
@@ -136,10 +136,10 @@ class ContinuousBatching:
 
     def explain(self) -> list[str]:
         """How it generates, in lines for people."""
-        size = self._model.cache.token_bytes * self._max_cache_tokens
+        size = self._model.cache.token_bytes * self.max_cache_tokens
         return [
             "batching: continuous; finished rows are replaced, answers to one prompt share its prefill",
-            f"cache: static slots, at most {self._max_cache_tokens} tokens"
+            f"cache: static slots, at most {self.max_cache_tokens} tokens"
             + (f" ({size / 2**20:.0f} MiB)" if size else ""),
         ]
 
@@ -199,7 +199,7 @@ class ContinuousBatching:
             prompts.add(context)
             lengths.add(len(context))
             too_many = alive + len(rows) == self._batch.capacity or (alive + len(rows) + 1) * columns > (
-                self._max_cache_tokens
+                self.max_cache_tokens
             )
             too_long = (
                 len(prompts) * max(lengths) > MAX_PREFILL_TOKENS
@@ -218,9 +218,7 @@ class ContinuousBatching:
         """Put rows into slots; copy the prompts that are in the cache, and return the others with their slots."""
         batch, counters = self._batch, self.counters
         slots = slots[: len(rows)]
-        donors = {
-            row.prompt: slot for slot, row in enumerate(batch.rows) if row is not None and row not in self._stale
-        }
+        donors = {row.prompt: slot for slot, row in enumerate(batch.rows) if row is not None and row not in self._stale}
         contexts = [row.context for row in rows]
         self._reserve(max(len(batch.rows), max(slots) + 1), max(batch.columns, *map(len, contexts)))
         batch.place(rows, slots)
@@ -255,7 +253,7 @@ class ContinuousBatching:
 
     def _reserve(self, slots: int, columns: int) -> None:
         """Grow the cache where it is smaller than this, which `max_cache_tokens` has been asked for."""
-        cache, bound = self._model.cache, self._max_cache_tokens
+        cache, bound = self._model.cache, self.max_cache_tokens
         if slots <= cache.slots and columns <= cache.columns:
             return
         ample_slots = min(self._batch.capacity, 1 << (slots - 1).bit_length())
@@ -273,8 +271,8 @@ class ContinuousBatching:
         batch = self._batch
         if batch.columns <= self._model.cache.columns:
             return
-        if len(batch.rows) * batch.columns > self._max_cache_tokens:
-            keep = max(1, self._max_cache_tokens // (batch.columns + COLUMNS_STEP))
+        if len(batch.rows) * batch.columns > self.max_cache_tokens:
+            keep = max(1, self.max_cache_tokens // (batch.columns + COLUMNS_STEP))
             alive = [(row.arrived_s, slot) for slot, row in enumerate(batch.rows) if row is not None]
             evicted = [slot for _, slot in sorted(alive)[keep:]]
             for ended in reversed(batch.drop(evicted) if evicted else []):

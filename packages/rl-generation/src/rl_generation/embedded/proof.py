@@ -25,7 +25,16 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.1
 RECURRENT = {"conv", "linear_attention", "mamba", "recurrent"}
 # What models raise of a cache, mask or argument that is not what they were written for.
-RAISED = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+RAISED = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def why_not_continuous(model: SlotModel, *, num_layers: int, vocab_size: int) -> str | None:
@@ -46,7 +55,9 @@ def why_not_continuous(model: SlotModel, *, num_layers: int, vocab_size: int) ->
 
 def _compare(model: SlotModel, *, num_layers: int, vocab_size: int) -> str | None:
     device = model.model.device
-    sequences = [tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)]
+    sequences = [
+        tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
+    ]
     model.cache.resize(slots=len(sequences), columns=max(PROMPT_LENGTHS) + 1)
     rows = torch.arange(len(sequences), device=device)
     with model.running():

@@ -38,6 +38,10 @@ class Runner(Protocol):
     counters: Counters
 
     @property
+    def max_cache_tokens(self) -> int | None:
+        """Tokens that its cache may hold; None where there is no bound."""
+
+    @property
     def running(self) -> int:
         """Answers being generated."""
 

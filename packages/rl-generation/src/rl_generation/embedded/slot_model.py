@@ -1,4 +1,4 @@
-"""Runs a model over a slot cache: prompts into it, then a token a row. Knows no requests, sampling or lengths of queues.
+"""Runs a model over a slot cache: prompts into it, then a token a row. Knows no requests and no sampling.
 
 Axes: P distinct prompts, L their padded length, N rows, V vocabulary.
 """
@@ -32,7 +32,7 @@ class SlotModel:
         self._pad_token_id = pad_token_id
         self._configs = list({id(config): config for config in _configs(model)}.values())
         # Answers agree with the model's own forward, which under this name leaves the cap out.
-        self._softcap = all(config._attn_implementation != "sdpa" for config in self._configs)
+        self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
         self.last_step: AttentionStep | None = None
 
     def running(self) -> AbstractContextManager[None]:
@@ -45,7 +45,7 @@ class SlotModel:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], *, slots: Int[Tensor, " rows"], sources: Int[Tensor, " rows"]
     ) -> Float[Tensor, "P V"]:
-        """Run each prompt once, keep a copy of prompt `sources[i]` in slot `slots[i]`; return the logits of the ends."""
+        """Run each prompt once, keep prompt `sources[i]` in slot `slots[i]`; return the logits of their ends."""
         lengths = [len(prompt) for prompt in prompts]
         columns = max(lengths)
         # Padded on the right, where causal attention does not look; what is kept of it is written over in time.
@@ -61,9 +61,7 @@ class SlotModel:
         return logits[torch.arange(len(prompts)), [place[length] for length in lengths]]
 
     @torch.no_grad()
-    def decode(
-        self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], *, columns: int
-    ) -> Float[Tensor, "N V"]:
+    def decode(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], *, columns: int) -> Float[Tensor, "N V"]:
         """Run one token of each of the first N slots; all `positions` are below `columns`."""
         self.cache.begin_decode(positions=positions, columns=columns)
         return self._forward(tokens[:, None], positions[:, None], columns=columns, logits_to_keep=1)[:, -1]
@@ -76,7 +74,9 @@ class SlotModel:
         columns: int,
         logits_to_keep: int | Tensor,
     ) -> Float[Tensor, "rows kept V"]:
-        self.last_step = AttentionStep(positions=positions, columns=columns, dtype=self.model.dtype, softcap=self._softcap)
+        self.last_step = AttentionStep(
+            positions=positions, columns=columns, dtype=self.model.dtype, softcap=self._softcap
+        )
         with stepping(self.last_step):
             output = self.model(
                 input_ids=tokens,

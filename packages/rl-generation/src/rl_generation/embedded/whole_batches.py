@@ -51,6 +51,11 @@ class WholeBatches:
         self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.device, logp_of=logp_of)
 
     @property
+    def max_cache_tokens(self) -> None:
+        """`generate` knows no bound."""
+        return None
+
+    @property
     def running(self) -> int:
         """Answers being generated: none between two steps."""
         return 0
@@ -125,14 +130,14 @@ class WholeBatches:
 
         ended: list[Ended] = []
 
-        def draw(seen: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-            tokens, _, finished = self._batch.draw(logits, None)
+        def draw(_: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+            tokens, _logp, finished = self._batch.draw(logits, None)
             for row in rows:
                 row.stamp()
             ended.extend(finished)
             return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
-        def all_ended(seen: Int[Tensor, "N S"], scores: object, **_: object) -> Bool[Tensor, " N"]:
+        def all_ended(seen: Int[Tensor, "N S"], *_: object, **__: object) -> Bool[Tensor, " N"]:
             return torch.full((len(seen),), self._batch.num_alive == 0, device=seen.device)
 
         bare_generate(

@@ -134,7 +134,7 @@ class VllmAsyncEngine:
             ModelError: Requests are under way, and would go on with a cache of other weights.
         """
         check_version(version)
-        self._call(lambda: self.vllm.reset_encoder_cache(), name="commit_version")
+        self._call(self.vllm.reset_encoder_cache, name="commit_version")
         self.reset_prefix_cache()
         self._call(lambda: self.vllm.update_weight_version(str(version)), name="commit_version")
 
@@ -235,12 +235,12 @@ class VllmAsyncEngine:
 
     def resume(self) -> None:
         """Generate again."""
-        self._call(lambda: self.vllm.resume_generation(), name="resume")
+        self._call(self.vllm.resume_generation, name="resume")
 
     @property
     def is_paused(self) -> bool:
         """Whether it is paused, by anybody."""
-        paused: bool = self._call(lambda: self.vllm.is_paused(), name="is_paused")
+        paused: bool = self._call(self.vllm.is_paused, name="is_paused")
         return paused
 
     def sleep(self, *, level: int = 1) -> None:
@@ -268,7 +268,7 @@ class VllmAsyncEngine:
         Raises:
             ModelError: Requests are under way, which use them.
         """
-        if not self._call(lambda: self.vllm.reset_prefix_cache(), name="reset_prefix_cache"):
+        if not self._call(self.vllm.reset_prefix_cache, name="reset_prefix_cache"):
             raise ModelError("the prefix cache is in use by requests under way; finish or abort them first")
 
     def collective_rpc(

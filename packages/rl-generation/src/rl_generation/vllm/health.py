@@ -78,7 +78,8 @@ class Health:
             if error is None:
                 return task.result()
             if not isinstance(error, EngineDeadError):
-                await self._look_into(error)
+                self._look()
+                await self._wait_for_a_process_to_blame()
             if self.death is None:
                 raise error
         raise EngineDeadError(self.death or "the call was cancelled")
@@ -94,6 +95,7 @@ class Health:
     async def _look_now_and_then(self) -> None:
         while self.death is None:
             self._look()
+            await self._wait_for_a_process_to_blame()
             await asyncio.sleep(PERIOD_S)
 
     def _look(self) -> None:
@@ -101,13 +103,12 @@ class Health:
         if found is not None:
             self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
 
-    async def _look_into(self, error: BaseException) -> None:
-        """Find the process behind an error of vLLM's, which may come before that process has ended."""
-        self._look()
+    async def _wait_for_a_process_to_blame(self) -> None:
+        """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while self.death is None and self._llm.errored:
             if asyncio.get_running_loop().time() > deadline:
-                self.end(f"vLLM's engine failed ({type(error).__name__}), and its log says why; restart() makes a new")
+                self.end("vLLM's engine failed, and its log says why; restart() makes a new one")
             await asyncio.sleep(PERIOD_S)
             self._look()
 

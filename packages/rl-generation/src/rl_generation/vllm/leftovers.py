@@ -4,7 +4,7 @@ Linux. Knows no engine.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import final
@@ -21,24 +21,33 @@ class Leftovers:
     """What `process_ids` have mapped now, and this process has not, so that it is theirs alone."""
 
     def __init__(self, process_ids: Iterable[int]) -> None:
-        theirs = {file for process_id in process_ids for file in _mapped(process_id)}
-        self._files = theirs - _mapped(os.getpid())
+        theirs = {number for process_id in process_ids for number in _mapped(process_id)}
+        self._files = _files(theirs - _mapped(os.getpid()))
 
     def remove(self) -> None:
         """Remove what is still there, once those processes are gone, and have the tracker forget it."""
-        for file in self._files:
-            prefix, kind = next(each for each in KINDS.items() if file.name.startswith(each[0]))
-            if not file.exists():
+        still = _files(self._files.keys())
+        for number, file in self._files.items():
+            if still.get(number) != file:
                 continue
             file.unlink(missing_ok=True)
-            name = file.name if prefix == "psm_" else file.name.removeprefix("sem.")
-            resource_tracker.unregister(f"/{name}", kind)
+            kind = next(kind for prefix, kind in KINDS.items() if file.name.startswith(prefix))
+            resource_tracker.unregister(f"/{file.name.removeprefix('sem.')}", kind)
 
 
-def _mapped(process_id: int) -> set[Path]:
+def _mapped(process_id: int) -> set[int]:
+    """Inodes of the files in shared memory that a process has mapped; a semaphore's is mapped under another name."""
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return set()
-    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if str(SHARED_MEMORY) in line}
-    return {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(tuple(KINDS))}
+    return {int(line.split(maxsplit=5)[4]) for line in lines if f"{SHARED_MEMORY}/" in line}
+
+
+def _files(numbers: Collection[int]) -> dict[int, Path]:
+    """Inode → file, of those that Python made."""
+    found = {}
+    for entry in os.scandir(SHARED_MEMORY):
+        if entry.name.startswith(tuple(KINDS)) and entry.inode() in numbers:
+            found[entry.inode()] = Path(entry.path)
+    return found

@@ -21,6 +21,8 @@ __all__ = ["OwnedLlm"]
 EXTERNAL_LAUNCHER = "external_launcher"
 """The executor that runs in ranks which the caller has started."""
 
+SOCKETS_TIMEOUT_S = 5.0
+
 
 @final
 class OwnedLlm:
@@ -127,9 +129,18 @@ class OwnedLlm:
         engine, self.engine, self.llm = self.engine, None, None
         engine.renderer.shutdown()
         engine.engine_core.shutdown()
+        if self._own_process:
+            _end_sockets(engine.engine_core)
         del engine
         gc.collect()
         self.processes.end()
+
+
+def _end_sockets(client: Any) -> None:
+    """Do what vLLM leaves to the garbage collector, which warns of it: its thread of outputs, then zmq's."""
+    client.output_queue_thread.join(SOCKETS_TIMEOUT_S)
+    if not client.output_queue_thread.is_alive():
+        client.ctx.destroy(linger=0)
 
 
 def _check_process_group(prepared: Prepared) -> None:

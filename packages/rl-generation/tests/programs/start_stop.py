@@ -1,0 +1,131 @@
+"""Starts an engine, generates with it and stops it, again and again; says what is held after each time.
+
+    python start_stop.py KIND CYCLES MODEL
+
+KIND: `embedded` (and a `Streamer` over it), `in-process`, `own-process` or `async`. MODEL: the folder of a checkpoint.
+Prints one line of JSON: what was held before the first time and after each, and which objects outlived theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from footprint import footprint
+
+from rl_generation.sampling import Sampling
+
+PROMPTS = [[1, 5, 6], [1, 7, 8, 9, 10]]
+SAMPLING = Sampling(max_new_tokens=8, n=2, ignore_eos=True)
+ENDLESS = Sampling(max_new_tokens=100, ignore_eos=True)
+
+
+def embedded(path: str) -> list[object]:
+    """One alone, stopped while it works; and one with a `Streamer`, some of whose streams nobody reads to the end."""
+    import transformers
+
+    from rl_generation.streaming import Streamer
+    from rl_generation.transformers_engine import TransformersEngine
+
+    transformers.utils.logging.disable_progress_bar()
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for _ in range(2)]
+    alone, streamed = (TransformersEngine(model, stop_token_ids=[2], pad_token_id=0) for model in models)
+    check(alone.generate(PROMPTS, SAMPLING))
+    alone.add_request("under way", PROMPTS[0], ENDLESS)
+    alone.step()
+    alone.close()
+    streamer = Streamer(streamed)
+    asyncio.run(read(streamer))
+    streamer.close()
+    streamed.close()
+    return [alone, streamed, streamer, *models]
+
+
+async def read(engine) -> None:
+    """One stream to its end, and one to its first tokens."""
+    tokens = [delta.tokens async for delta in engine.stream(PROMPTS[0], SAMPLING)]
+    if sum(map(len, tokens)) != SAMPLING.n * SAMPLING.max_new_tokens:
+        raise SystemExit(f"a stream brought {tokens}")
+    stream = engine.stream(PROMPTS[1], ENDLESS)
+    await anext(stream)
+    await stream.aclose()
+
+
+def options(path: str):
+    from rl_generation.vllm import VllmOptions
+
+    return VllmOptions(
+        model=path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=64 << 20,
+    )
+
+
+def synchronous(path: str, *, own_process: bool) -> list[object]:
+    from rl_generation.vllm import VllmEngine
+
+    with VllmEngine(options(path), own_process=own_process) as engine:
+        check(engine.generate(PROMPTS, SAMPLING))
+        engine.add_request("under way", PROMPTS[0], ENDLESS)
+        engine.step()
+        return [engine, engine.llm]
+
+
+def asynchronous(path: str) -> list[object]:
+    from rl_generation.vllm import VllmAsyncEngine
+
+    with VllmAsyncEngine(options(path)) as engine:
+        check(engine.generate(PROMPTS, SAMPLING))
+        asyncio.run(read(engine))
+        return [engine, engine.vllm]
+
+
+KINDS: dict[str, Callable[[str], list[object]]] = {
+    "embedded": embedded,
+    "in-process": lambda path: synchronous(path, own_process=False),
+    "own-process": lambda path: synchronous(path, own_process=True),
+    "async": asynchronous,
+}
+
+
+def check(rollouts) -> None:
+    if [len(rollout.tokens) for rollout in rollouts] != [SAMPLING.max_new_tokens] * len(PROMPTS) * SAMPLING.n:
+        raise SystemExit(f"unexpected answers: {rollouts}")
+
+
+def cycle(kind: str, path: str) -> list[weakref.ref]:
+    return [weakref.ref(each) for each in KINDS[kind](path)]
+
+
+def main() -> None:
+    kind, cycles, path = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    temporary = Path(tempfile.gettempdir())
+    if kind == "embedded":
+        import transformers  # noqa: F401  (imported before, not leaked)
+    else:
+        import vllm  # noqa: F401
+    before = footprint(temporary)
+    held, outlived = [], []
+    for _ in range(int(cycles)):
+        made = cycle(kind, path)
+        gc.collect()
+        outlived.append([type(thing).__name__ for each in made if (thing := each()) is not None])
+        held.append(footprint(temporary))
+    figures = {"before": before.as_dict(), "after": [each.as_dict() for each in held], "outlived": outlived}
+    print(json.dumps(figures), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""What a vLLM engine would be made with, and how its answers are read, where there is no vLLM."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
+from rl_generation.requests import Limits
+from rl_generation.rollout import RolloutTiming, VersionSpan
+from rl_generation.sampling import Sampling
+from rl_generation.vllm import runtime
+from rl_generation.vllm.checkpoint import has_tokenizer, load_format_of, read_config, stop_token_ids_of
+from rl_generation.vllm.explanation import explain
+from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.options import VllmOptions, engine_arguments, nearest
+from rl_generation.vllm.outputs import logp_of_tokens, rollout_of, timing_of, version_of
+from rl_generation.vllm.preparing import Prepared, stop_tokens
+from rl_generation.vllm.runtime import check_runtime
+from rl_generation.vllm.sampling_params import check_for_vllm
+from rl_generation.vllm.statistics import Statistics
+
+PLACE = {"prompt_index": 4, "sample_index": 2}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
+    return tmp_path
+
+
+def arguments(options, **others):
+    return engine_arguments(
+        options, **{"logp_of": "sampled", "load_format": "auto", "skip_tokenizer_init": True} | others
+    )
+
+
+# -- Options ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_reach_vllm_under_its_names_and_what_is_none_is_left_to_it():
+    options = VllmOptions(
+        model="m",
+        tensor_parallel_size=4,
+        quantization="fp8",
+        speculative_config={"method": "ngram"},
+        vllm_kwargs={"block_size": 32},
+    )
+    given = arguments(options)
+    assert given["tensor_parallel_size"] == 4
+    assert (given["quantization"], given["speculative_config"], given["block_size"]) == ("fp8", {"method": "ngram"}, 32)
+    assert given["disable_log_stats"] is False
+    assert not {"max_model_len", "for_training", "vllm_kwargs", "max_loras", "worker_extension_cls"} & set(given)
+    lora = arguments(VllmOptions(model="m", enable_lora=True, max_loras=3))
+    assert (lora["max_loras"], lora["max_lora_rank"]) == (3, 16)
+
+
+def test_logp_of_decides_which_log_probabilities_vllm_returns():
+    assert arguments(VllmOptions(model="m"))["logprobs_mode"] == "processed_logprobs"
+    assert arguments(VllmOptions(model="m"), logp_of="raw")["logprobs_mode"] == "raw_logprobs"
+    with pytest.raises(EngineOptionError, match="logp_of must be 'sampled' or 'raw'; got logp_of='both'"):
+        arguments(VllmOptions(model="m"), logp_of="both")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ""}, "model must name a folder"),
+        (
+            {"tensor_parallel_size": 0},
+            "tensor_parallel_size must be an integer of at least 1; got tensor_parallel_size=0",
+        ),
+        ({"max_model_len": -1}, "max_model_len=-1"),
+        ({"max_num_seqs": True}, "max_num_seqs=True"),
+        ({"kv_cache_memory_bytes": 1.5}, "kv_cache_memory_bytes=1.5"),
+        ({"gpu_memory_utilization": 1.1}, r"must be in \(0, 1\]; got gpu_memory_utilization=1.1"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization=nan"),
+        ({"seed": -1}, "seed=-1"),
+        ({"vllm_kwargs": {"max_model_len": 8}}, "vllm_kwargs repeats 'max_model_len', .* give max_model_len=8"),
+        (
+            {"vllm_kwargs": {"logprobs_mode": "raw_logits"}},
+            "sets 'logprobs_mode', which the engine does; use the engine's logp_of=",
+        ),
+    ],
+)
+def test_impossible_options_are_refused_with_their_values(changes, message):
+    with pytest.raises(EngineOptionError, match=message):
+        VllmOptions(**{"model": "m"} | changes)
+
+
+def test_the_nearest_known_name_is_offered_where_there_is_one():
+    names = [each.name for each in fields(VllmOptions)]
+    assert nearest("max_num_seq", names) == "; did you mean 'max_num_seqs'?"
+    assert not nearest("zzz", names)
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_dummy_weights_are_for_training_where_the_model_admits_them():
+    for_training, plain = VllmOptions(model="m", for_training=True), VllmOptions(model="m")
+    llama, gemma = {"model_type": "llama"}, {"model_type": "gemma3_text"}
+    assert load_format_of(for_training, llama, version="0.32.0") == "dummy"
+    assert load_format_of(plain, llama, version="0.32.0") == "auto"
+    assert load_format_of(for_training, gemma, version="0.9.1") == "auto"
+    assert load_format_of(for_training, gemma, version="0.32.0+cpu") == "dummy"
+    asked = VllmOptions(model="m", for_training=True, load_format="safetensors")
+    assert load_format_of(asked, llama, version="0.32.0") == "safetensors"
+
+
+def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint):
+    options = VllmOptions(model=str(checkpoint))
+    config = read_config(options)
+    assert stop_token_ids_of(options, config) == (2,)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_token_ids_of(options, config) == (7, 9)
+    assert stop_token_ids_of(VllmOptions(model=str(checkpoint.parent)), {"text_config": {"eos_token_id": 5}}) == (5,)
+
+
+def test_an_engine_adds_its_tokenizers_eos_unless_stop_tokens_are_given(checkpoint):
+    prepared = _prepared(VllmOptions(model=str(checkpoint)))
+    limits = Limits(vocab_size=40, max_length=9, tokenizer=SimpleNamespace(eos_token_id=3))
+    assert stop_tokens(None, prepared, limits) == (2, 3)
+    assert stop_tokens((), prepared, limits) == ()
+    assert stop_tokens([8, 8], prepared, limits) == (8,)
+    with pytest.raises(PromptError, match=r"the engine's stop_token_ids must hold ids in \[0, 40\)"):
+        stop_tokens([40], prepared, limits)
+
+
+def test_models_and_tokenizers_that_are_not_there_are_refused_by_name(checkpoint, tmp_path):
+    for name in ("./absent", str(tmp_path / "absent"), "a/b/c"):
+        with pytest.raises(EngineOptionError, match=f"model='{name}' is no folder"):
+            read_config(VllmOptions(model=name))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(EngineOptionError, match=r"is a folder without config\.json"):
+        read_config(VllmOptions(model=str(empty)))
+    with pytest.raises(EngineOptionError, match="is a folder that holds no tokenizer"):
+        has_tokenizer(VllmOptions(model=str(checkpoint), tokenizer=str(empty)))
+    assert not has_tokenizer(VllmOptions(model=str(checkpoint)))
+    (checkpoint / "tokenizer.json").write_text("{}")
+    assert has_tokenizer(VllmOptions(model=str(checkpoint)))
+    assert not has_tokenizer(VllmOptions(model=str(checkpoint), vllm_kwargs={"skip_tokenizer_init": True}))
+
+
+# -- The runtime -----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_or_untested_vllm_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(runtime, "installed_version", lambda: None)
+    with pytest.raises(EngineOptionError, match=r"vLLM is not installed .* `pip install rl-generation\[vllm\]`"):
+        check_runtime(asynchronous=False)
+    monkeypatch.setattr(runtime, "installed_version", lambda: "0.33.1")
+    with pytest.raises(EngineOptionError, match=r"vLLM 0\.33\.1 is installed, .* tested with 0\.32\.x only"):
+        check_runtime(asynchronous=True)
+    monkeypatch.setattr(runtime, "installed_version", lambda: "0.32.0+cpu")
+    assert check_runtime(asynchronous=True) == "0.32.0+cpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "asynchronous", "message"),
+    [
+        ("0", False, "which vLLM .* does not have any more; unset NRL_VLLM_USE_V1"),
+        ("0", True, "use the synchronous VllmEngine, or unset NRL_VLLM_USE_V1"),
+        ("__import__('os')", False, "NRL_VLLM_USE_V1 must be 0 or 1"),
+        ("", True, "NRL_VLLM_USE_V1 must be 0 or 1, or not set .*; got ''"),
+    ],
+)
+def test_the_runtime_variable_is_read_and_never_evaluated(monkeypatch, value, asynchronous, message):
+    monkeypatch.setenv("NRL_VLLM_USE_V1", value)
+    with pytest.raises(EngineOptionError, match=message):
+        check_runtime(asynchronous=asynchronous)
+
+
+def test_importing_the_door_to_vllm_imports_neither_vllm_nor_ray_nor_transformers():
+    program = "import sys, rl_generation.vllm; print({'vllm', 'ray', 'transformers'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == "set()"
+
+
+# -- What vLLM generated ---------------------------------------------------------------------------------------------
+
+
+def flat(tokens, logp):
+    return SimpleNamespace(token_ids=list(tokens), logprobs=list(logp), start_indices=range(len(tokens)))
+
+
+def completion(tokens=(5, 6, 7), logp=(-1.0, -2.0, -3.0), **changes):
+    spans = [SimpleNamespace(version="3", start=0, end=2), SimpleNamespace(version="4", start=2, end=3)]
+    ended = {"finish_reason": "length", "stop_reason": None, "weight_versions": spans}
+    return SimpleNamespace(token_ids=list(tokens), logprobs=flat(tokens, logp), **ended | changes)
+
+
+def test_an_answer_keeps_tokens_logp_ends_and_versions():
+    timing = RolloutTiming(first_token_s=0.1, total_s=0.2)
+    rollout = rollout_of(completion(), **PLACE, logp_of="raw", version=9, timing=timing)
+    assert (rollout.tokens, rollout.logp, rollout.logp_of) == ((5, 6, 7), (-1.0, -2.0, -3.0), "raw")
+    assert rollout.versions == (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3))
+    assert (rollout.prompt_index, rollout.sample_index, rollout.timing, rollout.version) == (4, 2, timing, 3)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 7), (6, 6), ("\n\n", "\n\n")])
+def test_vllms_silence_about_its_eos_token_becomes_the_token(given, expected):
+    rollout = rollout_of(completion(finish_reason="stop", stop_reason=given), **PLACE, logp_of="sampled", version=0)
+    assert rollout.stop_reason == expected
+
+
+def test_an_answer_aborted_before_its_first_token_has_the_version_of_now():
+    nothing = completion((), (), finish_reason="abort", weight_versions=[])
+    rollout = rollout_of(nothing, **PLACE, logp_of="sampled", version=9)
+    assert rollout.versions == (VersionSpan(version=9, start=0, end=0),)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "answer 2 to prompt 4 has 0 log-probabilities for 3 tokens"),
+        (flat((5, 6), (-1.0, -2.0)), "has 2 log-probabilities for 3 tokens"),
+        (flat((5, 6, 7), (-1.0, math.nan, -2.0)), "has log-probability nan for token 6 at position 11"),
+        (flat((5, 6, 7), (-1.0, -2.0, -math.inf)), "has log-probability -inf for token 7 at position 12"),
+        ([{5: SimpleNamespace(logprob=-1.0)}, {9: SimpleNamespace(logprob=-1.0)}, {}], "has 1 log-probabilities"),
+    ],
+)
+def test_a_log_probability_that_is_missing_or_not_finite_is_an_error_and_never_a_zero(found, message):
+    with pytest.raises(LogpError, match=message):
+        logp_of_tokens((5, 6, 7), found, **PLACE, start=10)
+
+
+def test_dictionaries_of_log_probabilities_are_read_too():
+    found = [{9: SimpleNamespace(logprob=-9.0), token: SimpleNamespace(logprob=-float(token))} for token in (5, 6)]
+    assert logp_of_tokens((5, 6), found, **PLACE) == (-5.0, -6.0)
+
+
+def test_an_answer_that_vllm_gave_up_is_an_error():
+    with pytest.raises(ModelError, match="ended answer 2 to prompt 4 with finish_reason='error' after 3 tokens"):
+        rollout_of(completion(finish_reason="error"), **PLACE, logp_of="sampled", version=0)
+
+
+def test_a_label_that_is_no_number_of_steps_is_refused():
+    assert version_of("12") == 12
+    for label in ("default", "-1", "1.0", ""):
+        with pytest.raises(ModelError, match=f"labelled '{label}'"):
+            version_of(label)
+
+
+def test_timing_is_vllms_own():
+    stats = SimpleNamespace(num_generation_tokens=3, first_token_latency=0.5, first_token_ts=10.0, last_token_ts=12.0)
+    assert timing_of(stats) == RolloutTiming(first_token_s=0.5, total_s=2.5)
+    assert timing_of(None) is None
+
+
+def test_a_temperature_that_vllm_refuses_is_refused_first():
+    check_for_vllm(Sampling(max_new_tokens=1, temperature=2.0))
+    with pytest.raises(PromptError, match=r"prompt 3 asks for temperature=2\.01, and vLLM goes up to 2\.0"):
+        check_for_vllm(Sampling(max_new_tokens=1, temperature=2.01), prompt_index=3)
+
+
+def test_statistics_are_summed_and_an_idle_engine_runs_nothing():
+    statistics = Statistics()
+    scheduler = SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
+    step = SimpleNamespace(
+        prompt_token_stats=SimpleNamespace(total=10, cached_tokens=4),
+        num_generation_tokens=3,
+        num_preempted_reqs=1,
+        finished_requests=[SimpleNamespace(finish_reason="stop")],
+    )
+    for _ in range(2):
+        statistics.record(scheduler, step)
+    statistics.record(None, None)
+    statistics.count_aborted(1)
+    busy, idle = statistics.metrics(version=5), statistics.metrics(version=5, busy=False)
+    assert (busy.running, busy.waiting, busy.cache_usage, busy.version) == (2, 2, 0.5, 5)
+    assert (busy.prompt_tokens, busy.cached_prompt_tokens, busy.generated_tokens, busy.preemptions) == (20, 8, 6, 2)
+    assert busy.finished == {"stop": 2, "abort": 1}
+    assert (idle.running, idle.waiting, idle.cache_usage, idle.generated_tokens) == (0, 0, 0.0, 6)
+
+
+# -- For people ------------------------------------------------------------------------------------------------------
+
+
+def _prepared(options, **changes):
+    given = {"arguments": {}, "vllm_version": "0.32.0", "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
+    return Prepared(options=options, **given | changes)
+
+
+def test_explain_says_what_waits_for_a_refit():
+    options = VllmOptions(model="m", for_training=True, tensor_parallel_size=2, vllm_kwargs={"block_size": 32})
+    prepared = _prepared(options, load_format="dummy")
+    assert prepared.unfed
+    assert not _prepared(options).unfed
+    limits = Limits(vocab_size=40, max_length=9, max_length_name="max_model_len")
+    text = explain(prepared, kind="vLLM", limits=limits, logp_of="raw", stop_token_ids=(), version=None)
+    for part in ("the first refit feeds it", "none: no refit has been committed", "tensor 2, pipeline 1", "block_size"):
+        assert part in text
+
+
+def test_an_adapter_needs_its_files_and_an_engine_that_takes_it(tmp_path):
+    with pytest.raises(EngineOptionError, match=r"holds no adapter_config\.json"):
+        LoraAdapter(name="a", number=1, path=str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(EngineOptionError, match="got number=0 for 'a'"):
+        LoraAdapter(name="a", number=0, path=str(tmp_path))
+    adapter = LoraAdapter(name="a", number=1, path=str(tmp_path))
+    adapter.check(VllmOptions(model="m", enable_lora=True))
+    with pytest.raises(EngineOptionError, match="adapter 'a' needs an engine made with enable_lora=True"):
+        adapter.check(VllmOptions(model="m"))

@@ -1,0 +1,77 @@
+"""Real vLLM inside a real Ray actor: in the actor's process, then in one of its own below it."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+for name in ("vllm", "ray"):
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
+
+import tiny
+from conftest import ENVIRONMENT
+
+from rl_generation.sampling import Sampling
+
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+class EngineActor:
+    """What a launcher would put on a device: an engine, and nothing that Ray must know."""
+
+    def start(self, options, *, own_process):
+        from rl_generation.vllm import VllmEngine
+
+        self.engine = VllmEngine(options, own_process=own_process, version=6)
+        return self.engine.process_ids
+
+    def generate(self, prompts, sampling):
+        return self.engine.generate(prompts, sampling)
+
+    def scale_and_commit(self, factor, version):
+        answers = self.engine.collective_rpc("scale_norm", args=(factor,))
+        self.engine.commit_version(version)
+        return answers
+
+    def close(self):
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def actor():
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else it writes a token into the home folder
+    import ray
+
+    paths = os.pathsep.join(path for path in sys.path if path)
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {**ENVIRONMENT, "PYTHONPATH": paths}},
+    )
+    handle = ray.remote(num_cpus=1)(EngineActor).remote()
+    yield lambda method, *args, **others: ray.get(getattr(handle, method).remote(*args, **others), timeout=500)
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+def test_an_engine_in_an_actor_answers_takes_new_weights_and_ends(actor, checkpoints, own_process):
+    path, model = checkpoints("qwen3"), tiny.policy("qwen3", 0)
+    prompts = tiny.prompts(3)
+    options = tiny.options(path, worker_extension_cls="weights_worker.WeightsWorker")
+    processes = actor("start", options, own_process=own_process)
+    assert bool(processes) == own_process
+    for version, factor in ((6, 1.0), (7, 1.5)):
+        if factor != 1.0:
+            actor("scale_and_commit", factor, version)
+            model.model.norm.weight.mul_(factor)
+        for prompt, rollout in zip(prompts, actor("generate", prompts, GREEDY), strict=True):
+            logits = tiny.logits(model, prompt, rollout.tokens)
+            assert list(rollout.tokens) == logits.argmax(-1).tolist()
+            assert rollout.logp == pytest.approx(tiny.chosen(logits.log_softmax(-1), rollout.tokens), abs=1e-4)
+            assert rollout.version == version
+    actor("close")
+    assert not [each for each in processes if Path(f"/proc/{each}").exists()]
