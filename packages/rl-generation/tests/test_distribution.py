@@ -33,7 +33,7 @@ def test_20000_draws_follow_the_softmax(dtype):
     assert ((observed - expected) ** 2 / expected).sum() < CHI_SQUARE_9
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0.05, 20), st.integers(0, 30), st.floats(0.01, 1.0), st.floats(0, 1.0))
 def test_logp_is_that_of_the_distribution_drawn_from(seed, temperature, top_k, top_p, min_p):
     logits = 4 * torch.randn(5, 23, generator=torch.Generator().manual_seed(seed))
@@ -115,7 +115,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**31), st.lists(SETTINGS, min_size=1, max_size=6))
 def test_a_row_draws_the_same_alone_as_among_rows_of_other_settings(seed, samplings):
     count = len(samplings)

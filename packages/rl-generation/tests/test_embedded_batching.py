@@ -53,7 +53,7 @@ REQUESTS = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=6),
     max_batch_size=st.integers(1, 6),

@@ -22,7 +22,8 @@ import families
 TOLERANCE = 1e-4
 LONGEST = 56  # tokens of a prompt and its answer
 STORY = list(families.successors())
-PROMPTS = [[1, STORY[0]], STORY[:3], STORY[:9], [*families.prompts(1)[0][:30], STORY[9]], *families.prompts(3, longest=40)]
+# All end with a whole character, since the text of an answer begins where its prompt's ends.
+PROMPTS = [[1, STORY[0]], STORY[:3], STORY[:9], *([*each, STORY[9]] for each in families.prompts(4, longest=40))]
 STOPS = ["e", " sold", "time, the", "é", "🙂 and", "fé s", "P!", "Once up", "zzz"]
 BAD_WORDS = ["time", "and", "café", "the", "OP", "!", " sold"]
 SETUPS = {

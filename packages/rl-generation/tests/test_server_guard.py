@@ -162,7 +162,8 @@ def test_a_body_that_does_not_arrive_is_given_up(served):
 def test_one_request_too_many_is_told_to_come_again(served):
     served.engine.hold(after=1)
     with served.http as http, http.stream("POST", "/v1/completions", json=STREAM) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the stream ends with it
+        next(lines)
         refusal = served.post("/v1/completions", SHORT)
         assert refusal.status_code == 429
         assert refusal.headers["retry-after"] == "7"
@@ -179,8 +180,8 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(served, n):
     before = finished(served.engine, "abort")
     served.engine.hold(after=1)
     with served.http as http, http.stream("POST", "/v1/completions", json=STREAM | {"n": n}) as response:
-        next(response.iter_lines())
         forget(served.streamer.closed)
+        next(response.iter_lines())
     assert served.streamer.closed.acquire(timeout=serving.DEADLINE_S)
     served.engine.go_on()
     served.wait_until(idle)
@@ -229,7 +230,8 @@ def test_a_server_that_ends_aborts_what_does_not_finish_in_time():
     with serving.serving(shutdown_timeout_s=1, wrap=serving.Stepwise) as served, served.http as http:
         served.engine.hold(after=1)
         with http.stream("POST", "/v1/completions", json=STREAM) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             served.server.__exit__(None, None, None)
         served.engine.go_on()
         served.wait_until(idle)

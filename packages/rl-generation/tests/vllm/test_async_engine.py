@@ -1,6 +1,8 @@
 """Real `AsyncLLM` with one worker: what it samples, who may call it, what a timeout, an abort and a pause cost."""
 
 import asyncio
+import os
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -269,6 +271,22 @@ def test_each_of_n_samples_has_its_own_time(engine):
     with pytest.raises(SampleTimeoutError, match="having reached 0 tokens, and so did 1 other"):
         asyncio.run(deltas(engine, [5, 6], both, timeout_s=0.2))
     engine.resume()
+
+
+def test_an_engine_that_hangs_is_found_out(engine):
+    (core, *_) = engine.process_ids
+    os.kill(core, signal.SIGSTOP)
+    try:
+        with pytest.raises(SampleTimeoutError, match="having reached 0 tokens"):
+            engine.generate([[5]], SHORT, timeout_s=0.5)
+        with pytest.raises(EngineDeadError, match="did not answer check_health within 0.5 seconds, though"):
+            asyncio.run(engine.check_health(timeout_s=0.5))
+        with pytest.raises(EngineDeadError, match="did not answer pause within 0.5 seconds"):
+            engine.pause(timeout_s=0.5)
+    finally:
+        os.kill(core, signal.SIGCONT)
+    engine.resume()
+    assert len(engine.generate([[5]], SHORT)) == 1
 
 
 # -- Pauses and new weights ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,12 +15,19 @@ import tiny
 import torch
 from watching import living, taken
 
-from rl_generation.errors import ModelError
+from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.sampling import Sampling
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 from rl_generation.vllm.lora import LoraAdapter
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def test_options_that_vllm_refuses_are_named_and_leave_nothing(checkpoints):
+    before = taken()
+    with pytest.raises(EngineOptionError, match=r"(?s)vLLM refuses these options: .*Sleep mode is not supported"):
+        VllmAsyncEngine(tiny.options(checkpoints("qwen3"), enable_sleep_mode=True))
+    assert taken() <= before
 
 
 def test_two_replicas_are_one_engine(checkpoints, tmp_path):
@@ -29,7 +37,6 @@ def test_two_replicas_are_one_engine(checkpoints, tmp_path):
         data_parallel_size=2,
         for_training=True,
         load_format="auto",
-        enable_sleep_mode=True,
         enable_lora=True,
         max_lora_rank=8,
         worker_extension_cls="weights_worker.WeightsWorker",
@@ -72,6 +79,9 @@ def check(model, prompts, rollouts):
 
 
 def check_sleep(engine, prompts):
+    """vLLM on a CPU refuses to be made for it, and then answers the calls all the same, without freeing anything."""
+    admission = engine._admission
+    engine._admission = replace(admission, options=replace(admission.options, enable_sleep_mode=True))
     engine.sleep(level=2)
     with pytest.raises(ModelError, match="slept at level 2, and no refit has been committed since"):
         engine.generate(prompts, GREEDY)

@@ -12,10 +12,10 @@ for name in ("vllm", "ray"):
         pytest.skip(f"{name} is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
 
 import tiny
-from conftest import ENVIRONMENT
 
 from rl_generation.sampling import Sampling
 
+INHERITED = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -45,12 +45,13 @@ def actor():
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else it writes a token into the home folder
     import ray
 
+    environment = {name: value for name, value in os.environ.items() if name in INHERITED or name.startswith("VLLM_")}
     paths = os.pathsep.join(path for path in sys.path if path)
     ray.init(
         num_cpus=1,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {**ENVIRONMENT, "PYTHONPATH": paths}},
+        runtime_env={"env_vars": environment | {"PYTHONPATH": paths}},
     )
     handle = ray.remote(num_cpus=1)(EngineActor).remote()
     yield lambda method, *args, **others: ray.get(getattr(handle, method).remote(*args, **others), timeout=500)

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing import process
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl_generation.vllm.statistics import Statistics
 __all__ = ["RunningLLM", "check_not_importing_main"]
 
 T = TypeVar("T")
+PATIENCE_S = 5.0
 SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
 
@@ -53,6 +55,7 @@ class RunningLLM:
         """Start an engine; blocks until it has loaded its model.
 
         Raises:
+            EngineOptionError: vLLM refuses the options.
             EngineDeadError: It could not start.
         """
         folder = Path(tempfile.mkdtemp(prefix="rl-generation-"))  # of vLLM's sockets, which it would leave behind
@@ -142,6 +145,7 @@ class RunningLLM:
         self._leftovers.remove()
         self._processes.end(timeout_s=1.0 if dead else SHUTDOWN_TIMEOUT_S)
         self._events.run(_settle(self.llm))
+        _terminate(self.llm.engine_core.resources.ctx)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _end(self) -> None:
@@ -186,6 +190,8 @@ async def _start(events: EventLoop, prepared: Prepared, *, folder: Path, version
     try:
         with environment({"VLLM_RPC_BASE_PATH": str(folder)}):
             llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[logger])
+    except ValueError as error:
+        raise EngineOptionError(f"vLLM refuses these options: {error}") from error
     except RuntimeError as error:
         raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}") from error
     running = RunningLLM(events, llm, statistics=statistics, folder=folder)
@@ -206,6 +212,13 @@ async def _settle(llm: Any) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _terminate(context: Any) -> None:
+    """End the threads of vLLM's ZeroMQ context, which it leaves running; that waits for sockets, so not for ever."""
+    ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
+    ending.start()
+    ending.join(PATIENCE_S)
 
 
 def _sum_up(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -1,0 +1,146 @@
+"""The HTTP server over the asynchronous vLLM engine, as OpenAI's own client sees it."""
+
+import threading
+from importlib.util import find_spec
+
+import pytest
+
+for needed in ("vllm", "openai", "starlette", "uvicorn"):
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
+
+import openai
+import tiny
+from transformers import AutoTokenizer
+
+from rl_generation.sampling import Sampling
+from rl_generation.server import Server
+from rl_generation.vllm.async_engine import VllmAsyncEngine
+
+MODEL = "tiny"
+QUESTION = {"role": "user", "content": "hello there"}
+PROMPTS = tiny.prompts(4)
+TURNS = (
+    "{% for message in messages %}{{ '<s>' + message.role + '\\n' + message.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    engine = VllmAsyncEngine(tiny.options(checkpoints("llama")), version=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints("llama"))
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def client(engine, tokenizer):
+    with (
+        Server(engine, tokenizer=tokenizer, model_name=MODEL) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        yield client
+
+
+def complete(client, prompt, *, token_ids=True, extra_body=None, **options):
+    extra = {"return_token_ids": token_ids} | (extra_body or {})
+    return client.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **options)
+
+
+def test_completions_are_what_the_engine_generates(client, engine):
+    rollouts = engine.generate(PROMPTS, Sampling(max_new_tokens=24, n=2, temperature=0.8, top_p=0.9, seed=5))
+    response = complete(client, PROMPTS, max_tokens=24, n=2, temperature=0.8, top_p=0.9, seed=5, logprobs=0)
+    assert response.weight_version == 3
+    for choice, rollout in zip(response.choices, rollouts, strict=True):
+        assert choice.token_ids == list(rollout.tokens)
+        assert choice.prompt_token_ids == PROMPTS[rollout.prompt_index]
+        assert choice.logprobs.token_logprobs == pytest.approx(list(rollout.logp), abs=1e-4)
+        assert (choice.finish_reason, choice.stop_reason) == (rollout.finish_reason, rollout.stop_reason)
+        assert choice.weight_versions == [{"version": 3, "start": 0, "end": len(rollout.tokens)}]
+
+
+@pytest.mark.parametrize("stop", [None, ["e", "a", "1"]])
+def test_a_stream_is_the_whole_answer_in_pieces(client, stop):
+    asked = {"max_tokens": 60, "seed": 1, "n": 3, "stop": stop}
+    whole = complete(client, PROMPTS[0], **asked)
+    streamed = [{"text": "", "token_ids": [], "ends": []} for _ in range(3)]
+    for chunk in complete(client, PROMPTS[0], stream=True, **asked):
+        (choice,) = chunk.choices
+        streamed[choice.index]["text"] += choice.text
+        streamed[choice.index]["token_ids"] += choice.token_ids
+        streamed[choice.index]["ends"] += [choice.stop_reason] if choice.finish_reason else []
+    expected = [
+        {"text": choice.text, "token_ids": choice.token_ids, "ends": [choice.stop_reason]} for choice in whole.choices
+    ]
+    assert streamed == expected
+    assert stop is None or any(choice.stop_reason in stop for choice in whole.choices)
+
+
+def test_a_conversation_keeps_the_tokens_that_were_sampled(client):
+    messages, prefix = [QUESTION], []
+    for turn in range(3):
+        extra = {"return_token_ids": True, "bad_words": ["<s>", "<pad>", "<unk>"]}
+        extra |= {"required_prefix_token_ids": prefix} if prefix else {}
+        response = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=12, seed=turn, extra_body=extra
+        )
+        assert response.prompt_token_ids[: len(prefix)] == prefix
+        (choice,) = response.choices
+        prefix = response.prompt_token_ids + choice.token_ids
+        messages = [*messages, {"role": "assistant", "content": choice.message.content}, QUESTION]
+
+
+def test_many_clients_at_once_get_each_what_they_asked_for(client, engine):
+    samplings = [Sampling(max_new_tokens=10 + index, seed=index, stop_token_ids=(10 + index,)) for index in range(8)]
+    prompts = tiny.prompts(8, seed=1)
+    answers = [None] * 8
+
+    def ask(index):
+        extra = {"stop_token_ids": [10 + index]}
+        answers[index] = complete(client, prompts[index], max_tokens=10 + index, seed=index, extra_body=extra)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for answer, rollout in zip(answers, engine.generate(prompts, samplings), strict=True):
+        assert answer.choices[0].token_ids == list(rollout.tokens)
+
+
+def test_a_client_that_leaves_frees_the_engine(client, engine):
+    before = engine.metrics().finished.get("abort", 0)
+    stream = complete(client, PROMPTS[0], max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    stream.close()
+    # Later requests keep the engine stepping until it has heard of it.
+    for _ in range(200):
+        if engine.metrics().finished.get("abort", 0) > before:
+            break
+        complete(client, PROMPTS[1], max_tokens=2)
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.waiting) == (0, 0)
+
+
+def test_a_sample_that_takes_too_long_is_a_gateway_timeout(client, engine, monkeypatch):
+    monkeypatch.setattr(engine, "_timeout_s", 0.05)
+    with pytest.raises(openai.InternalServerError, match="NRL_VLLM_ASYNC_TIMEOUT_SECONDS|timeout") as failure:
+        complete(client, PROMPTS[0], max_tokens=450, extra_body={"ignore_eos": True})
+    assert failure.value.status_code == 504
+    (lost,) = failure.value.body["timed_out"]
+    assert (lost["prompt_index"], lost["sample_index"]) == (0, 0)
+    assert 0 <= lost["tokens"] < 450
+
+
+def test_health_and_metrics_are_the_engines(client, engine):
+    root = str(client.base_url).removesuffix("/v1/")
+    assert client.get(f"{root}/health", cast_to=object) == {"status": "ok", "weight_version": 3}
+    text = client.get(f"{root}/metrics", cast_to=str)
+    assert f'model_name="{MODEL}"' in text or f'model="{MODEL}"' in text
