@@ -202,7 +202,7 @@ def integration_vllm(session: nox.Session) -> None:
     """Test that the sink of rl-refit and the engines of rl-generation fit together, on real vLLM."""
     (cell,) = (cell for cell in HOUSE.packages["rl-generation"].cells if "vllm" in cell)
     install(session, HOUSE, ["rl-generation", "rl-refit"], cell=cell, groups=["test"])
-    session.run("pytest", "tests-integration/vllm", *session.posargs, env=OFFLINE)
+    session.run("pytest", "tests-integration/with_vllm", *session.posargs, env=OFFLINE)
 
 
 @nox.session(python=PYTHON, default=False)

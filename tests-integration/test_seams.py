@@ -9,7 +9,16 @@ from rl_algorithms import contracts, dpo, grpo, sft
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend
 from rl_backends.dtensor.microbatches import TokenBatch
-from rl_generation import Rollout, Sampling, TransformersEngine
+from rl_generation import (
+    Rollout,
+    Sampling,
+    SteppingEngine,
+    Streamer,
+    StreamingEngine,
+    TransformersEngine,
+    VllmAsyncEngine,
+    VllmEngine,
+)
 from rl_launcher.weight_sync import WeightSync
 from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
@@ -18,8 +27,16 @@ if TYPE_CHECKING:
     def policy_of(backend: DTensorBackend) -> contracts.Policy:
         return backend
 
-    def engine_of(engine: TransformersEngine) -> contracts.Engine[Sampling]:
-        return engine
+    def engines_of(
+        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine
+    ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
+        return a, b, c
+
+    def stepping_of(a: TransformersEngine, b: VllmEngine) -> tuple[SteppingEngine, SteppingEngine]:
+        return a, b
+
+    def streaming_of(a: Streamer, b: VllmAsyncEngine) -> tuple[StreamingEngine, StreamingEngine]:
+        return a, b
 
     def rollout_of(rollout: Rollout) -> contracts.Rollout:
         return rollout

@@ -5,7 +5,7 @@ each, at most 9 tokens); a long tail (the same prompts, at most 96 tokens, geome
 tail with twice as many prompts, 512 rollouts, of which 256 are decoded together. Both sides take turns; figures are of
 CPU seconds, which what else runs on the machine disturbs least.
 
-    python benchmarks/embedded_engine.py [--rounds 5]
+    python benchmarks/embedded_engine.py [--rounds 3]
 """
 
 import argparse
@@ -113,7 +113,7 @@ def measure(model, shape: Shape, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     model = build_model()

@@ -4,6 +4,7 @@ Knows language models, sampling and token ids. Does not know rewards, training o
 """
 
 from rl_generation.agreement import AgreementError, AgreementMonitor, LogpAgreement, TokenDifference
+from rl_generation.chat import decode_rollout, encode_chat, encode_text, with_required_prefix
 from rl_generation.engine import Engine, EngineMetrics, RolloutDelta, SteppingEngine, StreamingEngine
 from rl_generation.errors import (
     EngineDeadError,
@@ -14,10 +15,62 @@ from rl_generation.errors import (
     SampleTimeoutError,
     TimedOutSample,
 )
+from rl_generation.loading import EngineSpec, load_engine, load_transformers_engine
+from rl_generation.memory import EngineMemory, estimate_memory
+from rl_generation.metrics_timeline import MetricsTimeline
+from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
 from rl_generation.requests import Limits, Request, make_requests
 from rl_generation.rollout import Rollout, RolloutTiming, VersionSpan
 from rl_generation.sampling import Sampling
 from rl_generation.streaming import Streamer
-from rl_generation.verify import compare_logp, verify_logp
 from rl_generation.transformers_engine import TransformersEngine
-from rl_generation.vllm import VllmAsyncEngine, VllmEngine, VllmOptions
+from rl_generation.verify import compare_logp, verify_logp
+from rl_generation.vllm import LoraAdapter, VllmAsyncEngine, VllmEngine, VllmOptions
+
+__all__ = [
+    "MODEL_FLAGS",
+    "AgreementError",
+    "AgreementMonitor",
+    "Engine",
+    "EngineDeadError",
+    "EngineMemory",
+    "EngineMetrics",
+    "EngineOptionError",
+    "EngineSpec",
+    "Limits",
+    "LogpAgreement",
+    "LogpError",
+    "LoraAdapter",
+    "MetricsTimeline",
+    "ModelError",
+    "ModelFlag",
+    "ModelQuirk",
+    "PromptError",
+    "Request",
+    "Rollout",
+    "RolloutDelta",
+    "RolloutTiming",
+    "SampleTimeoutError",
+    "Sampling",
+    "SteppingEngine",
+    "Streamer",
+    "StreamingEngine",
+    "TimedOutSample",
+    "TokenDifference",
+    "TransformersEngine",
+    "VersionSpan",
+    "VllmAsyncEngine",
+    "VllmEngine",
+    "VllmOptions",
+    "compare_logp",
+    "decode_rollout",
+    "encode_chat",
+    "encode_text",
+    "estimate_memory",
+    "flags_for",
+    "load_engine",
+    "load_transformers_engine",
+    "make_requests",
+    "verify_logp",
+    "with_required_prefix",
+]

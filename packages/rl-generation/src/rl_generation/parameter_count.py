@@ -72,13 +72,17 @@ def _meta_model(config: "PretrainedConfig") -> torch.nn.Module:
     import transformers
 
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    with torch.device("meta"):
-        for architecture in named:
-            if architecture is not None:
-                return architecture(config)  # type: ignore[no-any-return]
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, no-any-return]
-        except ValueError as error:
-            raise ModelError(
-                f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
-            ) from error
+    known = next((architecture for architecture in named if architecture is not None), None)
+    make = transformers.AutoModelForCausalLM.from_config if known is None else known
+    try:
+        with torch.device("meta"):
+            return make(config)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ModelError(
+            f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise ModelError(
+            f"transformers cannot construct model_type={config.model_type!r} without memory, so its parameters are not "
+            f"counted: {error}"
+        ) from error

@@ -34,7 +34,6 @@ def embedded(path: str) -> list[object]:
     from rl_generation.streaming import Streamer
     from rl_generation.transformers_engine import TransformersEngine
 
-    transformers.utils.logging.disable_progress_bar()
     models = [transformers.AutoModelForCausalLM.from_pretrained(path) for _ in range(2)]
     alone, streamed = (TransformersEngine(model, stop_token_ids=[2], pad_token_id=0) for model in models)
     check(alone.generate(PROMPTS, SAMPLING))
@@ -107,15 +106,22 @@ def cycle(kind: str, path: str) -> list[weakref.ref]:
     return [weakref.ref(each) for each in KINDS[kind](path)]
 
 
+def import_engine(kind: str) -> None:
+    """Whatever is imported once sets environment variables, and keeps the frames of errors that it overcame."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if kind != "embedded":
+        from vllm import LLM, EngineArgs  # noqa: F401
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
+
+
 def main() -> None:
     kind, cycles, path = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
     temporary = Path(tempfile.gettempdir())
-    if kind == "embedded":
-        import transformers  # noqa: F401  (imported before, not leaked)
-    else:
-        import vllm  # noqa: F401
+    import_engine(kind)
     before = footprint(temporary)
     held, outlived = [], []
     for _ in range(int(cycles)):

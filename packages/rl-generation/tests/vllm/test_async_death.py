@@ -13,7 +13,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
 
 import tiny
-from watching import Call, living, taken, until
+from watching import Call, folder, living, taken, until
 
 from rl_generation.errors import EngineDeadError
 from rl_generation.rollout import VersionSpan
@@ -33,12 +33,13 @@ def engine(checkpoints):
         checkpoints("qwen3"), tensor_parallel_size=2, worker_extension_cls="weights_worker.WeightsWorker"
     )
     engine = VllmAsyncEngine(options, version=3)
-    engine.all_processes = set(engine.process_ids)
+    engine.all_processes, engine.all_folders = set(engine.process_ids), {folder(engine)}
     yield engine
     began = time.monotonic()
     engine.close()
     assert time.monotonic() - began < 30
     assert living(engine.all_processes) == []
+    assert not any(each.exists() for each in engine.all_folders)
     assert taken() <= before
 
 
@@ -106,6 +107,7 @@ def test_the_death_of_the_engine_core_is_named_and_restart_works(engine):
     check_that_it_stays_dead(engine)
     engine.restart()
     engine.all_processes |= set(engine.process_ids)
+    engine.all_folders.add(folder(engine))
     (again,) = engine.generate([[5, 6]], GREEDY)
     assert again.tokens == greedy.tokens
     assert again.logp == pytest.approx(greedy.logp, abs=1e-5)

@@ -1,5 +1,7 @@
 """Every token's logp is that of a plain forward in fp32, whatever the request asks for: five families, two engines.
 
+Under "raw" that is the softmax of the model whatever was cut, and under "sampled" the distribution drawn from.
+
 The embedded engine and vLLM, in this process, serve the same checkpoint. The asynchronous engine, which runs the same
 vLLM, is compared in `test_all_engines`.
 """
@@ -45,21 +47,20 @@ def options(path):
     )
 
 
-def serve(path, policy, *, logp_of="sampled"):
+SERVED = [*((family, "sampled") for family in families.FAMILIES), ("llama", "raw"), ("gemma3", "raw")]
+
+
+@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+def served(request, tmp_path_factory):
+    """A policy and the engines of it, by name."""
+    family, logp_of = request.param
+    policy = families.policy(family)
     embedded = TransformersEngine(
         policy, stop_token_ids=[families.EOS], pad_token_id=0, tokenizer=families.tokenizer(), logp_of=logp_of
     )
-    return {"embedded": embedded, "vllm": VllmEngine(options(path), logp_of=logp_of)}
-
-
-@pytest.fixture(scope="module", params=families.FAMILIES)
-def served(request, tmp_path_factory):
-    """A policy and the engines of it, by name."""
-    policy = families.policy(request.param)
-    engines = serve(families.save(policy, tmp_path_factory.mktemp(request.param)), policy)
-    yield policy, engines
-    for engine in engines.values():
-        engine.close()
+    path = families.save(policy, tmp_path_factory.mktemp(family))
+    with VllmEngine(options(path), logp_of=logp_of) as vllm:
+        yield policy, {"embedded": embedded, "vllm": vllm}
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -83,18 +84,3 @@ def test_both_engines_give_the_same_greedy_tokens(served):
     assert len({each.tokens for each in ours}) == len(prompts)  # the answers do depend on their prompts
     for one, other in zip(ours, theirs, strict=True):
         assert one.logp == pytest.approx(other.logp, abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_raw_logp_is_the_softmax_of_the_model_whatever_was_cut(tmp_path, family):
-    policy = families.policy(family)
-    engines = serve(families.save(policy, tmp_path), policy, logp_of="raw")
-    try:
-        for engine in engines.values():
-            assert engine.logp_of == "raw"
-            agreement = verify_logp(engine, policy, prompts=PROMPTS, sampling=list(ASKED.values()))
-            assert agreement.outside_support == 0
-            assert agreement.max_abs_difference <= TOLERANCE, agreement.explain()
-    finally:
-        for engine in engines.values():
-            engine.close()

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -40,11 +39,6 @@ def engine(checkpoints, before):
     )
     with VllmEngine(options, own_process=True, version=2) as engine:
         yield engine
-
-
-def living(processes):
-    stats = [Path(f"/proc/{process}/stat") for process in processes]
-    return [stat for stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
 
 
 def check_answers(engine, model):
@@ -93,11 +87,11 @@ def test_a_killed_process_is_missed_within_a_deadline_and_restart_makes_a_new_en
         assert time.monotonic() - began < DEADLINE_S
     if which == "core":
         engine.restart()
-        assert not living(processes)
+        assert not tiny.living(processes)
         check_answers(engine, tiny.policy("llama", 0))
     else:
         engine.close()
-        assert not living(processes)
+        assert not tiny.living(processes)
         assert tiny.orphaned_shared_memory() == before
 
 

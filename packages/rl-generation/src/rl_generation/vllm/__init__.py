@@ -6,6 +6,7 @@ refits hands in a worker extension by name, and talks to the engine that `llm` g
 
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 from rl_generation.vllm.engine import VllmEngine
+from rl_generation.vllm.lora import LoraAdapter
 from rl_generation.vllm.options import VllmOptions
 
-__all__ = ["VllmAsyncEngine", "VllmEngine", "VllmOptions"]
+__all__ = ["LoraAdapter", "VllmAsyncEngine", "VllmEngine", "VllmOptions"]

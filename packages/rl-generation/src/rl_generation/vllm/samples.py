@@ -4,6 +4,7 @@ Everything here runs on the event loop of the engine. Does not check what it is 
 """
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -191,9 +192,10 @@ class Samples:
         self._under_way[sample.id] = sample
         try:
             prompt = tokens_input(list(sample.request.prompt))
-            outputs = self._running.llm.generate(prompt, sampling, sample.id, lora_request=sample.manner.lora)
-            async for output in outputs:
-                take(output)
+            answering = self._running.llm.generate(prompt, sampling, sample.id, lora_request=sample.manner.lora)
+            async with contextlib.aclosing(answering) as outputs:  # which aborts it where `take` raises
+                async for output in outputs:
+                    take(output)
         except asyncio.CancelledError:
             self._count_aborted(1)
             raise

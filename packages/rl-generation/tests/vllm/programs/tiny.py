@@ -117,6 +117,12 @@ def chosen(logp, tokens):
     return logp[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
 
 
+def living(processes):
+    """Of process ids, the files of those that run, and are not waiting to be reaped by whoever adopted them."""
+    stats = [Path(f"/proc/{process}/stat") for process in processes]
+    return [stat for stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
+
+
 def orphaned_shared_memory():
     """Names of vLLM's files in shared memory that no living process has mapped."""
     files = {each.name for each in Path("/dev/shm").iterdir() if each.name.startswith(("psm_", "vllm_dist_"))}

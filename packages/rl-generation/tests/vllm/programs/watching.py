@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 
 PATIENCE_S = 60.0
+OURS = ("psm_", "vllm_dist_", "sem.mp-")
+"""What Python and vLLM call their files in shared memory."""
 
 
 def until(condition, *, timeout_s=PATIENCE_S):
@@ -20,12 +22,17 @@ def until(condition, *, timeout_s=PATIENCE_S):
 
 
 def taken():
-    """Files in shared memory that this user made, folders of sockets, listening ports and threads of this process."""
-    files = {path for path in Path("/dev/shm").iterdir() if _is_own(path)}
-    folders = set(Path("/tmp").glob("rl-generation-*"))
+    """Shared memory that no living process has mapped, listening ports and threads of this process."""
+    mapped = {number for process in Path("/proc").iterdir() if process.name.isdigit() for number in _mapped(process)}
+    files = {each.name for each in os.scandir("/dev/shm") if each.name.startswith(OURS) and each.inode() not in mapped}
     ports = {each.laddr for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
     threads = {each for each in threading.enumerate() if "rl-generation" in each.name}
-    return files | folders | ports | threads
+    return files | ports | threads
+
+
+def folder(engine):
+    """Where the sockets of its processes are."""
+    return engine._running._folder
 
 
 def living(process_ids):
@@ -56,8 +63,10 @@ class Call:
         return self.error
 
 
-def _is_own(path):
+def _mapped(process):
+    """Inodes: a semaphore is mapped under another name than its file has."""
     try:
-        return path.stat().st_uid == os.getuid() and path.name.startswith(("psm_", "vllm_dist_", "sem.mp-"))
-    except FileNotFoundError:
-        return False
+        lines = (process / "maps").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    return {int(line.split(maxsplit=5)[4]) for line in lines if "/dev/shm/" in line}

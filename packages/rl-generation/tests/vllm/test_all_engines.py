@@ -1,0 +1,347 @@
+"""What all engines have in common: one policy behind the embedded engine, vLLM in this process, and asynchronous vLLM.
+
+The policy recites a story (see `families`), so that what a greedy answer holds, and where a stop string or a bad word
+must end or turn it, is written down here and not taken from an engine.
+"""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+
+import families
+import torch
+from families import recited
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from rl_generation import Sampling, TransformersEngine
+from rl_generation.verify import verify_logp
+from rl_generation.vllm import VllmAsyncEngine, VllmEngine, VllmOptions
+
+TOLERANCE = 1e-4
+FAIR = 1e-4  # a fair sample fails so often
+EVERY = pytest.mark.parametrize("name", ["embedded", "vllm", "vllm_async"])
+STORY = list(families.successors())
+ONCE, UPON, TIME, CAF, HALF, SECOND_HALF, END = (STORY[i] for i in (0, 1, 3, 6, 7, 8, -2))
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return families.reciting()
+
+
+@pytest.fixture(scope="module")
+def engines(policy, tmp_path_factory):
+    path = families.save(policy, tmp_path_factory.mktemp("reciting"))
+    options = VllmOptions(
+        model=path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=families.MAX_LENGTH,
+        max_num_seqs=256,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    policy.config.max_position_embeddings = families.MAX_LENGTH  # of the embedded engine: one limit for all
+    embedded = TransformersEngine(
+        policy, stop_token_ids=[families.EOS], pad_token_id=0, tokenizer=families.tokenizer()
+    )
+    with VllmAsyncEngine(options) as asynchronous, VllmEngine(options) as vllm:
+        yield {"embedded": embedded, "vllm": vllm, "vllm_async": asynchronous}
+
+
+@pytest.fixture
+def engine(engines, name):
+    return engines[name]
+
+
+# -- The same answers ---------------------------------------------------------------------------------------------
+
+
+def test_greedy_answers_are_the_same(engines):
+    prompts = [*families.prompts(6), [1, ONCE], STORY[:5]]
+    given = {name: engine.generate(prompts, GREEDY) for name, engine in engines.items()}
+    ours = given.pop("embedded")
+    for theirs in given.values():
+        assert answers(theirs) == answers(ours)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.logp == pytest.approx(other.logp, abs=TOLERANCE)
+    assert ours[-2].tokens == recited(12, after=ONCE)
+
+
+@EVERY
+def test_logp_is_that_of_a_plain_forward(policy, engine):
+    asked = [
+        Sampling(max_new_tokens=24, n=8, seed=3, temperature=0.7, top_p=0.9, stop=(" sold", "P!")),
+        Sampling(max_new_tokens=24, n=2, seed=4, temperature=1.3, top_k=7, ignore_eos=True),
+        Sampling(max_new_tokens=24, n=2, seed=5, min_p=0.05),
+        Sampling(max_new_tokens=24, n=2),
+        GREEDY,
+    ]
+    agreement = verify_logp(engine, policy, prompts=families.prompts(len(asked)), sampling=asked)
+    assert agreement.outside_support == 0, agreement.explain()
+    assert agreement.max_abs_difference <= TOLERANCE, agreement.explain()
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_new_tokens=1, n=20_000, seed=7),
+        Sampling(max_new_tokens=1, n=5_000),
+        Sampling(max_new_tokens=1, n=5_000, seed=9, temperature=0.7, top_p=0.9),
+        Sampling(max_new_tokens=1, n=5_000, temperature=0.7, top_p=0.9),
+    ],
+    ids=["seeded", "unseeded", "seeded-tempered-nucleus", "tempered-nucleus"],
+)
+def test_first_tokens_follow_the_distribution_of_the_model(policy, engine, sampling):
+    prompt = [1, 9, 30]  # the story does not go on here: many tokens are likely
+    expected = families.distribution(policy, prompt, temperature=sampling.temperature, top_p=sampling.top_p)
+    drawn = [rollout.tokens[0] for rollout in engine.generate([prompt], sampling)]
+    assert len(drawn) == sampling.n
+    assert families.p_value(drawn, expected) >= FAIR
+
+
+def test_the_statistic_notices_a_temperature_that_is_one_in_twenty_off(policy):
+    prompt = [1, 9, 30]
+    drawn = torch.multinomial(
+        families.distribution(policy, prompt, temperature=1.05),
+        20_000,
+        replacement=True,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert families.p_value(drawn.tolist(), families.distribution(policy, prompt)) < FAIR
+
+
+# -- Seeds --------------------------------------------------------------------------------------------------------
+
+SEEDED = Sampling(max_new_tokens=16, n=4, seed=21, ignore_eos=True)
+
+
+@EVERY
+def test_sample_j_of_seed_s_is_seed_s_plus_j_alone(engine):
+    prompt = [1, 9, 30]
+    together = engine.generate([prompt], SEEDED)
+    assert len({each.tokens for each in together}) == SEEDED.n
+    for sample, each in enumerate(together):
+        (alone,) = engine.generate([prompt], replace(SEEDED, n=1, seed=SEEDED.seed + sample))
+        assert alone.tokens == each.tokens
+        assert alone.logp == pytest.approx(each.logp, abs=TOLERANCE)
+
+
+@EVERY
+@pytest.mark.parametrize("seed", [None, 21])
+def test_equal_prompts_of_one_call_get_different_answers(engine, seed):
+    rollouts = engine.generate([[1, 9, 30]] * 8, replace(SEEDED, seed=seed))
+    assert len({each.tokens for each in rollouts}) == 8 * SEEDED.n
+
+
+@EVERY
+def test_the_same_seed_gives_the_same_answers_again_and_no_seed_others(engine):
+    def tokens(seed):
+        return [each.tokens for each in engine.generate([[1, 9, 30]] * 2, replace(SEEDED, seed=seed))]
+
+    assert tokens(21) == tokens(21)
+    assert set(tokens(21)).isdisjoint(tokens(22 + SEEDED.n))
+    assert set(tokens(None)).isdisjoint(tokens(None))
+
+
+# -- Bad input ----------------------------------------------------------------------------------------------------
+
+LONG = families.MAX_LENGTH
+BAD = {
+    "an empty prompt": lambda: ([[1], []], GREEDY),
+    "an id beyond the vocabulary": lambda: ([[1], [1, families.VOCAB_SIZE]], GREEDY),
+    "a negative id": lambda: ([[1], [-1]], GREEDY),
+    "no token id": lambda: ([[1], ["a"]], GREEDY),
+    "a prompt that leaves no room": lambda: ([[1], [1] * LONG], GREEDY),
+    "a prompt that leaves too little room": lambda: ([[1], [1] * (LONG - 11)], GREEDY),
+    "a stop token beyond the vocabulary": lambda: ([[1]], replace(GREEDY, stop_token_ids=(families.VOCAB_SIZE,))),
+    "fewer samplings than prompts": lambda: ([[1], [2]], [GREEDY]),
+    "no answers": lambda: ([[1]], replace(GREEDY, n=0)),
+    "no tokens": lambda: ([[1]], replace(GREEDY, max_new_tokens=0)),
+    "NaN temperature": lambda: ([[1]], replace(GREEDY, temperature=float("nan"))),
+    "a temperature that vLLM would raise": lambda: ([[1]], replace(GREEDY, temperature=1e-3)),
+    "NaN top-p": lambda: ([[1]], replace(GREEDY, top_p=float("nan"))),
+    "an empty stop string": lambda: ([[1]], replace(GREEDY, stop=("",))),
+    "a stop string that is none": lambda: ([[1]], replace(GREEDY, stop="END")),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_gets_one_error_from_all_engines_before_anything_runs(engines, bad):
+    errors = {}
+    for name, engine in engines.items():
+        before = replace(engine.metrics(), time_s=0.0)
+        with pytest.raises(ValueError, match=r"\w") as error:
+            engine.generate(*BAD[bad]())
+        errors[name] = (type(error.value), str(error.value).replace(engine.limits.max_length_name, "the limit"))
+        assert replace(engine.metrics(), time_s=0.0) == before
+    assert len(set(errors.values())) == 1, errors
+
+
+@EVERY
+def test_the_longest_request_is_served(engine):
+    (rollout,) = engine.generate([[1] * (LONG - 12)], replace(GREEDY, ignore_eos=True))
+    assert len(rollout.tokens) == 12
+    assert rollout.finish_reason == "length"
+
+
+# -- Stop strings and bad words -----------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("stop", "count"),
+    [
+        ((" time",), 3),  # a token of its own
+        (("ime",), 3),  # inside a token
+        (("upon a",), 2),  # begins inside the first
+        (("me, the c",), 6),  # spans four tokens
+        (("é",), 8),  # one character of two tokens
+        (("fé s",), 9),
+        (("🙂",), 14),  # of four
+        ((" 🙂 an",), 15),
+        (("STOP!", "and", "Once", "en"), 15),  # the one that is complete first
+        (("n a", " a"), 2),  # both complete in one token: the one that ends first, or stands first
+        (("a", "time"), 2),
+        (("!",), 20),  # the last token before eos
+    ],
+)
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(engine, stop, count):
+    sampling = Sampling(max_new_tokens=40, temperature=0.0, stop=stop)
+    (rollout,) = engine.generate([[1, ONCE]], sampling)
+    text = families.STORY.removeprefix("Once")
+    ends = {each: text.find(each) + len(each) for each in stop if each in text}
+    assert rollout.tokens == recited(count, after=ONCE)
+    assert (rollout.finish_reason, rollout.stop_reason) == ("stop", min(ends, key=ends.get))
+    assert len(rollout.logp) == count
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("prompt", "stop"),
+    [
+        ([1, *STORY[:4]], " time"),  # in the prompt
+        ([1, *STORY[:4]], "upon a time,"),  # begins in the prompt
+        ([1, ONCE], "ce upon"),
+        ([1, ONCE], "</s>"),  # special tokens are no text
+        ([1, ONCE], "zzz"),
+    ],
+)
+def test_what_is_not_in_the_text_of_the_answer_stops_nothing(engine, prompt, stop):
+    sampling = Sampling(max_new_tokens=40, temperature=0.0, stop=(stop,))
+    (rollout,) = engine.generate([prompt], sampling)
+    assert rollout.tokens == recited(len(STORY) - len(prompt) + 1, after=prompt[-1])
+    assert (rollout.finish_reason, rollout.stop_reason) == ("stop", families.EOS)
+
+
+@EVERY
+@pytest.mark.parametrize("sampling_stop", [" time", "zzz"])
+def test_a_stop_string_in_the_last_token_that_is_allowed_is_a_stop(engine, sampling_stop):
+    (rollout,) = engine.generate([[1, ONCE]], Sampling(max_new_tokens=3, temperature=0.0, stop=(sampling_stop,)))
+    assert rollout.tokens == recited(3, after=ONCE)
+    found = sampling_stop == " time"
+    assert (rollout.finish_reason, rollout.stop_reason) == (("stop", " time") if found else ("length", None))
+
+
+@EVERY
+def test_a_stop_token_of_the_request_ends_it_even_where_eos_is_ignored(engine):
+    both = replace(GREEDY, max_new_tokens=40, ignore_eos=True, stop=("P! On",))
+    (rollout,) = engine.generate([[1, UPON]], both)
+    assert rollout.tokens == recited(len(STORY), after=UPON)[: len(rollout.tokens)]
+    assert rollout.finish_reason == "length"  # "!" is followed by eos, which is no text, and then by "Once"
+    (rollout,) = engine.generate([[1, UPON]], replace(both, stop=("P!On",)))
+    assert (rollout.finish_reason, rollout.stop_reason) == ("stop", "P!On")
+    (rollout,) = engine.generate([[1, UPON]], replace(both, stop_token_ids=(TIME, families.EOS), stop=(" time",)))
+    assert rollout.tokens == recited(2, after=UPON)
+    assert (rollout.finish_reason, rollout.stop_reason) == ("stop", TIME)  # which is then no text
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("word", "kept", "banned"),
+    [
+        ("time", 2, TIME),  # with a space, one token
+        (" time", 2, TIME),
+        ("café", 7, SECOND_HALF),  # bare, it has other tokens; with a space, these three
+        ("🙂", 13, STORY[14]),  # only the last byte
+        ("!", 19, END),
+    ],
+)
+def test_the_token_that_would_complete_a_bad_word_is_never_drawn(engine, policy, word, kept, banned):
+    sampling = Sampling(max_new_tokens=kept + 1, temperature=0.0, bad_words=(word,))
+    (rollout,) = engine.generate([[1, ONCE]], sampling)
+    assert rollout.tokens[:kept] == recited(kept, after=ONCE)
+    logits = forward(policy, [1, ONCE, *rollout.tokens[:-1]])
+    assert int(logits.argmax()) == banned
+    logits[banned] = -torch.inf
+    assert rollout.tokens[-1] == int(logits.argmax())
+    assert rollout.logp[-1] == pytest.approx(float(logits.log_softmax(-1).max()), abs=TOLERANCE)
+
+
+@EVERY
+def test_a_bad_word_that_the_prompt_begins_is_not_one_of_the_answer(engine):
+    sampling = Sampling(max_new_tokens=1, temperature=0.0, bad_words=("café",))
+    assert engine.generate([[1, CAF, HALF]], sampling)[0].tokens == (SECOND_HALF,)
+
+
+def forward(policy, tokens):
+    with torch.no_grad():
+        return policy(input_ids=torch.tensor([tokens])).logits[0, -1]
+
+
+# -- Isolation ----------------------------------------------------------------------------------------------------
+
+
+def answers(rollouts):
+    """What there is to an answer besides its logp, when it was made, and its prompt's place in the call."""
+    return [replace(rollout, logp=(), timing=None, prompt_index=0) for rollout in rollouts]
+
+
+def some(values):
+    return st.lists(st.sampled_from(values), max_size=2).map(tuple)
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    max_new_tokens=st.integers(1, 14),
+    n=st.integers(1, 3),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 1.6]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    top_k=st.sampled_from([0, 0, 1, 5, 40]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]),
+    stop_token_ids=some(STORY),
+    stop=some(["e", " sold", "time, the", "é", "🙂 and", "fé s", "P!", "Once up", "zzz"]),
+    bad_words=some(["time", "and", "café", "the", "OP", "!", " sold"]),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 2**40) | st.none(),
+)
+PROMPTS = [[1, ONCE], STORY[:3], STORY[:9], *([*each, STORY[9]] for each in families.prompts(4, longest=40))]
+COMPANIES = st.lists(st.tuples(st.sampled_from(PROMPTS), SAMPLINGS), min_size=2, max_size=8)
+
+
+@EVERY
+@settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=20,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(company=COMPANIES)
+def test_an_answer_is_what_its_request_gives_alone(engine, company):
+    together = engine.generate([prompt for prompt, _ in company], [sampling for _, sampling in company])
+    for index, (prompt, sampling) in enumerate(company):
+        if sampling.seed is None and not sampling.greedy:
+            continue  # is here as company
+        mine = [each for each in together if each.prompt_index == index]
+        alone = engine.generate([prompt], [sampling])
+        assert answers(mine) == answers(alone)
+        for one, other in zip(mine, alone, strict=True):
+            assert one.logp == pytest.approx(other.logp, abs=TOLERANCE)
