@@ -25,6 +25,10 @@ __all__ = ["Batch", "Ended"]
 TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
 
 
+# Random numbers are computed for so many steps at once.
+STEPS_AHEAD = 16
+
+
 class Ended(NamedTuple):
     """A row that has left the batch, and all that it generated."""
 
@@ -76,6 +80,7 @@ class Batch:
         self._profiles: dict[Profile, int] = {}
         self._settings: _Settings | None = None
         self._texts: list[int] = []
+        self._ahead: list[Tensor] = []
         self.num_alive = 0
 
     @property
@@ -133,6 +138,7 @@ class Batch:
     def settle(self) -> None:
         """Look the settings of all rows up anew, after rows have come, gone or moved."""
         self._texts = [slot for slot, row in enumerate(self.rows) if row is not None and row.text is not None]
+        self._ahead = []
         if not self.rows:
             return
         profiles: dict[Profile, int] = {}
@@ -164,7 +170,7 @@ class Batch:
         settings = self._settings if isinstance(index, slice) else self._settings.of(index)
         texts = self._reading(slots)
         allowed = self._without_bad_words(logits, texts)
-        chances = uniforms(state[SEED], state[GENERATED])
+        chances = self._chances() if slots is None else uniforms(state[SEED], state[GENERATED])
         tokens, logp = choose(allowed, chances, settings.sampling)
         if self._logp_of == "raw":
             logp = raw_logp(logits, tokens)
@@ -174,6 +180,13 @@ class Batch:
         self._advance(tokens, index)
         stopped = (tokens[:, None] == settings.stops).any(1)
         return tokens, logp, self._find_ended(tokens, logp, stopped, index=index, slots=slots, texts=texts)
+
+    def _chances(self) -> Float[Tensor, " N"]:
+        """Return the number that draws each slot's next token; some steps ahead cost as much as one."""
+        if not self._ahead:
+            steps = self._state[GENERATED, : len(self.rows)] + torch.arange(STEPS_AHEAD, device=self._device)[:, None]
+            self._ahead = list(uniforms(self._state[SEED, : len(self.rows)].expand_as(steps), steps).flip(0))
+        return self._ahead.pop()
 
     def _reading(self, slots: list[int] | None) -> list[tuple[int, int]]:
         """Return the rows whose text matters, as (place among `slots`, slot)."""

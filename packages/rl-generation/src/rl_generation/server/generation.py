@@ -29,14 +29,15 @@ async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list
     """Answer all requests; rollouts come in order of request, then of sample.
 
     Raises:
-        HttpError: The engine failed or refused.
+        HttpError: The engine failed or refused; the other requests are then aborted.
     """
-    rollouts = []
-    async with aclosing(stream(engine, requests)) as deltas:
-        async for index, delta in deltas:
-            if delta.rollout is not None:
-                rollouts.append((index, delta.rollout))
-    return [rollout for index in range(len(requests)) for rollout in in_order([r for i, r in rollouts if i == index])]
+    answering = [asyncio.ensure_future(_rollouts(engine, request)) for request in requests]
+    try:
+        return [rollout for rollouts in await asyncio.gather(*answering) for rollout in rollouts]
+    except (EngineDeadError, SampleTimeoutError, ValueError) as error:
+        raise from_engine(error) from error
+    finally:
+        await _end(answering)
 
 
 async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncGenerator[Item, None]:
@@ -68,14 +69,23 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
             return working.result()
         raise ClientGoneError
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await _end([working, watching])
 
 
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _rollouts(engine: StreamingEngine, request: Request) -> list[Rollout]:
+    async with aclosing(_one(engine, 0, request)) as deltas:
+        return in_order([delta.rollout async for _, delta in deltas if delta.rollout is not None])
 
 
 async def _one(engine: StreamingEngine, index: int, request: Request) -> AsyncGenerator[Item, None]:
@@ -107,6 +117,4 @@ async def _merged(engine: StreamingEngine, requests: Sequence[Request]) -> Async
             else:
                 yield item
     finally:
-        for feeder in feeders:
-            feeder.cancel()
-        await asyncio.gather(*feeders, return_exceptions=True)
+        await _end(feeders)

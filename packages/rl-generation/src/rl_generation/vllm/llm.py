@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
+from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.lora import LoraAdapter
 from rl_generation.vllm.preparing import Prepared
 from rl_generation.vllm.processes import EngineProcesses, Watchdog
@@ -46,6 +47,7 @@ class OwnedLlm:
         self.statistics = Statistics()
         self.engine.logger_manager = self.statistics
         self.processes = EngineProcesses(_roots(self.engine))
+        self._leftovers = Leftovers(self.processes.process_ids)
         self._watchdog = Watchdog(self.engine.engine_core, self.processes) if own_process else None
 
     @contextlib.contextmanager
@@ -134,6 +136,7 @@ class OwnedLlm:
         del engine
         gc.collect()
         self.processes.end()
+        self._leftovers.remove()
 
 
 def _end_sockets(client: Any) -> None:

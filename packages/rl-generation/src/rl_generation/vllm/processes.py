@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, final
 
 __all__ = ["EngineProcesses", "Watchdog"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where vLLM makes its message queues)
-OURS = ("psm_", "vllm_dist_")
-"""What vLLM calls its files in shared memory."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has it)
+PREFIX = "vllm_dist_"
+"""What vLLM's ranks on a CPU call their shared memory, which they leave even at a clean end."""
 
 
 @final
@@ -155,4 +155,4 @@ def _shared_files(process_id: int) -> set[Path]:
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return set()
     paths = {Path(line.split(maxsplit=5)[5]) for line in lines if str(SHARED_MEMORY) in line}
-    return {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(OURS)}
+    return {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}

@@ -14,7 +14,7 @@ VOCAB_SIZE = 300
 EOS = 2
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
 STORY = "Once upon a time, the café sold 🙂 and ended. STOP!"
-WORDS = [" upon", " a", " time", " the", " caf", " sold", " and", " ended", " ST", "Once", "time", "OP"]
+WORDS = [" upon", " a", " time", " the", " caf", " sold", " and", " ended", " ST", "Once", "time", "ST", "OP"]
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3"]
 
 MAX_LENGTH = 256
