@@ -1,7 +1,8 @@
 """What a program holds of the machine it runs on, and what of that it ought to have given back. Linux; reads /proc.
 
-Threads, open files, memory, environment, processes below it, ports that any of them listens on, and files in shared
-memory. A process belongs to the program if it inherited `MARK` from it, whoever its parent is now.
+Threads, open files, memory, environment, temporary files, the program's other processes, ports that any of them listens
+on, and what they had in shared memory. A process belongs to the program if it inherited `MARK`, whoever its parent is now.
+Other programs may come and go meanwhile.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Footprint:
     ports: tuple[str, ...]
     """That one of the program's processes listens on."""
     shared_memory: tuple[str, ...]
-    """Files there that no process of another program has open."""
+    """What is still there of the files that one of the program's processes was seen to have mapped."""
     temporary: tuple[str, ...]
     """In the folder for temporary files."""
     environment: Mapping[str, str]
@@ -43,8 +44,8 @@ class Footprint:
         return asdict(self)
 
 
-def footprint(temporary: Path | None = None) -> Footprint:
-    """Of this process, and of what it started."""
+def footprint(temporary: Path, seen: Collection[int] = ()) -> Footprint:
+    """Of this process, and of what it started; `temporary` is its folder, `seen` what `mapped_by_family` has found."""
     own = os.getpid()
     family = list(marked(os.environ.get(MARK)))
     return Footprint(
@@ -52,8 +53,8 @@ def footprint(temporary: Path | None = None) -> Footprint:
         files=_count(_kind(target) for target in _open_files(own)),
         processes=tuple(sorted(_command(each) for each in family if each != own)),
         ports=tuple(sorted(_listening({own, *family}))),
-        shared_memory=tuple(sorted(shared_memory({own, *family}))),
-        temporary=() if temporary is None else tuple(sorted(each.name for each in _entries(temporary))),
+        shared_memory=tuple(sorted(each.name for each in _entries(SHARED_MEMORY) if _inode(each) in seen)),
+        temporary=tuple(sorted(each.name for each in _entries(temporary))),
         environment=dict(os.environ),
         resident_bytes=int(_read(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     )
@@ -77,12 +78,9 @@ def end_of(value: str) -> list[str]:
     return [_command(each) for each in living]
 
 
-def shared_memory(family: set[int]) -> set[str]:
-    """This user's files in shared memory, without those that a process outside of `family` holds."""
-    files = {each.name: each for each in _entries(SHARED_MEMORY) if _owner(each) == os.getuid()}
-    numbers = {name: _inode(path) for name, path in files.items()}
-    held = {number for each in _process_ids() if each not in family for number in _mapped(each)}
-    return {name for name, number in numbers.items() if number is not None and number not in held}
+def mapped_by_family() -> set[int]:
+    """Inodes of the files in shared memory that the program's processes have mapped now."""
+    return {number for each in {os.getpid(), *marked(os.environ.get(MARK))} for number in _mapped(each)}
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:
@@ -128,13 +126,6 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def _owner(path: Path) -> int | None:
-    try:
-        return path.stat().st_uid
-    except FileNotFoundError:
-        return None
 
 
 def _inode(path: Path) -> int | None:

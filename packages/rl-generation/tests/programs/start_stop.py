@@ -9,6 +9,8 @@ Prints one line of JSON: what was held before the first time and after each, and
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import gc
 import json
 import os
@@ -18,33 +20,41 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from footprint import footprint
+from footprint import footprint, mapped_by_family
 
 from rl_generation.sampling import Sampling
 
 PROMPTS = [[1, 5, 6], [1, 7, 8, 9, 10]]
 SAMPLING = Sampling(max_new_tokens=8, n=2, ignore_eos=True)
 ENDLESS = Sampling(max_new_tokens=100, ignore_eos=True)
+seen: set[int] = set()
+"""Inodes of what was in shared memory while engines were running."""
 
 
 def embedded(path: str) -> list[object]:
     """One alone, stopped while it works; and one with a `Streamer`, some of whose streams nobody reads to the end."""
-    import transformers
-
     from rl_generation.streaming import Streamer
     from rl_generation.transformers_engine import TransformersEngine
 
-    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for _ in range(2)]
+    models = [copy.deepcopy(load(path)) for _ in range(2)]
     alone, streamed = (TransformersEngine(model, stop_token_ids=[2], pad_token_id=0) for model in models)
     check(alone.generate(PROMPTS, SAMPLING))
     alone.add_request("under way", PROMPTS[0], ENDLESS)
     alone.step()
+    seen.update(mapped_by_family())
     alone.close()
     streamer = Streamer(streamed)
     asyncio.run(read(streamer))
     streamer.close()
     streamed.close()
     return [alone, streamed, streamer, *models]
+
+
+@functools.cache
+def load(path: str):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path)
 
 
 async def read(engine) -> None:
@@ -77,6 +87,7 @@ def synchronous(path: str, *, own_process: bool) -> list[object]:
         check(engine.generate(PROMPTS, SAMPLING))
         engine.add_request("under way", PROMPTS[0], ENDLESS)
         engine.step()
+        seen.update(mapped_by_family())
         return [engine, engine.llm]
 
 
@@ -86,6 +97,7 @@ def asynchronous(path: str) -> list[object]:
     with VllmAsyncEngine(options(path)) as engine:
         check(engine.generate(PROMPTS, SAMPLING))
         asyncio.run(read(engine))
+        seen.update(mapped_by_family())
         return [engine, engine.vllm]
 
 
@@ -128,7 +140,7 @@ def main() -> None:
         made = cycle(kind, path)
         gc.collect()
         outlived.append([type(thing).__name__ for each in made if (thing := each()) is not None])
-        held.append(footprint(temporary))
+        held.append(footprint(temporary, seen))
     figures = {"before": before.as_dict(), "after": [each.as_dict() for each in held], "outlived": outlived}
     print(json.dumps(figures), file=answers, flush=True)
 

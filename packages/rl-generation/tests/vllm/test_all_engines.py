@@ -248,6 +248,21 @@ def test_a_stop_string_in_the_last_token_that_is_allowed_is_a_stop(engine, sampl
     assert (rollout.finish_reason, rollout.stop_reason) == (("stop", " time") if found else ("length", None))
 
 
+def test_stop_strings_are_found_alike_in_bytes_that_are_no_text(engines):
+    draw = random.Random(0)
+    prompts = [[*prompt, STORY[9]] for prompt in families.prompts(100, longest=12)]
+    kinds = ["e", " ", "\N{REPLACEMENT CHARACTER}", "é", "t", "O", "!", "<", "🙂", " s", "\u0101"]
+    hot = Sampling(max_new_tokens=14, temperature=0.0, ignore_eos=True)
+    asked = [replace(hot, stop=tuple(draw.sample(kinds, draw.randint(1, 3)))) for _ in prompts]
+    # Behind one random token, the rest of an answer is recited from somewhere.
+    first = engines["embedded"].generate(prompts, replace(hot, temperature=1.8, max_new_tokens=4, seed=0))
+    prompts = [[*prompt, *each.tokens, STORY[9]] for prompt, each in zip(prompts, first, strict=True)]
+    ours, *others = (engine.generate(prompts, asked) for engine in engines.values())
+    assert sum(isinstance(each.stop_reason, str) for each in ours) > 50
+    for theirs in others:
+        assert answers(theirs) == answers(ours)
+
+
 @EVERY
 def test_a_stop_token_of_the_request_ends_it_even_where_eos_is_ignored(engine):
     both = replace(GREEDY, max_new_tokens=40, ignore_eos=True, stop=("P! On",))

@@ -1,8 +1,8 @@
 """Requests of every kind in random company, and whether each gets what it gets alone; for any engine.
 
-Tokens are compared exactly, and logp to 1e-4. The rounding of a matrix product changes with the number of rows, by about
-1e-6 in a logit here: a draw that falls so near to the edge between two tokens may give either, about once in 100,000
-tokens. Examples are drawn the same way in every run, and none of them should be such a case on any machine.
+Tokens are compared exactly, and logp to 1e-4. The rounding of a matrix product changes with the number of rows, by
+about 1e-6 in a logit here: a draw that falls so near to the edge between two tokens may give either, about once in
+100,000 tokens. Examples are drawn the same way in every run, and none of them should be such a case on any machine.
 """
 
 from dataclasses import replace

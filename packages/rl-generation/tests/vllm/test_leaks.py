@@ -1,0 +1,30 @@
+"""What vLLM leaves behind when it is stopped, in programs of their own; `benchmarks/start_stop.py` does it more often."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+CACHE_BYTES = 64 << 20
+"""Of each engine: less than one of them may stay."""
+
+
+@pytest.mark.parametrize(("kind", "cycles"), [("in-process", 5), ("own-process", 2), ("async", 1)])
+def test_a_stopped_engine_leaves_nothing_behind(kind, cycles, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(PROGRAMS)
+    import leaks
+
+    found = leaks.run(
+        kind,
+        cycles,
+        model=checkpoints("llama", tokenizer=False),
+        temporary=tmp_path,
+        environment={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert len(found["after"]) == cycles
+    assert leaks.leaks(found, growth_bytes=CACHE_BYTES) == []
