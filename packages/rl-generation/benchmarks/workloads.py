@@ -46,9 +46,7 @@ class Workload:
     def draw(self, seed: int) -> list[list[int]]:
         """Prompts of the same lengths for every seed, and other tokens: no engine has them in its prefix cache."""
         lengths, tokens = random.Random(0), random.Random(seed)
-        return [
-            [tokens.randrange(3, VOCAB_SIZE) for _ in range(lengths.randint(8, 24))] for _ in range(self.prompts)
-        ]
+        return [[tokens.randrange(3, VOCAB_SIZE) for _ in range(lengths.randint(8, 24))] for _ in range(self.prompts)]
 
 
 WORKLOADS = {

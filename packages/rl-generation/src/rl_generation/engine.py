@@ -1,6 +1,6 @@
 """What servers, commands and checks ask of an engine; every engine here answers it. Knows no model and no transport."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
@@ -121,7 +121,7 @@ class StreamingEngine(Protocol):
     def engine(self) -> Engine:
         """The engine behind it; itself where it is one."""
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[RolloutDelta]:
+    def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come; closing the iterator aborts what is unfinished."""
 
     async def abort(self) -> int:

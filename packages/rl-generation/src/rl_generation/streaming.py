@@ -7,7 +7,7 @@ so may new weights (`between_steps`), without a lock.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, final
 
@@ -46,7 +46,7 @@ class Streamer:
         """The engine behind it."""
         return self._engine
 
-    async def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[RolloutDelta]:
+    async def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come; closing the iterator aborts what is unfinished.
 
         Raises:

@@ -134,6 +134,8 @@ def main() -> None:
     os.dup2(2, 1)  # what vLLM prints is no answer
     temporary = Path(tempfile.gettempdir())
     import_engine(kind)
+    gc.collect()
+    gc.freeze()  # of what was imported nothing goes, and to look at it costs more than a cycle
     before = footprint(temporary)
     held, outlived = [], []
     for _ in range(int(cycles)):

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
@@ -89,9 +89,7 @@ async def _rollouts(engine: StreamingEngine, request: Request) -> list[Rollout]:
 
 
 async def _one(engine: StreamingEngine, index: int, request: Request) -> AsyncGenerator[Item, None]:
-    # Closing is what the protocol promises; only generators have it.
-    deltas = cast("AsyncGenerator[RolloutDelta, None]", engine.stream(request.prompt, request.sampling))
-    async with aclosing(deltas):
+    async with aclosing(engine.stream(request.prompt, request.sampling)) as deltas:
         async for delta in deltas:
             yield index, delta
 

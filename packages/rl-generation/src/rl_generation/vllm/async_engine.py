@@ -6,7 +6,7 @@ Does not know how new weights are made; who refits talks to `vllm` through `loop
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
@@ -191,7 +191,7 @@ class VllmAsyncEngine:
 
     def stream(
         self, prompt: Sequence[int], sampling: Sampling, *, request_id: str | None = None, **how: Unpack[CallOptions]
-    ) -> AsyncIterator[RolloutDelta]:
+    ) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
 
         Args:

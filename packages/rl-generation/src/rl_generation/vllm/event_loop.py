@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar, final
 
 from rl_generation.errors import EngineDeadError
@@ -70,7 +70,7 @@ class EventLoop:
         """Await `what`, which runs on this loop, from any other loop; cancelling the one cancels the other."""
         return await asyncio.wrap_future(self.start(what))
 
-    async def iterate(self, items: Callable[[], AsyncGenerator[T, None]]) -> AsyncIterator[T]:
+    async def iterate(self, items: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """Yield what `items` yields on this loop, from any loop; closing this iterator closes that one."""
         here, received = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
