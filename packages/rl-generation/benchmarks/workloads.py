@@ -41,7 +41,7 @@ class Workload:
     max_new_tokens: int
     stops: tuple[int, ...] = ()
     generate_batch: int
-    """Rows at once at which `transformers.generate` is fastest here: of a long tail, it decodes the finished ones too."""
+    """Rows at once at which `transformers.generate` is fastest; of a long tail, it decodes the finished ones too."""
 
     def draw(self, seed: int) -> list[list[int]]:
         """Prompts of the same lengths for every seed, and other tokens: no engine has them in its prefix cache."""

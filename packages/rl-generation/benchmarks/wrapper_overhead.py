@@ -2,10 +2,12 @@
 
 Both generate with one engine, ours and then vLLM's own `generate` of it, with the same SamplingParams, in an order that
 turns from round to round; bare vLLM is measured twice, so that the ratio of the two says what the noise is. vLLM's side
-is given its prompts and parameters ready made, and reads nothing of what it gets; ours makes and reads them.
+is given its prompts and parameters ready made, and reads nothing of what it gets; ours makes and reads them. Of several
+answers to a prompt, vLLM makes one request, which it divides; ours makes one of each, and so it can time out alone.
 Figures are medians of each round's ratio, with their quartiles.
 
-A further row, `as it comes`, is an `LLM` without statistics and with the plain parameters that one would write oneself.
+Further rows: `bare, each alone` asks vLLM for every answer by a request of its own, as ours does. `as it comes` is an
+`LLM` without statistics and with the plain parameters that one would write oneself.
 
     python benchmarks/wrapper_overhead.py                    two minutes; exits 1 if the median is above 1.03
     python benchmarks/wrapper_overhead.py --clock core       on a machine with other work; not for the async engine
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from workloads import ENVIRONMENT, MODELS, WORKLOADS, cpu_seconds, has_vllm, save_model, show_json, vllm_options
@@ -33,7 +36,7 @@ numbers = itertools.count()
 
 
 def params_of(engine, workload):
-    """vLLM's parameters as our engine makes them, with vLLM's own way to give several answers."""
+    """vLLM's parameters as our engine makes them, with vLLM's own way to give several answers; one object for all."""
     from rl_generation.vllm.sampling_params import to_sampling_params
 
     params = to_sampling_params(sampling_of(workload), stop_token_ids=engine.stop_token_ids)
@@ -99,6 +102,12 @@ def as_it_comes(llm, workload):
     return prepare, count
 
 
+def alone(make, engine, workload):
+    """The same with a request for each answer."""
+    prepare, count_tokens = make(engine, replace(workload, n=1))
+    return lambda prompts: prepare([prompt for prompt in prompts for _ in range(workload.n)]), count_tokens
+
+
 def ours(engine, workload):
     sampling = sampling_of(workload)
 
@@ -151,22 +160,17 @@ def ways_of(kind: str, path: str):
     """What makes the ways to compare, of a workload."""
     from rl_generation.vllm import VllmAsyncEngine, VllmEngine
 
+    def ways(make, engine, workload):
+        found = {"bare": make(engine, workload), "ours": ours(engine, workload), "bare again": make(engine, workload)}
+        return found if workload.n == 1 else {**found, "bare, each alone": alone(make, engine, workload)}
+
     if kind == "async":
         with VllmAsyncEngine(vllm_options(path), stop_token_ids=[]) as engine:
-            yield lambda workload: {
-                "bare": bare_async(engine, workload),
-                "ours": ours(engine, workload),
-                "bare again": bare_async(engine, workload),
-            }
+            yield lambda workload: ways(bare_async, engine, workload)
         return
     with VllmEngine(vllm_options(path), stop_token_ids=[]) as engine:
         llm = plain_llm(path)
-        yield lambda workload: {
-            "bare": bare(engine, workload),
-            "ours": ours(engine, workload),
-            "bare again": bare(engine, workload),
-            "as it comes": as_it_comes(llm, workload),
-        }
+        yield lambda workload: {**ways(bare, engine, workload), "as it comes": as_it_comes(llm, workload)}
         llm.llm_engine.engine_core.shutdown()
 
 
@@ -192,13 +196,13 @@ def plain_llm(path: str):
 
 def show(kind: str, workload, rows) -> None:
     print(f"\n{KINDS[kind]}, {workload.name}: {workload.prompts} prompts x {workload.n}")
-    print(f"{'':14}{'tokens/s':>10}{'wall / bare':>13}{'quartiles':>16}{'core / bare':>13}{'quartiles':>16}")
+    print(f"{'':18}{'tokens/s':>10}{'wall / bare':>13}{'quartiles':>16}{'core / bare':>13}{'quartiles':>16}")
     for name, row in rows.items():
         cells = "".join(
             f"{row[clock]['ratio']:13.3f}{row[clock]['quartiles'][0]:10.3f}-{row[clock]['quartiles'][1]:.3f}"
             for clock in ("wall", "core")
         )
-        print(f"{name:14}{row['tokens_per_s']:10.0f}{cells}")
+        print(f"{name:18}{row['tokens_per_s']:10.0f}{cells}")
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from hypothesis import given
 from rl_generation import Sampling, TransformersEngine
 
 sys.path.insert(0, str(Path(__file__).parent / "vllm" / "programs"))
+pytest.register_assert_rewrite("companies")
 import companies
 import families
 from companies import COMPANIES, LONGEST, SCHEDULES, STORY
@@ -44,14 +45,14 @@ def alone_cached(prompt, sampling):
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-@companies.examples(15)
+@companies.examples(12)
 @given(company=COMPANIES)
 def test_an_answer_is_what_its_request_gives_alone(setup, company):
     companies.check_company(engine(setup), company, alone)
 
 
 @pytest.mark.parametrize("setup", ["wide", "narrow", "short of cache"])
-@companies.examples(12)
+@companies.examples(10)
 @given(schedule=SCHEDULES)
 def test_those_that_come_and_are_aborted_midway_change_nothing(setup, schedule):
     companies.check_schedule(engine(setup), schedule, alone)

@@ -31,6 +31,7 @@ from rl_generation.sampling import MAX_SEED, Sampling
         ("min_p", math.nan),
         ("stop_token_ids", (2, -1)),
         ("stop_token_ids", ("2",)),
+        ("stop_token_ids", 2),
         ("stop", "END"),
         ("stop", ("END", "")),
         ("bad_words", (3,)),
@@ -43,6 +44,14 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(field, value):
     with pytest.raises(ValueError, match=field) as refusal:
         Sampling(**({"max_new_tokens": 8} | {field: value}))
     assert f"{field}={value!r}" in str(refusal.value)
+
+
+def test_lists_become_tuples_so_that_a_sampling_stays_what_it_was():
+    stops = [2, 3]
+    sampling = Sampling(max_new_tokens=1, stop_token_ids=stops, stop=["END"], bad_words=["no"])
+    stops.append(4)
+    assert sampling == Sampling(max_new_tokens=1, stop_token_ids=(2, 3), stop=("END",), bad_words=("no",))
+    assert hash(sampling) is not None
 
 
 def test_only_temperature_zero_is_greedy():

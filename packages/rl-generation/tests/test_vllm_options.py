@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
-from rl_generation.requests import Limits
+from rl_generation.requests import Limits, Request
 from rl_generation.rollout import RolloutTiming, VersionSpan
 from rl_generation.sampling import Sampling
 from rl_generation.vllm import runtime
@@ -25,6 +25,13 @@ from rl_generation.vllm.sampling_params import check_for_vllm
 from rl_generation.vllm.statistics import Statistics
 
 PLACE = {"prompt_index": 4, "sample_index": 2}
+
+
+LIMITS = Limits(vocab_size=260, max_length=64, tokenizer=SimpleNamespace(encode=lambda text, **_: list(text.encode())))
+
+
+def asked(**sampling):
+    return Request(prompt=(1,), sampling=Sampling(max_new_tokens=1, **sampling), prompt_index=3)
 
 
 @pytest.fixture
@@ -254,9 +261,19 @@ def test_timing_is_vllms_own():
 
 
 def test_a_temperature_that_vllm_refuses_is_refused_first():
-    check_for_vllm(Sampling(max_new_tokens=1, temperature=2.0))
+    check_for_vllm(asked(temperature=2.0), LIMITS)
     with pytest.raises(PromptError, match=r"prompt 3 asks for temperature=2\.01, and vLLM goes up to 2\.0"):
-        check_for_vllm(Sampling(max_new_tokens=1, temperature=2.01), prompt_index=3)
+        check_for_vllm(asked(temperature=2.01), LIMITS)
+
+
+def test_bad_words_that_vllm_refuses_are_refused_before_any_request_has_begun():
+    check_for_vllm(asked(bad_words=[f"w{i}" for i in range(128)]), LIMITS)
+    with pytest.raises(
+        PromptError, match="prompt 3 has 129 bad_words, which make 129 sequences .* vLLM takes 128; set"
+    ):
+        check_for_vllm(asked(bad_words=[f"w{i}" for i in range(129)]), LIMITS)
+    with pytest.raises(PromptError, match="bad_words holds ' ', which the tokenizer turns into no tokens"):
+        check_for_vllm(asked(bad_words=[" "]), LIMITS)
 
 
 def test_statistics_are_summed_and_an_idle_engine_runs_nothing():

@@ -57,6 +57,9 @@ class Sampling:
     """Makes answers repeatable whatever was generated before; None continues the engine's running generator."""
 
     def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "stop", "bad_words"):
+            if isinstance(getattr(self, name), list):  # else it could not be hashed, and be changed behind our back
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, value in (("max_new_tokens", self.max_new_tokens), ("n", self.n)):
             if not _is_int(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {name}={value!r}")
@@ -97,11 +100,14 @@ class Sampling:
             raise ValueError(f"min_p must be in [0, 1] (0 is off); got min_p={self.min_p!r}")
 
     def _check_stops(self) -> None:
-        if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be token ids, 0 or more; got stop_token_ids={self.stop_token_ids!r}")
+        stops: object = self.stop_token_ids
+        if not isinstance(stops, tuple) or not all(_is_int(token) and token >= 0 for token in stops):
+            raise ValueError(
+                f"stop_token_ids must be a tuple of token ids, 0 or more; got stop_token_ids={self.stop_token_ids!r}"
+            )
         for name in ("stop", "bad_words"):
             words: object = getattr(self, name)
-            if not isinstance(words, tuple | list) or not all(isinstance(word, str) and word for word in words):
+            if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
                 raise ValueError(f"{name} must be a tuple of strings that are not empty; got {name}={words!r}")
 
 

@@ -1,8 +1,8 @@
 """What a program holds of the machine it runs on, and what of that it ought to have given back. Linux; reads /proc.
 
-Threads, open files, memory, environment, temporary files, the program's other processes, ports that any of them listens
-on, and what they had in shared memory. A process belongs to the program if it inherited `MARK`, whoever its parent is now.
-Other programs may come and go meanwhile.
+Threads, open files, memory, environment, temporary files, the program's other processes, ports that any of them
+listens on, and what they had in shared memory. A process belongs to the program if it inherited `MARK`, whoever its
+parent is now. Other programs may come and go meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def footprint(temporary: Path, seen: Collection[int] = ()) -> Footprint:
     own = os.getpid()
     family = list(marked(os.environ.get(MARK)))
     return Footprint(
-        threads=_count(_read(each / "comm").strip() for each in _entries(Path(f"/proc/{own}/task"))),
+        threads=threads(),
         files=_count(_kind(target) for target in _open_files(own)),
         processes=tuple(sorted(_command(each) for each in family if each != own)),
         ports=tuple(sorted(_listening({own, *family}))),
@@ -58,6 +58,11 @@ def footprint(temporary: Path, seen: Collection[int] = ()) -> Footprint:
         environment=dict(os.environ),
         resident_bytes=int(_read(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+def threads() -> dict[str, int]:
+    """Name → how many this process has."""
+    return _count(_read(each / "comm").strip() for each in _entries(Path("/proc/self/task")))
 
 
 def marked(value: str | None) -> Iterator[int]:
@@ -98,7 +103,7 @@ def _command(process_id: int) -> str:
 def _open_files(process_id: int) -> Iterator[str]:
     for each in _entries(Path(f"/proc/{process_id}/fd")):
         try:
-            yield os.readlink(each)
+            yield str(each.readlink())
         except OSError:
             continue  # closed meanwhile; such as the folder that lists them
 

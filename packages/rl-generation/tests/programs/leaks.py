@@ -29,8 +29,7 @@ def run(kind: str, cycles: int, *, model: str, temporary: Path, environment: Map
     done = subprocess.run(
         [sys.executable, str(START_STOP), kind, str(cycles), model],
         env={**os.environ, **environment, MARK: mark, "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
@@ -40,7 +39,7 @@ def run(kind: str, cycles: int, *, model: str, temporary: Path, environment: Map
 
 
 def leaks(found: Mapping[str, Any], *, growth_bytes: int) -> list[str]:
-    """Return what is left, one complaint each; `growth_bytes` of resident memory may come after a fifth of the cycles."""
+    """Return what is left, one complaint each; after a fifth of the cycles, memory may grow by `growth_bytes`."""
     before, after = found["before"], found["after"]
     first, last, warm = after[0], after[-1], after[len(after) // 5]
     complaints = [f"{name} lived on after cycle {n}" for n, names in enumerate(found["outlived"]) for name in names]

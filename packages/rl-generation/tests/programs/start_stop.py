@@ -16,11 +16,12 @@ import json
 import os
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from footprint import footprint, mapped_by_family
+from footprint import Footprint, footprint, mapped_by_family, threads
 
 from rl_generation.sampling import Sampling
 
@@ -118,6 +119,13 @@ def cycle(kind: str, path: str) -> list[weakref.ref]:
     return [weakref.ref(each) for each in KINDS[kind](path)]
 
 
+def settle(before: Footprint) -> None:
+    """Wait a little for threads that have ended to be gone: Python says so before the system does."""
+    deadline = time.monotonic() + 0.5
+    while sum(threads().values()) > sum(before.threads.values()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
 def import_engine(kind: str) -> None:
     """Whatever is imported once sets environment variables, and keeps the frames of errors that it overcame."""
     import transformers
@@ -134,14 +142,15 @@ def main() -> None:
     os.dup2(2, 1)  # what vLLM prints is no answer
     temporary = Path(tempfile.gettempdir())
     import_engine(kind)
-    gc.collect()
-    gc.freeze()  # of what was imported nothing goes, and to look at it costs more than a cycle
-    before = footprint(temporary)
+    before = footprint(temporary, seen)
     held, outlived = [], []
-    for _ in range(int(cycles)):
+    for number in range(int(cycles)):
         made = cycle(kind, path)
         gc.collect()
+        if number == 0:
+            gc.freeze()  # modules, which never go: to look at them each time costs more than a cycle
         outlived.append([type(thing).__name__ for each in made if (thing := each()) is not None])
+        settle((held or [before])[0])
         held.append(footprint(temporary, seen))
     figures = {"before": before.as_dict(), "after": [each.as_dict() for each in held], "outlived": outlived}
     print(json.dumps(figures), file=answers, flush=True)

@@ -4,6 +4,8 @@ The policy recites a story (see `families`), so that what a greedy answer holds,
 must end or turn it, is written down here and not taken from an engine.
 """
 
+import asyncio
+import random
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -12,6 +14,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
 
+pytest.register_assert_rewrite("companies")
 import companies
 import families
 import torch
@@ -27,6 +30,7 @@ TOLERANCE = 1e-4
 FAIR = 1e-4  # a fair sample fails so often
 EVERY = pytest.mark.parametrize("name", ["embedded", "vllm", "vllm_async"])
 ONCE, UPON, TIME, CAF, HALF, SECOND_HALF, LAST_BYTE, OP, END = (STORY[i] for i in (0, 1, 3, 6, 7, 8, 14, -3, -2))
+ASCII = range(4, 98)  # tokens of one printable character
 BARE_TIME = families.tokenizer().encode("time")[0]
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 
@@ -149,6 +153,20 @@ def test_the_same_seed_gives_the_same_answers_again_and_no_seed_others(engine):
     assert set(tokens(None)).isdisjoint(tokens(None))
 
 
+@pytest.mark.parametrize("name", ["vllm_async"])
+def test_a_stream_is_the_answer_piece_by_piece(engine):
+    sampling = replace(SEEDED, temperature=1.0, stop=("é s", "TOP"))
+    expected = engine.generate([[1, 9, 30]], [sampling])
+
+    async def collect():
+        return [delta async for delta in engine.stream([1, 9, 30], sampling)]
+
+    deltas = asyncio.run(collect())
+    for sample, each in enumerate(expected):
+        whole = companies.check_deltas([delta for delta in deltas if delta.sample_index == sample])
+        companies.check_same([whole], [each])
+
+
 # -- Bad input ----------------------------------------------------------------------------------------------------
 
 LONG = families.MAX_LENGTH
@@ -166,6 +184,7 @@ BAD = {
     "NaN temperature": lambda: ([[1]], replace(GREEDY, temperature=float("nan"))),
     "a temperature that vLLM would raise": lambda: ([[1]], replace(GREEDY, temperature=1e-3)),
     "NaN top-p": lambda: ([[1]], replace(GREEDY, top_p=float("nan"))),
+    "a bad word of no tokens": lambda: ([[1]], replace(GREEDY, bad_words=(" ",))),
     "an empty stop string": lambda: ([[1]], replace(GREEDY, stop=("",))),
     "a stop string that is none": lambda: ([[1]], replace(GREEDY, stop="END")),
 }
@@ -250,15 +269,12 @@ def test_a_stop_string_in_the_last_token_that_is_allowed_is_a_stop(engine, sampl
 
 def test_stop_strings_are_found_alike_in_bytes_that_are_no_text(engines):
     draw = random.Random(0)
-    prompts = [[*prompt, STORY[9]] for prompt in families.prompts(100, longest=12)]
-    kinds = ["e", " ", "\N{REPLACEMENT CHARACTER}", "é", "t", "O", "!", "<", "🙂", " s", "\u0101"]
-    hot = Sampling(max_new_tokens=14, temperature=0.0, ignore_eos=True)
-    asked = [replace(hot, stop=tuple(draw.sample(kinds, draw.randint(1, 3)))) for _ in prompts]
-    # Behind one random token, the rest of an answer is recited from somewhere.
-    first = engines["embedded"].generate(prompts, replace(hot, temperature=1.8, max_new_tokens=4, seed=0))
-    prompts = [[*prompt, *each.tokens, STORY[9]] for prompt, each in zip(prompts, first, strict=True)]
+    prompts = [[*prompt, draw.choice(ASCII)] for prompt in families.prompts(100, longest=12)]
+    kinds = ["e", " ", "\N{REPLACEMENT CHARACTER}", "é", "t", "O", "!", "<", "🙂", " s"]
+    asked = [replace(GREEDY, ignore_eos=True, stop=tuple(draw.sample(kinds, 2))) for _ in prompts]
     ours, *others = (engine.generate(prompts, asked) for engine in engines.values())
     assert sum(isinstance(each.stop_reason, str) for each in ours) > 50
+    assert len({each.tokens for each in ours}) > 50
     for theirs in others:
         assert answers(theirs) == answers(ours)
 

@@ -73,7 +73,7 @@ class Admission:
         """
         requests = make_requests(prompts, sampling, self.limits)
         for request in requests:
-            check_for_vllm(request.sampling, prompt_index=request.prompt_index)
+            check_for_vllm(request, self.limits)
         if lora is not None:
             self.check_lora(lora)
         limit_s = self.timeout_s if timeout_s is None else check_timeout(timeout_s)

@@ -364,7 +364,7 @@ class VllmEngine:
             lora.check(self._prepared.options)
         requests = make_requests(prompts, sampling, self._limits)
         for request in requests:
-            check_for_vllm(request.sampling, prompt_index=request.prompt_index)
+            check_for_vllm(request, self._limits)
         return requests
 
     def _add(self, request: Request, lora: LoraAdapter | None, answers: dict[str, Answer]) -> None:

@@ -1,9 +1,12 @@
 """A Sampling as vLLM's SamplingParams: one request for each answer, which touches no other."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from rl_generation.bad_words import encode_bad_words
 from rl_generation.errors import PromptError
+from rl_generation.requests import Limits, Request
 from rl_generation.sampling import Sampling
 
 __all__ = ["MAX_TEMPERATURE", "check_for_vllm", "to_sampling_params"]
@@ -11,13 +14,26 @@ __all__ = ["MAX_TEMPERATURE", "check_for_vllm", "to_sampling_params"]
 MAX_TEMPERATURE = 2.0
 """vLLM refuses what is above."""
 
+MAX_BAD_WORDS = ("VLLM_MAX_NUM_BAD_WORDS", 128)
+"""Sequences of tokens; vLLM refuses more than this variable says, or else this number."""
 
-def check_for_vllm(sampling: Sampling, *, prompt_index: int = 0) -> None:
-    """Raise PromptError for what vLLM, alone of the engines, does not do."""
+
+def check_for_vllm(request: Request, limits: Limits) -> None:
+    """Raise PromptError for what vLLM, alone of the engines, does not do, or would refuse after others have begun."""
+    index, sampling = request.prompt_index, request.sampling
     if sampling.temperature > MAX_TEMPERATURE:
         raise PromptError(
-            f"prompt {prompt_index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
+            f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
         )
+    if sampling.bad_words:
+        sequences = encode_bad_words(sampling.bad_words, limits.tokenizer, vocab_size=limits.vocab_size)
+        variable, default = MAX_BAD_WORDS
+        most = int(os.environ.get(variable, default))
+        if len(sequences) > most:
+            raise PromptError(
+                f"prompt {index} has {len(sampling.bad_words)} bad_words, which make {len(sequences)} sequences of "
+                f"tokens, with and without a space before them, and vLLM takes {most}; set {variable} to change that"
+            )
 
 
 def to_sampling_params(
