@@ -51,6 +51,12 @@ def test_a_monitor_stops_a_run_whose_engine_disagrees(pairs):
     assert AgreementMonitor(lambda: agreement((-1.0, -1.2)), max_token_mult_prob_error=1.3)(7) is not None
 
 
+@pytest.mark.parametrize("pair", [(-1.0, -900.0), (math.nan, -1.0)])
+def test_a_monitor_stops_at_differences_that_no_float_holds(pair):
+    with pytest.raises(AgreementError, match="at step 0"):
+        AgreementMonitor(lambda: agreement(pair, (-1.0, -1.0)))(0)
+
+
 def test_a_monitor_that_could_not_work_is_refused():
     with pytest.raises(ValueError, match="every=-1"):
         AgreementMonitor(agreement, every=-1)

@@ -2,7 +2,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_generation.sampling import MAX_SEED, Sampling
@@ -67,6 +67,7 @@ def test_a_sampling_cannot_be_changed_or_given_by_position():
         Sampling(8)
 
 
+@settings(deadline=None)
 @given(st.integers(0, MAX_SEED - 64), st.integers(1, 64))
 def test_one_seed_spread_over_prompts_gives_each_of_them_and_each_sample_another(seed, n):
     sampling = Sampling(max_new_tokens=1, n=n, seed=seed)
@@ -78,7 +79,14 @@ def test_one_seed_spread_over_prompts_gives_each_of_them_and_each_sample_another
     assert max(seeds) < MAX_SEED
 
 
+def test_a_seed_leaves_room_for_all_samples():
+    assert Sampling(max_new_tokens=1, n=4, seed=MAX_SEED - 4).seed == MAX_SEED - 4
+    with pytest.raises(ValueError, match="n=4"):
+        Sampling(max_new_tokens=1, n=4, seed=MAX_SEED - 3)
+
+
 def test_what_has_no_seed_is_the_same_for_every_prompt():
     sampling = Sampling(max_new_tokens=1)
     assert sampling.spread(3) == [sampling] * 3
     assert sampling.spread(0) == []
+    assert Sampling(max_new_tokens=1, seed=5).spread(0) == []

@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
@@ -181,10 +180,70 @@ def test_health_is_an_answer_within_its_deadline(served):
     streamer, plain = served
     run(streamer.check_health())
     impatient = Streamer(plain, health_timeout_s=0.05)
-    impatient.between_steps(lambda: time.sleep(0.5))
+    held = threading.Event()
+    impatient.between_steps(lambda: held.wait(PATIENCE_S))
     with pytest.raises(EngineDeadError, match=r"in one step for 0\.05 s"):
         run(impatient.check_health())
+    held.set()
     impatient.close()
+
+
+class Failing:
+    """An engine of which every step fails, though not for ever."""
+
+    def __init__(self, error, then):
+        self.error, self.then, self.steps, self.unfinished = error, then, 0, False
+
+    def add_request(self, *request):
+        self.unfinished = True
+        if self.steps:
+            self.then.add_request(*request)
+
+    def step(self):
+        self.steps += 1
+        if self.steps > 1:
+            return self.then.step()
+        raise self.error
+
+    def abort_request(self, request_id):
+        self.unfinished = False
+        self.then.abort_request(request_id)
+
+    def has_unfinished_requests(self):
+        return self.then.has_unfinished_requests() if self.steps > 1 else self.unfinished
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("killed"), RuntimeError("broken")], ids=["dead", "broken"])
+def test_an_engine_that_fails_is_not_stepped_until_somebody_asks_again(served, error):
+    _, plain = served
+    failing = Failing(error, plain)
+    streamer = Streamer(failing)
+    with pytest.raises(type(error), match=str(error)):
+        run(collect(streamer, [1, 5], SAMPLING))
+    for _ in range(20):
+        streamer.between_steps(lambda: None).result(PATIENCE_S)
+    assert failing.steps == 1
+    if isinstance(error, EngineDeadError):
+        with pytest.raises(EngineDeadError, match="killed"):
+            run(streamer.check_health())
+    assert len(run(collect(streamer, [1, 5], SAMPLING))) == 2
+    run(streamer.check_health())
+    streamer.close()
+
+
+def test_a_consumer_whose_event_loop_is_gone_takes_nobody_with_it(served):
+    streamer, plain = served
+
+    async def leave():
+        asyncio.get_running_loop().call_later(0.05, asyncio.get_running_loop().stop)
+        await collect(streamer, [1, 5], LONG)
+
+    gone = asyncio.new_event_loop()
+    task = gone.create_task(leave())
+    gone.run_forever()
+    gone.close()
+    assert same(run(collect(streamer, [1, 6], SAMPLING)), plain.generate([[1, 6]], SAMPLING))
+    task._log_destroy_pending = False
 
 
 def test_closing_ends_open_streams_and_leaves_no_thread(served, tiny):

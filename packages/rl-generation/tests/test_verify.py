@@ -56,6 +56,12 @@ def test_an_engine_and_a_model_are_enough(tiny):
     assert agreement.max_abs_difference <= 1e-5
 
 
+def test_the_default_prompts_leave_room_for_the_answers_asked_for(tiny):
+    served = engine(tiny("llama"))
+    sampling = Sampling(max_new_tokens=60, ignore_eos=True, seed=0)
+    assert verify_logp(served, served.model, sampling=sampling).tokens == 8 * 60
+
+
 def test_a_known_error_is_found_in_size_and_place(tiny):
     served = engine(tiny("llama"))
     requests, rollouts = answers(served, SAMPLINGS[1])

@@ -16,6 +16,9 @@ __all__ = ["AgreementError", "AgreementMonitor", "LogpAgreement", "TokenDifferen
 FAULT = 1.05
 """Of `token_mult_prob_error`, by NeMo RL."""
 
+LARGEST_DIFFERENCE = 700.0
+"""In nats, of those that are averaged: exp of a larger one is no number any more."""
+
 
 @final
 class AgreementError(ValueError):
@@ -69,7 +72,7 @@ class LogpAgreement:
     @cached_property
     def token_mult_prob_error(self) -> float:
         """The mean of exp|d|, 1 where both agree."""
-        return fmean(map(math.exp, self._sizes))
+        return fmean(math.exp(min(size, LARGEST_DIFFERENCE)) for size in self._sizes)
 
     @property
     def outside_support(self) -> int:
@@ -136,7 +139,7 @@ class AgreementMonitor:
             return None
         self._last = step
         agreement = self._compare()
-        if agreement.token_mult_prob_error > self._limit or agreement.outside_support > agreement.tokens:
+        if not agreement.token_mult_prob_error <= self._limit or agreement.outside_support > agreement.tokens:
             raise AgreementError(
                 f"at step {step} the engine disagrees with its model: token_mult_prob_error is "
                 f"{agreement.token_mult_prob_error:.4f}, above {self._limit}, or too many tokens are outside the "

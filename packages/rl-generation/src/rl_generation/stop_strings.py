@@ -25,8 +25,9 @@ class TextStream:
         self._tokens = list(prompt)
         self._known = self._decode()
         self._num_known = len(self._tokens)
-        if self._known.endswith(INCOMPLETE):
-            self._known, self._num_known = "", 0
+        while self._known.endswith(INCOMPLETE) and self._num_known:
+            self._num_known -= 1
+            self._known = self._decode(self._num_known)
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that it completes, which may be empty."""
@@ -43,8 +44,8 @@ class TextStream:
         self._known, self._num_known = self._decode(), len(self._tokens)
         return fresh
 
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, count: int | None = None) -> str:
+        text: str = self._tokenizer.decode(self._tokens[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -6,6 +6,7 @@ so may new weights (`between_steps`), without a lock.
 """
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,6 +108,7 @@ class Streamer:
 
     def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
         self._engine.add_request(request_id, prompt, sampling)
+        self._dead = None  # it took a request: somebody has restarted it
         self._streams[request_id] = stream
         self._go_on()
 
@@ -137,7 +139,11 @@ class Streamer:
     def _after_step(self, step: "Future[None]") -> None:
         error = step.exception()
         if error is not None:
+            waited_for = bool(self._streams)
             self._fail(error)
+            # An engine that is gone, or fails with nobody waiting, is left alone until the next request.
+            if self._dead is not None or not waited_for:
+                return
         self._go_on()
 
     def _fail(self, error: BaseException) -> None:
@@ -174,7 +180,8 @@ class _Stream:
     def put(self, item: RolloutDelta | BaseException) -> None:
         if isinstance(item, RolloutDelta):
             self._undelivered -= item.rollout is not None
-        if not self._loop.is_closed():
+        # A loop that is closed has no consumer any more.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     async def next(self) -> RolloutDelta:

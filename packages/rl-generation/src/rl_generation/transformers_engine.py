@@ -202,7 +202,8 @@ class TransformersEngine:
         for item in news:
             if item.rollout is not None:
                 self._unfinished[item.row.request_id] -= 1
-        self._unfinished = +self._unfinished
+                if not self._unfinished[item.row.request_id]:
+                    del self._unfinished[item.row.request_id]
         self._ended(news)
         return [
             (

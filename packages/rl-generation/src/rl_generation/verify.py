@@ -56,8 +56,8 @@ def verify_logp(
         LogpError: The forward itself gives NaN, or no answer has a token that the forward admits.
     """
     limits = engine.limits
-    asked = _random_prompts(limits) if prompts is None else prompts
     how = Sampling(max_new_tokens=NEW_TOKENS, seed=0) if sampling is None else sampling
+    asked = _random_prompts(limits, new_tokens=_most_new_tokens(how)) if prompts is None else prompts
     requests = make_requests(asked, how, limits)
     rollouts = engine.generate(asked, [request.sampling for request in requests])
     return compare_logp(model, requests, rollouts, rows_per_forward=rows_per_forward)
@@ -83,11 +83,15 @@ def compare_logp(
     return LogpAgreement(differences=tuple(differences))
 
 
-def _random_prompts(limits: Limits) -> list[list[int]]:
+def _most_new_tokens(how: Sampling | Sequence[Sampling]) -> int:
+    return max(each.max_new_tokens for each in ([how] if isinstance(how, Sampling) else how))
+
+
+def _random_prompts(limits: Limits, *, new_tokens: int) -> list[list[int]]:
     draw = random.Random(0)
     shortest, longest = PROMPT_LENGTHS
     if limits.max_length is not None:
-        longest = max(shortest, min(longest, limits.max_length - NEW_TOKENS))
+        longest = max(shortest, min(longest, limits.max_length - new_tokens))
     lengths = [draw.randint(shortest, longest) for _ in range(PROMPTS)]
     return [[draw.randrange(limits.vocab_size) for _ in range(length)] for length in lengths]
 

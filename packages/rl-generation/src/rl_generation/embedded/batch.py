@@ -107,7 +107,7 @@ class Batch:
 
     def place(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
         """Put rows into slots: holes, or those behind the last. The next token fed to each is its context's last."""
-        self._fit(max(row.limit for row in rows))
+        self._fit(max(len(row.tokens) for row in rows))
         self.rows += [None] * (max(slots) + 1 - len(self.rows))
         fields = []
         for row, slot in zip(rows, slots, strict=True):
@@ -155,8 +155,9 @@ class Batch:
 
     def clear(self) -> None:
         """Forget every row."""
-        self.rows, self._texts, self.num_alive = [], [], 0
+        self.rows, self._texts, self.num_alive, self.columns = [], [], 0, 0
         self._buffers = list(range(self.capacity))
+        self._tokens, self._logp = self._tokens[:, :0].clone(), self._logp[:, :0].clone()
 
     # -- a token for each row
 
@@ -174,6 +175,8 @@ class Batch:
         tokens, logp = choose(allowed, chances, settings.sampling)
         if self._logp_of == "raw":
             logp = raw_logp(logits, tokens)
+        # No answer is longer than its row in the cache.
+        self._fit(self.columns)
         buffer = (state[BUFFER], state[GENERATED])
         self._tokens[buffer] = tokens
         self._logp[buffer] = logp.to(self._logp.dtype)
@@ -282,6 +285,7 @@ class Batch:
         """Make room for answers of `num_tokens`, and for a row at its limit to stand still behind it."""
         missing = num_tokens + 1 - self._tokens.shape[1]
         if missing > 0:
+            missing = max(missing, self._tokens.shape[1] // 2, 64)
             self._tokens = torch.cat([self._tokens, self._tokens.new_zeros(self.capacity + 1, missing)], dim=1)
             self._logp = torch.cat([self._logp, self._logp.new_zeros(self.capacity + 1, missing)], dim=1)
 

@@ -95,6 +95,8 @@ class ContinuousBatching:
         for row in rows if slots else self._fresh:
             if row is not None:
                 row.stamp()
+        if slots is None:
+            self._fresh = []
         self.counters.generated_tokens += len(rows) - rows.count(None)
         rollouts = {item.row: self._finish(item) for item in ended}
         if not stream:
@@ -193,6 +195,7 @@ class ContinuousBatching:
         columns = self._batch.columns if alive else 0
         prompts: set[Prompt] = set()
         lengths: set[int] = set()
+        full_forward = False
         for row in waiting:
             context = row.context
             columns = max(columns, min(row.longest, len(context) + COLUMNS_STEP))
@@ -205,10 +208,11 @@ class ContinuousBatching:
                 len(prompts) * max(lengths) > MAX_PREFILL_TOKENS
                 or len(prompts) * len(lengths) * self._vocab_size > MAX_PREFILL_LOGITS
             )
-            if too_many or (rows and too_long):
+            full_forward = bool(rows) and too_long
+            if too_many or full_forward:
                 break
             rows.append(row)
-        if alive and len(rows) < min(len(waiting), REPLACE_AT_FRACTION * alive):
+        if alive and not full_forward and len(rows) < min(len(waiting), REPLACE_AT_FRACTION * alive):
             return []
         for _ in rows:
             waiting.popleft()
@@ -235,7 +239,7 @@ class ContinuousBatching:
                 groups.setdefault(context, []).append(slot)
         if copies:
             self._move(*zip(*copies, strict=True), columns=max(map(len, contexts)))
-        self._fresh = [row for row, context in zip(rows, contexts, strict=True) if context in donors]
+        self._fresh += [row for row, context in zip(rows, contexts, strict=True) if context in donors]
         return groups
 
     def _close_holes(self) -> None:
