@@ -2,7 +2,7 @@
 
 Two workloads: 64 prompts and 32 new tokens of each; and a long tail, 64 prompts and 8 answers to each, of geometric
 lengths up to 96 tokens. Every engine has a process of its own and waits while another one works; each round asks all of
-them, in an order that turns. Figures are medians over the rounds, ratios are medians of each round's ratio.
+them, in an order that is drawn anew. Figures are medians over the rounds, ratios are medians of each round's ratio.
 
 `core-s/1k` is what 1000 tokens cost on all cores, in all processes: on a machine with other work, believe it before the
 tokens a second. Of vLLM in processes of its own it counts the waiting too, which is a loop there.
@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -162,10 +163,10 @@ def measure(names, path: str, rounds: int):
             print(f"starting {ENGINES[name]}", file=sys.stderr, flush=True)
             ask[name] = stack.enter_context(started(name, path))
         found = {workload: {name: [] for name in names} for workload in WORKLOADS}
+        order = random.Random(0)
         for number in range(-1, rounds):  # the first warms up
             for workload in WORKLOADS.values():
-                turn = number % len(names)
-                for name in [*names[turn:], *names[:turn]]:
+                for name in order.sample(names, len(names)):
                     figures = ask[name](workload, number)
                     if number >= 0:
                         found[workload.name][name].append(figures)

@@ -1,10 +1,10 @@
 """What `VllmEngine` and `VllmAsyncEngine` cost over the bare vLLM inside of them: at most 3 % is promised.
 
-Both generate with one engine, ours and then vLLM's own `generate` of it, with the same SamplingParams, in an order that
-turns from round to round; bare vLLM is measured twice, so that the ratio of the two says what the noise is. vLLM's side
-is given its prompts and parameters ready made, and reads nothing of what it gets; ours makes and reads them. Of several
-answers to a prompt, vLLM makes one request, which it divides; ours makes one of each, and so it can time out alone.
-Figures are medians of each round's ratio, with their quartiles.
+Both generate with one engine, ours and then vLLM's own `generate` of it, with the same SamplingParams, in an order
+that is drawn anew for each round; bare vLLM is measured twice, so that the ratio of the two says what the noise is.
+vLLM's side is given its prompts and parameters ready made, and reads nothing of what it gets; ours makes and reads
+them. Of several answers to a prompt, vLLM makes one request, which it divides; ours makes one of each, and so it can
+time out alone. Figures are medians of each round's ratio, with their quartiles.
 
 Further rows: `bare, each alone` asks vLLM for every answer by a request of its own, as ours does. `as it comes` is an
 `LLM` without statistics and with the plain parameters that one would write oneself.
@@ -21,6 +21,7 @@ import contextlib
 import gc
 import itertools
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -133,9 +134,9 @@ def measure(ways, workload, rounds: int):
     """Way → clock → seconds for each token, a round."""
     names = list(ways)
     found = {name: {"wall": [], "core": []} for name in names}
-    for number in range(-2, rounds):
-        turn = number % len(names)
-        for place, name in enumerate([*names[turn:], *names[:turn]]):
+    order = random.Random(0)
+    for number in range(-2, rounds):  # the first two warm up
+        for place, name in enumerate(order.sample(names, len(names))):
             wall, core = timed(ways[name], workload.draw(100 * number + place))
             if number >= 0:
                 found[name]["wall"].append(wall)

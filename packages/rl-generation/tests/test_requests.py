@@ -18,8 +18,9 @@ SAMPLING = Sampling(max_new_tokens=4)
         ([[1], [1] * 61], "prompt 1 has 61 tokens.*max_new_tokens=4.*max_position_embeddings=64.*lower.* to 3 or less"),
         ([[1] * 64], "prompt 0 has 64 tokens.*leaves no room for an answer"),
         ([[1], [1.5]], "prompt 1 must be a sequence of integer token ids"),
-        ([[1], 7], "prompt 1 must be a sequence of integer token ids"),
-        ([[1], "ab"], "prompt 1 must be a sequence of integer token ids"),
+        ([5, 6, 7], r"prompt 0 is the number 5; prompts are a list of lists of token ids: \[\[5, 6, 7\]\]"),
+        ([[1], "ab"], r"prompt 1 is text, 'ab', and engines take token ids: encode_text\(tokenizer, text\)"),
+        ([[1], None], "prompt 1 must be a sequence of integer token ids"),
     ],
 )
 def test_a_bad_prompt_is_refused_by_index_and_value(prompts, words):
@@ -47,6 +48,8 @@ def test_a_sampling_for_each_prompt_is_taken_as_it_is_and_one_for_all_is_spread(
     spread = make_requests([[1], [1]], seeded, LIMITS)
     assert [request.sampling for request in spread] == seeded.spread(2)
     assert [request.prompt_index for request in spread] == [0, 1]
+    with pytest.raises(PromptError, match="sampling must be a Sampling, .* got {'max_new_tokens': 3}"):
+        make_requests([[1]], {"max_new_tokens": 3}, LIMITS)
     with pytest.raises(PromptError, match="one for each prompt; got 1 for 2 prompts"):
         make_requests([[1], [1]], [seeded], LIMITS)
 

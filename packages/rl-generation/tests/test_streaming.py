@@ -213,6 +213,11 @@ class Failing:
         return self.then.has_unfinished_requests() if self.steps > 1 else self.unfinished
 
 
+def test_what_does_not_step_is_refused_when_the_streamer_is_made():
+    with pytest.raises(TypeError, match="object has no add_request, step, .*: a Streamer needs an engine that steps"):
+        Streamer(object())
+
+
 @pytest.mark.parametrize("error", [EngineDeadError("killed"), RuntimeError("broken")], ids=["dead", "broken"])
 def test_an_engine_that_fails_is_not_stepped_until_somebody_asks_again(served, error):
     _, plain = served

@@ -112,10 +112,10 @@ def test_what_cannot_be_compared_is_refused(tiny):
         compare_logp(served.model, requests[:4], rollouts)
     with pytest.raises(ValueError, match="nothing to compare: 0 rollouts"):
         compare_logp(served.model, [], [])
-    lost = dataclasses.replace(rollouts[0], logp=rollouts[0].logp[:-1])
-    with pytest.raises(ValueError, match=r"rollout 0 of prompt 0 has \d+ tokens with \d+ logp"):
-        compare_logp(served.model, requests, [lost])
-    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2))
+    with pytest.raises(ModelError, match="got 'a folder'"):
+        compare_logp("a folder", requests, rollouts)
+    length = len(rollouts[0].tokens)
+    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=length))
     with pytest.raises(ValueError, match=r"versions \[0, 1\]"):
         compare_logp(served.model, requests, [dataclasses.replace(rollouts[0], versions=spans)])
     words = make_requests(PROMPTS, SAMPLINGS[1], served.limits)

@@ -11,7 +11,7 @@ from typing import Any
 from rl_generation.errors import PromptError
 from rl_generation.requests import check_token_ids
 
-__all__ = ["banned_next", "encode_bad_words"]
+__all__ = ["BadWords", "banned_next", "encode_bad_words"]
 
 BadWords = tuple[tuple[int, ...], ...]
 

@@ -12,12 +12,12 @@ Axes: N rows, V vocabulary. References: top-p, Holtzman et al. (arXiv:1904.09751
 min-p, Nguyen et al. (arXiv:2407.01082); the order of the cuts, vLLM's sampler (github.com/vllm-project/vllm).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from rl_generation.sampling import Sampling
@@ -87,11 +87,9 @@ def sampled_logits(logits: Float[Tensor, "N V"], sampling: SamplingTensors) -> F
     if sampling.min_p is not None:
         scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + sampling.min_p.log(), -torch.inf)
     if sampling.top_k is not None:
-        # A whole sort where rows differ much in their k is no dearer than the largest of them.
-        largest = scaled.topk(int(sampling.top_k.max())).values
-        scaled = scaled.masked_fill(scaled < largest.gather(1, sampling.top_k - 1), -torch.inf)
+        scaled = _cut_some(scaled, _cut_to_top_k, setting=sampling.top_k, off=scaled.shape[1])
     if sampling.top_p is not None:
-        scaled = _cut_to_nucleus(scaled, sampling.top_p)
+        scaled = _cut_some(scaled, _cut_to_nucleus, setting=sampling.top_p, off=1)
     return scaled
 
 
@@ -122,11 +120,26 @@ def raw_logp(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[T
     return raw.gather(1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
 
 
+def _cut_some(
+    logits: Float[Tensor, "N V"], cut: Callable[[Tensor, Tensor], Tensor], *, setting: Shaped[Tensor, "N 1"], off: int
+) -> Float[Tensor, "N V"]:
+    """Cut the rows whose setting is below `off`; the others, which may be many, are not sorted."""
+    below = setting[:, 0] < off
+    if below.all():
+        return cut(logits, setting)
+    rows = below.nonzero()[:, 0]
+    return logits.index_copy(0, rows, cut(logits[rows], setting[rows])) if len(rows) else logits
+
+
+def _cut_to_top_k(logits: Float[Tensor, "N V"], top_k: Int[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
+    # A whole sort where rows differ much in their k is no dearer than the largest of them.
+    largest = logits.topk(int(top_k.max())).values
+    return logits.masked_fill(logits < largest.gather(1, top_k - 1), -torch.inf)
+
+
 def _cut_to_nucleus(logits: Float[Tensor, "N V"], top_p: Float[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
     descending = logits.sort(dim=-1, descending=True).values
     probabilities = descending.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    # `before` of a row that is not cut stays below 1, or rounds to it only where nothing likely is left.
-    cut = (before >= top_p) & (top_p < 1)
-    last_admitted = descending.masked_fill(cut, torch.inf).amin(-1, keepdim=True)
+    last_admitted = descending.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
     return logits.masked_fill(logits < last_admitted, -torch.inf)

@@ -129,3 +129,6 @@ class StreamingEngine(Protocol):
 
     async def check_health(self) -> None:
         """Return where the engine answers; raise EngineDeadError where it does not."""
+
+    async def read_metrics(self) -> EngineMetrics:
+        """What the engine is doing, from any thread's event loop; its version is that of the weights now."""

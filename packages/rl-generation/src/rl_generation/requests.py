@@ -55,7 +55,9 @@ def make_requests(
         PromptError: A prompt is empty, too long, or outside the vocabulary; its stop tokens are outside; it needs a
             tokenizer that is missing; or there are not as many Samplings as prompts.
     """
-    samplings = sampling.spread(len(prompts)) if isinstance(sampling, Sampling) else list(sampling)
+    samplings: list[Any] = sampling.spread(len(prompts)) if isinstance(sampling, Sampling) else list(sampling)
+    if not all(isinstance(each, Sampling) for each in samplings):
+        raise PromptError(f"sampling must be a Sampling, or a sequence with one for each prompt; got {sampling!r:.100}")
     if len(samplings) != len(prompts):
         raise PromptError(
             f"a sequence of Sampling holds one for each prompt; got {len(samplings)} for {len(prompts)} prompts"
@@ -73,7 +75,16 @@ def check_token_ids(token_ids: Iterable[int], *, vocab_size: int, name: str) -> 
             raise PromptError(f"{name} must hold ids in [0, {vocab_size}), the model's vocabulary; got {token}")
 
 
-def _tokens(index: int, prompt: Sequence[int]) -> Prompt:
+def _tokens(index: int, prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        raise PromptError(
+            f"prompt {index} is text, {prompt!r:.60}, and engines take token ids: encode_text(tokenizer, text) or "
+            f"encode_chat(tokenizer, messages) makes them"
+        )
+    if isinstance(prompt, int):
+        raise PromptError(
+            f"prompt {index} is the number {prompt}; prompts are a list of lists of token ids: [[5, 6, 7]]"
+        )
     try:
         return tuple(map(operator.index, prompt))
     except TypeError as error:

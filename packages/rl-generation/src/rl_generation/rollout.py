@@ -1,5 +1,6 @@
 """One answer, with what is needed to train on it. Does not know its prompt, only its place in the call."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -46,7 +47,11 @@ class RolloutTiming:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer to one prompt, as token ids. Nothing here was decoded to text and encoded again."""
+    """One answer to one prompt, as token ids. Nothing here was decoded to text and encoded again.
+
+    Raises:
+        ValueError: A token has no logp or one that is not finite, or `versions` leave a gap.
+    """
 
     tokens: tuple[int, ...]
     """What was generated, in order; the last one is the stop token where one ended the answer. Never padding."""
@@ -74,6 +79,20 @@ class Rollout:
 
     sample_index: int = 0
     """Which of the prompt's `n` answers this is."""
+
+    def __post_init__(self) -> None:
+        name = f"sample {self.sample_index} of prompt {self.prompt_index}"
+        if len(self.logp) != len(self.tokens) or not all(map(math.isfinite, self.logp)):
+            raise ValueError(
+                f"{name} has {len(self.tokens)} tokens and {len(self.logp)} logp, of which "
+                f"{sum(map(math.isfinite, self.logp))} are finite: the engine must give a finite one for each token"
+            )
+        ends = [0, *(span.end for span in self.versions)]
+        starts = [*(span.start for span in self.versions), len(self.tokens)]
+        if not self.versions or starts != ends:
+            raise ValueError(
+                f"{name} has {len(self.tokens)} tokens, which versions={self.versions} must cover from first to last"
+            )
 
     @property
     def version(self) -> int:

@@ -108,7 +108,11 @@ class Sampling:
         for name in ("stop", "bad_words"):
             words: object = getattr(self, name)
             if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
-                raise ValueError(f"{name} must be a tuple of strings that are not empty; got {name}={words!r}")
+                example = words if isinstance(words, str) and words else "END"
+                raise ValueError(
+                    f"{name} must be a tuple of strings that are not empty, as {name}=({example!r},); "
+                    f"got {name}={words!r}"
+                )
 
 
 def _is_int(value: object) -> bool:

@@ -21,6 +21,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
         # Decoded together with the next token, since what a token reads as depends on those before it.
         self._tokens = list(prompt)
         self._known = self._decode()
@@ -31,6 +32,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that it completes, which may be empty."""
+        if token in self._special:  # kept, every one would be decoded again with each token that follows
+            return ""
         self._tokens.append(token)
         text = self._decode()
         if len(text) <= len(self._known) or text.endswith(INCOMPLETE):
@@ -45,7 +48,9 @@ class TextStream:
         return fresh
 
     def _decode(self, count: int | None = None) -> str:
-        text: str = self._tokenizer.decode(self._tokens[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            self._tokens[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
 

@@ -12,13 +12,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, final
 
-from rl_generation.engine import RolloutDelta, SteppingEngine
+from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
 from rl_generation.sampling import Sampling
 
 __all__ = ["Streamer"]
 
 T = TypeVar("T")
+
+STEPS = ("add_request", "step", "abort_request", "has_unfinished_requests")
 
 
 @final
@@ -30,9 +32,18 @@ class Streamer:
     Args:
         engine: A `TransformersEngine`, a `VllmEngine`, or another that steps.
         health_timeout_s: Seconds within which the worker thread must get to a health check; longer than a step takes.
+
+    Raises:
+        TypeError: The engine does not step.
     """
 
     def __init__(self, engine: SteppingEngine, *, health_timeout_s: float = 60.0) -> None:
+        missing = [name for name in STEPS if not hasattr(engine, name)]
+        if missing:
+            raise TypeError(
+                f"{type(engine).__name__} has no {', '.join(missing)}: a Streamer needs an engine that steps, as the "
+                f"protocol SteppingEngine says"
+            )
         self._engine = engine
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
@@ -72,6 +83,14 @@ class Streamer:
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
         return await asyncio.wrap_future(self._submit(self._abort_all))
+
+    async def read_metrics(self) -> EngineMetrics:
+        """Return the engine's metrics, read between two steps.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+        return await asyncio.wrap_future(self._submit(lambda: self._engine.metrics()))
 
     async def check_health(self) -> None:
         """Return once the worker thread got to this call.

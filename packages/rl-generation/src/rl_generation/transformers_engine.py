@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_generation.embedded.choice import ContinuousBatchingChoice, make_runner
 from rl_generation.embedded.inspection import inspect_model
-from rl_generation.embedded.rows import Row, make_rows
+from rl_generation.embedded.rows import Row, make_rows, make_texts
 from rl_generation.embedded.runner import Progress
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError
@@ -162,7 +162,7 @@ class TransformersEngine:
             )
         self._refuse_unready()
         requests = make_requests(prompts, sampling, self.limits)
-        answers = [(request, self._rows("", request)) for request in requests]
+        answers = list(zip(requests, self._rows("", requests), strict=True))
         # Longest first: what does not fit into memory shows at once. Equal prompts end up side by side.
         answers.sort(key=lambda answer: (-answer[1][0].longest, -len(answer[0].prompt), answer[0].prompt))
         rollouts: list[Rollout] = []
@@ -186,7 +186,7 @@ class TransformersEngine:
             raise ValueError(f"request_id={request_id!r} is of a request that is unfinished: give each its own")
         self._refuse_unready()
         (request,) = make_requests([prompt], sampling, self.limits)
-        rows = self._rows(request_id, request)
+        (rows,) = self._rows(request_id, [request])
         self._unfinished[request_id] = len(rows)
         self._runner.add(rows)
 
@@ -265,22 +265,28 @@ class TransformersEngine:
 
     # -- inside
 
-    def _rows(self, request_id: str, request: Request) -> list[Row]:
-        sampling = request.sampling
+    def _rows(self, request_id: str, requests: Sequence[Request]) -> list[list[Row]]:
+        """Return the answers of each request; where one is refused, none has drawn a seed."""
+        vocab_size = self._support.vocab_size
+        texts = [make_texts(request, tokenizer=self._tokenizer, vocab_size=vocab_size) for request in requests]
+        return [
+            make_rows(
+                request_id,
+                request,
+                texts=read,
+                seeds=self._seeds(request.sampling),
+                stop_token_ids=self._stop_token_ids,
+            )
+            for request, read in zip(requests, texts, strict=True)
+        ]
+
+    def _seeds(self, sampling: Sampling) -> list[int]:
         if sampling.greedy:
-            seeds = [0] * sampling.n
-        elif sampling.seed is None:
-            seeds = torch.randint(MAX_SEED - 1, (sampling.n,), generator=self._generator).tolist()
-        else:
-            seeds = [sampling.seed + index for index in range(sampling.n)]
-        return make_rows(
-            request_id,
-            request,
-            seeds=seeds,
-            stop_token_ids=self._stop_token_ids,
-            tokenizer=self._tokenizer,
-            vocab_size=self._support.vocab_size,
-        )
+            return [0] * sampling.n
+        if sampling.seed is not None:
+            return [sampling.seed + index for index in range(sampling.n)]
+        seeds: list[int] = torch.randint(MAX_SEED - 1, (sampling.n,), generator=self._generator).tolist()
+        return seeds
 
     def _ended(self, news: Sequence[Progress]) -> list[Rollout]:
         rollouts = [item.rollout for item in news if item.rollout is not None]

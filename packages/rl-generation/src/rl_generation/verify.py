@@ -97,6 +97,8 @@ def _random_prompts(limits: Limits, *, new_tokens: int) -> list[list[int]]:
 
 
 def _check(model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequence[Rollout]) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"the model must be one of transformers, to run a plain forward; got {model!r:.60}")
     if model.training:
         raise ModelError(f"{type(model).__name__} is in training mode, where dropout changes logp: call model.eval()")
     if not sum(len(rollout.tokens) for rollout in rollouts):
@@ -106,8 +108,6 @@ def _check(model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequ
         name = f"rollout {rollout.sample_index} of prompt {rollout.prompt_index}"
         if rollout.prompt_index not in indices:
             raise ValueError(f"{name} answers none of the requests given; they are {sorted(indices)}")
-        if len(rollout.logp) != len(rollout.tokens):
-            raise ValueError(f"{name} has {len(rollout.tokens)} tokens with {len(rollout.logp)} logp")
         if len(rollout.versions) > 1:
             versions = [span.version for span in rollout.versions]
             raise ValueError(f"{name} was made by weights of versions {versions}, and a model has one")

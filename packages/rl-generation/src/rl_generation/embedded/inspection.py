@@ -20,7 +20,7 @@ class Support:
     """What one model offers to the engine."""
 
     vocab_size: int
-    """Rows of the input embedding: every token id is below."""
+    """Rows of the input embedding, or of the head where it has fewer: every token id is below."""
 
     num_layers: int
     """Layers, as the config counts them."""
@@ -56,7 +56,7 @@ def inspect_model(model: "PreTrainedModel") -> Support:
     max_positions = getattr(text, "max_position_embeddings", None)
     logits_to_keep = "logits_to_keep" in parameters
     return Support(
-        vocab_size=len(model.get_input_embeddings().get_parameter("weight")),
+        vocab_size=_vocab_size(model),
         num_layers=getattr(text, "num_hidden_layers", 0),
         max_positions=max_positions,
         logits_to_keep=logits_to_keep,
@@ -64,6 +64,12 @@ def inspect_model(model: "PreTrainedModel") -> Support:
         attention=str(getattr(text, "_attn_implementation", None)),
         quirks=tuple(_quirks(model, max_positions=max_positions, logits_to_keep=logits_to_keep)),
     )
+
+
+def _vocab_size(model: "PreTrainedModel") -> int:
+    """Count the ids that can be both read and drawn: embeddings may be padded, heads may leave special tokens out."""
+    weights = [getattr(part, "weight", None) for part in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return min(len(weight) for weight in weights if weight is not None)
 
 
 def _quirks(model: "PreTrainedModel", *, max_positions: int | None, logits_to_keep: bool) -> list[str]:

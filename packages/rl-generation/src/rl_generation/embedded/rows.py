@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from rl_generation.bad_words import banned_next, encode_bad_words
+from rl_generation.bad_words import BadWords, banned_next, encode_bad_words
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
 from rl_generation.sampling import Sampling
 from rl_generation.stop_strings import StopStrings
 
-__all__ = ["Profile", "Row", "Text", "make_rows"]
+__all__ = ["Profile", "Row", "Text", "make_rows", "make_texts"]
 
 
 class Profile(NamedTuple):
@@ -39,9 +39,8 @@ class Profile(NamedTuple):
 class Text:
     """What an answer must be read for, token by token."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Any, prompt: Prompt, *, vocab_size: int) -> None:
-        self._bad_words = encode_bad_words(sampling.bad_words, tokenizer, vocab_size=vocab_size)
-        self._stop = StopStrings(sampling.stop, tokenizer, prompt) if sampling.stop else None
+    def __init__(self, *, bad_words: BadWords, stop: StopStrings | None) -> None:
+        self._bad_words, self._stop = bad_words, stop
         self._answer: list[int] = []
 
     @property
@@ -155,31 +154,41 @@ class Row:
         )
 
 
+def make_texts(request: Request, *, tokenizer: Any, vocab_size: int) -> list[Text | None]:
+    """Return what each of the `n` answers of a request is read for; None where nothing is.
+
+    Raises:
+        PromptError: A bad word has no tokens, or tokens that the model does not have.
+    """
+    sampling = request.sampling
+    if not (sampling.stop or sampling.bad_words):
+        return [None] * sampling.n
+    bad_words = encode_bad_words(sampling.bad_words, tokenizer, vocab_size=vocab_size)
+    return [
+        Text(
+            bad_words=bad_words,
+            stop=StopStrings(sampling.stop, tokenizer, request.prompt) if sampling.stop else None,
+        )
+        for _ in range(sampling.n)
+    ]
+
+
 def make_rows(
     request_id: str,
     request: Request,
     *,
+    texts: Iterable[Text | None],
     seeds: Iterable[int],
     stop_token_ids: tuple[int, ...],
-    tokenizer: Any,
-    vocab_size: int,
 ) -> list[Row]:
-    """Return the `n` answers of a request, with a seed each; `stop_token_ids` are the engine's own."""
+    """Return the `n` answers of a request, with a text and a seed each; `stop_token_ids` are the engine's own."""
     sampling = request.sampling
     stops = sampling.stop_token_ids if sampling.ignore_eos else stop_token_ids + sampling.stop_token_ids
     if sampling.greedy:
         profile = Profile(0.0, 0, 1.0, 0.0, stops)
     else:
         profile = Profile(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, stops)
-    reads = bool(sampling.stop or sampling.bad_words)
     return [
-        Row(
-            request_id=request_id,
-            request=request,
-            sample_index=index,
-            seed=seed,
-            profile=profile,
-            text=Text(sampling, tokenizer, request.prompt, vocab_size=vocab_size) if reads else None,
-        )
-        for index, seed in enumerate(seeds)
+        Row(request_id=request_id, request=request, sample_index=index, seed=seed, profile=profile, text=text)
+        for index, (seed, text) in enumerate(zip(seeds, texts, strict=True))
     ]

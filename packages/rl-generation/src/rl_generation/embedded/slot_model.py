@@ -3,6 +3,7 @@
 Axes: P distinct prompts, L their padded length, N rows, V vocabulary.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
@@ -22,7 +23,11 @@ __all__ = ["SlotModel"]
 
 @final
 class SlotModel:
-    """A model, its cache, and how to run it. Holds nothing made from weights but the cache."""
+    """A model, its cache, and how to run it. Holds nothing made from weights but the cache.
+
+    The modules of `model` get a deep copy of their configs. While it runs it attends by another name, which transformers
+    reads from there, and a model that was made from the same config may run in another thread meanwhile.
+    """
 
     def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool) -> None:
         register_attention()
@@ -30,6 +35,7 @@ class SlotModel:
         self.cache = SlotCache()
         self.logits_to_keep = logits_to_keep
         self._pad_token_id = pad_token_id
+        _copy_configs(model)
         self._configs = list({id(config): config for config in _configs(model)}.values())
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
@@ -87,6 +93,15 @@ class SlotModel:
             )
         logits: Tensor = output.logits
         return logits
+
+
+def _copy_configs(model: "PreTrainedModel") -> None:
+    """Give the model configs that no other model has; what was one config, or part of one, is so again."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if hasattr(value, "_attn_implementation"):
+                setattr(module, name, copy.deepcopy(value, copies))
 
 
 def _configs(model: "PreTrainedModel") -> Iterator[Any]:

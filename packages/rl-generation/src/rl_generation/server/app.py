@@ -84,7 +84,12 @@ def create_app(
             Route("/metrics", routes.metrics, methods=["GET"]),
         ],
         middleware=[Middleware(Guard, api_key=api_key, bounds=bounds)],
-        exception_handlers={HttpError: _answer_ours, HTTPException: _answer_starlettes, Exception: _answer_unforeseen},
+        exception_handlers={
+            HttpError: _answer_ours,
+            EngineDeadError: _answer_dead,
+            HTTPException: _answer_starlettes,
+            Exception: _answer_unforeseen,
+        },
     )
 
 
@@ -104,11 +109,11 @@ class _Routes:
         return await self._generate(request, "completion", read_completion)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [await self._model()]})
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["model"])
-        return JSONResponse(self._model())
+        return JSONResponse(await self._model())
 
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
@@ -137,14 +142,11 @@ class _Routes:
         return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
-        try:
-            await self.streaming.check_health()
-        except EngineDeadError as error:
-            raise from_engine(error) from error
-        return JSONResponse({"status": "ok", "weight_version": self.streaming.engine.version})
+        await self.streaming.check_health()
+        return JSONResponse({"status": "ok", "weight_version": await self._version()})
 
     async def metrics(self, request: Request) -> Response:
-        text = to_prometheus(self.streaming.engine.metrics(), model_name=self.model_name)
+        text = to_prometheus(await self.streaming.read_metrics(), model_name=self.model_name)
         return PlainTextResponse(text, headers={"Content-Type": METRICS_TYPE})
 
     async def _generate(self, request: Request, kind: Kind, read: Callable[..., GenerationRequest]) -> Response:
@@ -159,7 +161,7 @@ class _Routes:
             events = chunks(shapes, stream(self.streaming, asked.requests))
             # Errors that the first token brings to light still have a status of their own.
             first = await unless_disconnected(request.receive, _next(events))
-            return EventStream(first, events, headers={**headers, "X-Weight-Version": str(engine.version)})
+            return EventStream(first, events, headers={**headers, "X-Weight-Version": str(await self._version())})
         rollouts = await unless_disconnected(request.receive, generate(self.streaming, asked.requests))
         versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
         headers["X-Weight-Version"] = ",".join(map(str, versions))
@@ -180,7 +182,10 @@ class _Routes:
             message = f"the model here is {self.model_name!r}; got {name[:100]!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
-    def _model(self) -> dict[str, Any]:
+    async def _version(self) -> int:
+        return (await self.streaming.read_metrics()).version
+
+    async def _model(self) -> dict[str, Any]:
         engine = self.streaming.engine
         return {
             "id": self.model_name,
@@ -189,7 +194,7 @@ class _Routes:
             "owned_by": "rl-generation",
             "max_model_len": engine.limits.max_length,
             "logp_of": engine.logp_of,
-            "weight_version": engine.version,
+            "weight_version": await self._version(),
         }
 
 
@@ -201,6 +206,11 @@ async def _next(events: Any) -> dict[str, Any]:
 async def _answer_ours(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _answer_dead(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineDeadError)
+    return await _answer_ours(request, from_engine(error))
 
 
 async def _answer_starlettes(request: Request, error: Exception) -> Response:

@@ -153,6 +153,10 @@ class VllmAsyncEngine:
         """Return what it is doing now, as of the last step, and has done since it was started."""
         return self._running.metrics()
 
+    async def read_metrics(self) -> EngineMetrics:
+        """`metrics`, for who has any `StreamingEngine`."""
+        return self.metrics()
+
     # -- Answers -------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]) -> list[Rollout]:

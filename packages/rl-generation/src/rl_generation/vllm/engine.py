@@ -182,7 +182,8 @@ class VllmEngine:
             error.rollouts = tuple(in_order(rollouts))
             raise
         except BaseException:
-            self._running.engine.abort_request(list(answers))
+            if self._owned is not None and not self._owned.interrupted:
+                self._owned.engine.abort_request(list(answers))
             raise
         return in_order(rollouts)
 
@@ -330,6 +331,8 @@ class VllmEngine:
     def _running(self) -> OwnedLlm:
         if self._owned is None:
             raise EngineDeadError("the engine is closed; restart() makes a new one")
+        if self._owned.interrupted:
+            raise EngineDeadError("a step of the engine was interrupted half-way; restart() makes a new one")
         return self._owned
 
     def _start(self) -> None:
@@ -382,7 +385,7 @@ class VllmEngine:
     def _outputs(self) -> list[Any]:
         """Step once; keep what belongs to `add_request` for the next `step`, and return what belongs to `generate`."""
         whole = []
-        for output in self._running.engine.step():
+        for output in self._running.step():
             try:
                 streamed = self._streams.take(output, logp_of=self._logp_of, version=self._start_version)
             except (LogpError, ModelError):

@@ -49,6 +49,7 @@ class OwnedLlm:
         self.processes = EngineProcesses(_roots(self.engine))
         self._leftovers = Leftovers(self.processes.process_ids)
         self._watchdog = Watchdog(self.engine.engine_core, self.processes) if own_process else None
+        self.interrupted = False
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
@@ -68,6 +69,15 @@ class OwnedLlm:
             if self.processes.dead() is None:
                 raise
             raise EngineDeadError(self.obituary("")) from error
+
+    def step(self) -> list[Any]:
+        """Generate the next tokens; what ends a step in this process half-way, as an interrupt does, ends the engine."""
+        try:
+            outputs: list[Any] = self.engine.step()
+        except BaseException:
+            self.interrupted = not self._own_process
+            raise
+        return outputs
 
     def obituary(self, otherwise: str) -> str:
         """Say which process is dead, or `otherwise`, and what to do."""
@@ -167,8 +177,20 @@ def _start(prepared: Prepared, *, own_process: bool) -> Any:
     with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}), _same_randomness():
         try:
             return LLM(**prepared.arguments)
-        except ValueError as error:
-            raise EngineOptionError(f"vLLM refuses these options: {error}") from error
+        except BaseException as error:
+            if not own_process and prepared.arguments.get("distributed_executor_backend") != EXTERNAL_LAUNCHER:
+                _leave_process_group()
+            if isinstance(error, ValueError):
+                raise EngineOptionError(f"vLLM refuses these options: {error}") from error
+            raise
+
+
+def _leave_process_group() -> None:
+    """Destroy the process group that vLLM made before it failed: it stands in the way of the next engine."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @contextlib.contextmanager

@@ -43,4 +43,6 @@ class LoraAdapter:
         """Return it as a `vllm.lora.request.LoRARequest`."""
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(self.name, self.number, self.path)
+        return LoRARequest(
+            f"{self.name}@{self.number}", self.number, self.path
+        )  # vLLM caches prefixes by name and path
