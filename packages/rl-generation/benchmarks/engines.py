@@ -7,7 +7,7 @@ them, in an order that is drawn anew. Figures are medians over the rounds, ratio
 `core-s/1k` is what 1000 tokens cost on all cores, in all processes: on a machine with other work, believe it before the
 tokens a second. Of vLLM in processes of its own it counts the waiting too, which is a loop there.
 
-    python benchmarks/engines.py                         both models; three minutes with vLLM, half a one without
+    python benchmarks/engines.py                         both models; five minutes with vLLM, one without
     python benchmarks/engines.py --models tiny --engines generate embedded
 """
 

@@ -154,6 +154,51 @@ def test_a_prefix_needs_an_earlier_answer():
         encode_chat(TOKENIZER, [QUESTION], required_prefix_token_ids=PROMPT)
 
 
+def calling_tools(*calls):
+    """A tokenizer whose template writes tool calls in the place of content, and a conversation with `calls`."""
+    calling = speaking.tokenizer()
+    calling.chat_template = calling.chat_template.replace(
+        "message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)"
+    )
+    turns = [[{"role": "assistant", "content": "", "tool_calls": [call]}, FOLLOW_UP] for call in calls]
+    return calling, [QUESTION, *(message for turn in turns for message in turn)]
+
+
+def test_the_tokens_of_a_tool_call_are_kept_where_the_template_leaves_its_content_out():
+    calling, messages = calling_tools("look")
+    prefix = [*PROMPT, *spelled('["look"]'), END]
+    kept = encode_chat(calling, messages, required_prefix_token_ids=prefix)
+    assert kept[: len(prefix)] == prefix
+    assert calling.decode(kept) == calling.decode(encode_chat(calling, messages))
+
+
+def test_a_prefix_that_ends_before_the_last_tool_call_is_refused():
+    calling, messages = calling_tools("look", "there")
+    with pytest.raises(PromptError, match=r"end before message 3, the last of the assistant's"):
+        encode_chat(calling, messages, required_prefix_token_ids=[*PROMPT, *spelled('["look"]'), END])
+
+
+def test_a_tool_call_may_open_a_conversation():
+    calling, messages = calling_tools("look")
+    opening = encode_chat(calling, messages[1:2], add_generation_prompt=False)
+    prefix = opening[: opening.index(END) + 1]
+    assert encode_chat(calling, messages[1:], required_prefix_token_ids=prefix)[: len(prefix)] == prefix
+
+
+def test_an_answer_may_be_a_list_of_parts_that_ends_with_text():
+    parts = speaking.tokenizer()
+    parts.chat_template = parts.chat_template.replace(
+        "message.content",
+        "(message.content if message.content is string else message.content | map(attribute='text') | join)",
+    )
+    text = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    prefix = [*PROMPT, *spelled("hello"), END]
+    expected = encode_chat(TOKENIZER, answered("hello"), required_prefix_token_ids=prefix)
+    assert encode_chat(parts, answered(text), required_prefix_token_ids=prefix) == expected
+    with pytest.raises(PromptError, match=r"message 1 has the content .*does not end with text"):
+        encode_chat(parts, answered([*text, {"type": "image"}]), required_prefix_token_ids=prefix)
+
+
 def test_the_text_of_an_answer_has_no_special_tokens_and_ends_before_its_stop_string():
     assert decode_rollout(TOKENIZER, rollout([*spelled("hello"), END], stop_reason=END)) == "hello"
     assert decode_rollout(TOKENIZER, rollout([*spelled("a"), END]), skip_special_tokens=False) == "a<|im_end|>"

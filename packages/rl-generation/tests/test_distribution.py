@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,6 +99,37 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert cut(logits, min_p=0.29).isfinite().tolist() == [[True, True, True, False]]
     assert cut(logits, min_p=0.31).isfinite().tolist() == [[True, True, False, False]]
+
+
+def test_min_p_is_relative_at_the_temperature():
+    logits = torch.tensor([[0.6, 0.3, 0.1]]).log()
+    # At temperature 0.5 probabilities are squared: 1, 1/4 and 1/36 beside the likeliest; at 1 they are 1, 1/2, 1/6.
+    assert cut(logits, temperature=0.5, min_p=0.3).isfinite().tolist() == [[True, False, False]]
+    assert cut(logits, temperature=2.0, min_p=0.6).isfinite().tolist() == [[True, True, False]]
+
+
+def test_min_p_keeps_the_likeliest_and_those_tied_with_it():
+    assert cut(torch.tensor([[1.0, 2.0, 2.0]]), min_p=1.0).isfinite().tolist() == [[False, True, True]]
+
+
+def test_top_p_applies_to_what_min_p_left():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    # min-p leaves 4/7 and 3/7, of which the first alone passes 0.5; of the whole it has 0.4 only.
+    assert cut(logits, min_p=0.7, top_p=0.5).isfinite().tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}])
+def test_rows_without_a_cut_keep_their_logits_beside_rows_with_one(settings):
+    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log().expand(3, -1)
+    one, off = Sampling(max_new_tokens=1, **settings), Sampling(max_new_tokens=1)
+    mixed = sampled_logits(logits, tensors(off, one, off, vocab_size=4))
+    assert mixed.isfinite().tolist() == [[True] * 4, [False, True, True, False], [True] * 4]
+    assert torch.equal(mixed[[0, 2]], logits[[0, 2]])
+    # Of the table above, rows that do not cut.
+    table = tensors(off, one, vocab_size=4)
+    rest = {name: None if (value := getattr(table, name)) is None else value[:1] for name in ("top_k", "top_p")}
+    uncut = dataclasses.replace(table, greedy=table.greedy[:1], **rest)
+    assert torch.equal(sampled_logits(logits[:1], uncut), logits[:1])
 
 
 def test_raw_logp_is_the_log_softmax():

@@ -112,3 +112,45 @@ def test_a_bad_word_is_never_generated_and_logp_are_renormalised_without_it(serv
 def test_a_bad_word_without_tokens_is_refused(served):
     with pytest.raises(PromptError, match="bad_words holds ' '"):
         served.generate([[1]], Sampling(max_new_tokens=2, bad_words=(" ",)))
+
+
+def test_a_request_that_is_refused_draws_nothing_from_the_generator(served):
+    state = served.get_rng_state()
+    sound, refused = Sampling(max_new_tokens=2), Sampling(max_new_tokens=2, bad_words=(" ",))
+    with pytest.raises(PromptError, match="bad_words"):
+        served.generate([[1], [1]], [sound, refused])
+    with pytest.raises(PromptError, match="bad_words"):
+        served.add_request("a", [1], refused)
+    assert served.get_rng_state().equal(state)
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_searched(tokenizer):
+    *prompt, last = tokenizer.encode("ab é", add_special_tokens=False)
+    assert StopStrings(("ab",), tokenizer, prompt).push(last) is None
+    assert TextStream(tokenizer, prompt).push(last) == "é"
+
+
+def test_of_two_stop_strings_in_one_token_the_first_to_end_wins(tokenizer):
+    token = tokenizer.convert_tokens_to_ids("Ġab")
+    assert StopStrings((" ab", "a"), tokenizer, [3]).push(token) == "a"
+
+
+def test_special_tokens_are_neither_shown_nor_decoded_again(tokenizer, monkeypatch):
+    stream, decoded = TextStream(tokenizer, [3]), []
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(
+        type(tokenizer), "decode", lambda self, tokens, **how: decoded.append(len(tokens)) or decode(self, tokens, **how)
+    )
+    first, second = tokenizer.encode("é", add_special_tokens=False)
+    assert [stream.push(token) for token in [first, *[2] * 50, second]] == [""] * 51 + ["é"]
+    assert max(decoded) == 3
+
+
+def test_the_raw_logp_is_the_models_also_where_words_are_banned(served, tokenizer):
+    raw = TransformersEngine(served.model, stop_token_ids=[], pad_token_id=0, tokenizer=tokenizer, logp_of="raw")
+    sampling = Sampling(max_new_tokens=8, temperature=1.3, n=4, seed=0, bad_words=("a", "b", "ab"))
+    for rollout in raw.generate([[1, 5, 6]], sampling):
+        with torch.no_grad():
+            logits = raw.model(input_ids=torch.tensor([[1, 5, 6, *rollout.tokens]])).logits[0, 2:-1]
+        expected = logits.log_softmax(-1)[range(len(rollout.tokens)), list(rollout.tokens)]
+        torch.testing.assert_close(torch.tensor(rollout.logp), expected, rtol=0, atol=1e-5)

@@ -1,6 +1,5 @@
 import dataclasses
-import gc
-import weakref
+from threading import Thread
 
 import pytest
 import torch
@@ -309,14 +308,48 @@ def test_an_answer_says_how_long_it_took(tiny):
         assert 0 < rollout.timing.first_token_s <= rollout.timing.total_s
 
 
-def test_fifty_engines_made_and_closed_leave_nothing_behind(tiny):
-    seen = []
-    for _ in range(50):
-        model = tiny("llama", num_hidden_layers=1)
-        served = engine(model)
-        served.generate(PROMPTS[:2], Sampling(max_new_tokens=2, temperature=0))
-        served.close()
-        seen.append((weakref.ref(model), weakref.ref(served)))
-        del model, served
-    gc.collect()
-    assert not [ref for pair in seen for ref in pair if ref() is not None]
+def test_a_model_of_the_same_config_runs_in_another_thread_while_the_engine_does(tiny):
+    policy = tiny("llama")
+    tokens = torch.tensor([[1, 5, 6]])
+    expected, seen = policy(input_ids=tokens).logits, []
+    served = engine(type(policy)(policy.config))
+
+    def run_policy(*_):
+        thread = Thread(target=lambda: seen.append(policy(input_ids=tokens).logits))
+        thread.start()
+        thread.join()
+
+    served.model.register_forward_pre_hook(run_policy)
+    served.generate([[1, 5]], Sampling(max_new_tokens=2, temperature=0))
+    assert len(seen) == 2
+    assert all(torch.equal(logits, expected) for logits in seen)
+
+
+def test_an_engines_model_has_one_config_of_its_own_in_all_of_its_parts(tiny):
+    model = tiny("gemma3")
+    shared = model.config
+    own = engine(model).model.config
+    assert own is not shared
+    assert own.to_dict() == shared.to_dict()
+    assert {id(part.config) for part in model.modules() if hasattr(part, "config")} == {id(own)}
+
+
+@pytest.mark.parametrize("longer", ["embedding", "head"])
+def test_the_vocabulary_is_what_embedding_and_head_share(tiny, longer):
+    model = tiny("llama")
+    if longer == "embedding":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:30].clone())
+    else:
+        model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:30].clone())
+    served = engine(model)
+    assert served.limits.vocab_size == 30
+    cut, uncut = Sampling(max_new_tokens=4, top_k=5, seed=0), Sampling(max_new_tokens=4, temperature=0)
+    if longer == "embedding":
+        assert len(served.generate([[1, 5], [1, 6]], [cut, uncut])) == 2
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_tokens_and_words_may_come_as_lists(tiny, ignore_eos):
+    sampling = Sampling(max_new_tokens=3, temperature=0, stop_token_ids=[7], bad_words=[], ignore_eos=ignore_eos)
+    assert (sampling.stop_token_ids, sampling.bad_words) == ((7,), ())
+    assert len(engine(tiny("llama"), stop_token_ids=[2]).generate([[1, 5]], [sampling])) == 1

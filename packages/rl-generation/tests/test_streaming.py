@@ -236,21 +236,6 @@ def test_an_engine_that_fails_is_not_stepped_until_somebody_asks_again(served, e
     streamer.close()
 
 
-def test_a_consumer_whose_event_loop_is_gone_takes_nobody_with_it(served):
-    streamer, plain = served
-
-    async def leave():
-        asyncio.get_running_loop().call_later(0.05, asyncio.get_running_loop().stop)
-        await collect(streamer, [1, 5], LONG)
-
-    gone = asyncio.new_event_loop()
-    task = gone.create_task(leave())
-    gone.run_forever()
-    gone.close()
-    assert same(run(collect(streamer, [1, 6], SAMPLING)), plain.generate([[1, 6]], SAMPLING))
-    task._log_destroy_pending = False
-
-
 def test_closing_ends_open_streams_and_leaves_no_thread(served, tiny):
     streamer, _ = served
 

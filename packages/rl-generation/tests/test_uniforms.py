@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_generation.uniforms import exact_dtype, uniforms
@@ -20,6 +20,7 @@ def splitmix64(seed: int, step: int) -> int:
     return mix((mix(seed) + (step + 1) * 0x9E3779B97F4A7C15) & MASK)
 
 
+@settings(deadline=None)
 @given(SEEDS, st.integers(0, 2**40))
 def test_a_number_is_the_top_53_bits_of_splitmix64(seed, step):
     number = uniforms(torch.tensor([seed]), torch.tensor([step])).item()
@@ -27,6 +28,7 @@ def test_a_number_is_the_top_53_bits_of_splitmix64(seed, step):
     assert 0.0 <= number < 1.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(SEEDS, st.integers(0, 999)), min_size=1, max_size=20))
 def test_a_number_does_not_depend_on_the_others(pairs):
     seeds, steps = torch.tensor(pairs).T

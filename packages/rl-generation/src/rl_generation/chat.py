@@ -103,13 +103,16 @@ def encode_chat(
             "required_prefix_token_ids hold the conversation up to its last assistant's message, and none of the "
             f"{len(messages)} messages has the role 'assistant': leave them out in the first turn"
         )
-    marked = [dict(message) for message in messages]
-    marked[answers[-1]]["content"] = (marked[answers[-1]].get("content") or "") + MARK
+    last = answers[-1]
+    marked = [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
     result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
-    last_answer_end = _common(_text(tokenizer, template_ids), _text(tokenizer, encode(marked)))
-    if len(_text(tokenizer, required_prefix_token_ids)) < last_answer_end:
+    written, other = _text(tokenizer, template_ids), _text(tokenizer, encode(marked))
+    if other == written:
+        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
+        other = _text(tokenizer, encode(messages[:last])) if last else ""
+    if len(_text(tokenizer, required_prefix_token_ids)) < _common(written, other):
         raise PromptError(
-            f"required_prefix_token_ids end before message {answers[-1]}, the last of the assistant's, does: its "
+            f"required_prefix_token_ids end before message {last}, the last of the assistant's, does: its "
             f"tokens would be guessed. Give the prompt and the answer of the last turn, not of an earlier one"
         )
     return result
@@ -171,6 +174,21 @@ def decode_rollout(
             f"hold: decode it with the engine's own tokenizer"
         )
     return text[: start + len(rollout.stop_reason) if include_stop_string else start]
+
+
+def _marked(message: Message, *, index: int) -> Message:
+    """Return `message` with the mark behind its text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + MARK}
+    last = content[-1] if isinstance(content, list) else None
+    if not isinstance(last, Mapping) or not isinstance(last.get("text"), str):
+        raise PromptError(
+            f"message {index} has the content {content!r}, which does not end with text: beside "
+            f"required_prefix_token_ids, an answer is a string, or a list whose last part is "
+            f"{{'type': 'text', 'text': …}}"
+        )
+    return {**message, "content": [*content[:-1], {**last, "text": last["text"] + MARK}]}
 
 
 def _common(first: str, second: str) -> int:

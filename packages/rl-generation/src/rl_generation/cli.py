@@ -6,13 +6,15 @@ misused; the reasons are printed. An interrupt or a termination signal ends with
 """
 
 import argparse
+import difflib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any, NoReturn, final
 
 from rl_generation.commands.console import CommandError, say
 from rl_generation.errors import (
@@ -36,6 +38,8 @@ COMMANDS = {
 REFUSALS = (CommandError, EngineOptionError, ModelError, PromptError)
 FAILURES = (EngineDeadError, LogpError, SampleTimeoutError)
 INTERRUPTED = 130
+UNKNOWN = "unrecognized arguments"
+"""As argparse says it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(given[:1]).command
     command = import_module(f"rl_generation.commands.{chosen}")
     summary = COMMANDS[chosen]
-    parser = argparse.ArgumentParser(
+    parser = _CommandParser(
         prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     command.add_arguments(parser)
@@ -63,6 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
         return 0
     return code
+
+
+@final
+class _CommandParser(argparse.ArgumentParser):
+    """Says which flag an unknown one may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = [word for word in message.split() if word.startswith("--")] if UNKNOWN in message else []
+        hints = [_hint(word.partition("=")[0], self._option_string_actions) for word in unknown]
+        super().error("".join([message, *hints]))
+
+
+def _hint(flag: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(flag, known, n=1)
+    return f"; for {flag} did you mean {near[0]}?" if near else ""
 
 
 @contextmanager
@@ -89,3 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

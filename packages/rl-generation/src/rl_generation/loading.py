@@ -17,6 +17,7 @@ __all__ = [
     "ENGINES",
     "FOREIGN",
     "EngineSpec",
+    "check_available",
     "load_engine",
     "load_transformers_engine",
     "tokenizer_of",
@@ -28,7 +29,15 @@ ENGINES = ("transformers", "vllm", "vllm-async")
 OPTIONAL = ("max_batch_size", "max_cache_tokens", "continuous_batching")
 OURS_ONLY = ("device", "continuous_batching", "max_cache_tokens")
 FOREIGN = {
-    "transformers": ("tensor_parallel_size", "data_parallel_size", "max_model_len", "own_process", "vllm_kwargs"),
+    "transformers": (
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "max_model_len",
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "own_process",
+        "vllm_kwargs",
+    ),
     "vllm": OURS_ONLY,
     "vllm-async": (*OURS_ONLY, "own_process"),
 }
@@ -91,6 +100,13 @@ class EngineSpec:
     max_model_len: int | None = None
     """Of vLLM: tokens of a prompt and its answer together."""
 
+    kv_cache_memory_bytes: int | None = None
+    """Of vLLM: size of the key/value cache of each rank; on a CPU always give it, or vLLM reserves a share of all of
+    the host's memory."""
+
+    enforce_eager: bool = False
+    """Of vLLM: True starts sooner and generates slower, without CUDA graphs and compilation."""
+
     own_process: bool = False
     """Of the engine "vllm": True puts it into a process of its own; "vllm-async" always has one."""
 
@@ -110,6 +126,19 @@ class EngineSpec:
             raise EngineOptionError(f"tokenizer={self.tokenizer!r} contradicts with_tokenizer=False")
 
 
+def check_available(spec: EngineSpec) -> None:
+    """Refuse what can be refused at once, before anything is loaded.
+
+    Raises:
+        EngineOptionError: vLLM is asked for and missing, or one of its options is impossible.
+    """
+    if spec.engine != "transformers":
+        from rl_generation.vllm.runtime import check_runtime
+
+        check_runtime(asynchronous=spec.engine == "vllm-async")
+        vllm_options_of(spec)
+
+
 def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
     """Make the engine, and load its tokenizer; None stands for the tokenizer where the spec wants none.
 
@@ -117,6 +146,9 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
         EngineOptionError: vLLM is missing or refuses an option.
         ModelError: The model or its tokenizer cannot be loaded or served.
     """
+    if not isinstance(spec, EngineSpec):
+        raise EngineOptionError(f"load_engine takes an EngineSpec, such as EngineSpec(model='tiny'); got {spec!r}")
+    check_available(spec)
     if spec.engine == "transformers":
         return load_transformers_engine(
             spec.model,
@@ -131,9 +163,9 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
         )
     from rl_generation.vllm import VllmAsyncEngine, VllmEngine
 
-    # The tokenizer and the config first: they are refused at once, an engine after half a minute.
-    tokenizer = tokenizer_of(spec)
+    # The config and the tokenizer first: they are refused at once, an engine after half a minute.
     config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    tokenizer = tokenizer_of(spec)
     stops = stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision)
     options = vllm_options_of(spec)
     if spec.engine == "vllm-async":
@@ -165,6 +197,8 @@ def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
         "data_parallel_size": spec.data_parallel_size,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_batch_size,
+        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
+        "enforce_eager": spec.enforce_eager or None,
     }
     ours = {name: value for name, value in ours.items() if value is not None}
     for name in sorted(given.keys() & ours.keys()):
@@ -194,6 +228,7 @@ def load_transformers_engine(
     """
     from rl_generation.transformers_engine import TransformersEngine
 
+    load_config(model_name, revision=revision, trust_remote_code=trust_remote_code)  # a missing model has no tokenizer
     found = None
     if with_tokenizer:
         found = load_tokenizer(tokenizer or model_name, revision=revision, trust_remote_code=trust_remote_code)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
 from rl_generation.commands.console import CommandError, say, show, show_json
-from rl_generation.commands.engine_flags import add_model_arguments, specs_of, start_engine
+from rl_generation.commands.engine_flags import add_model_arguments, check_available, specs_of, start_engine
 from rl_generation.commands.generation_job import installed_versions
 from rl_generation.commands.sampling_flags import add_sampling_arguments, sampling_of
 from rl_generation.engine import Engine
@@ -54,10 +54,10 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
-        "--engines",
-        default=ENGINES[0],
-        metavar="NAMES",
-        help=f"of {', '.join(ENGINES)}, with commas; ratios are to the first (default %(default)s)",
+        "--engine",
+        action="append",
+        choices=ENGINES,
+        help=f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})",
     )
     add_model_arguments(parser)
     group = parser.add_argument_group("measurement")
@@ -81,8 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     for name in COUNTS:
         if getattr(arguments, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
-    specs = specs_of(arguments, arguments.engines.split(","))
+    specs = specs_of(arguments, arguments.engine or ENGINES[:1])
     sampling = sampling_of(arguments)
+    for spec in specs:
+        check_available(spec)
     with ExitStack() as stack:
         engines = []
         for spec in specs:

@@ -8,9 +8,17 @@ from typing import Any
 
 from rl_generation.commands.console import CommandError, say
 from rl_generation.engine import Engine
-from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
+from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, check_available, load_engine
 
-__all__ = ["add_engine_arguments", "add_model_arguments", "json_pair", "spec_of", "specs_of", "start_engine"]
+__all__ = [
+    "add_engine_arguments",
+    "add_model_arguments",
+    "check_available",
+    "json_pair",
+    "spec_of",
+    "specs_of",
+    "start_engine",
+]
 
 FIELDS = (
     "model",
@@ -24,6 +32,8 @@ FIELDS = (
     "tensor_parallel_size",
     "data_parallel_size",
     "max_model_len",
+    "kv_cache_memory_bytes",
+    "enforce_eager",
     "own_process",
     "continuous_batching",
     "max_cache_tokens",
@@ -58,13 +68,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="vLLM: ranks that a layer is cut over")
     group.add_argument("--data-parallel-size", type=int, metavar="N", help="vLLM: replicas of the engine")
     group.add_argument("--max-model-len", type=int, metavar="N", help="vLLM: tokens of a prompt and its answer")
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="N",
+        help="vLLM: key/value cache of a rank; on a CPU always give it",
+    )
+    group.add_argument("--enforce-eager", action="store_true", help="vLLM: start sooner, generate slower")
     group.add_argument("--own-process", action="store_true", help="vLLM: a process of its own, not this one")
     group.add_argument(
         "--vllm-kwarg",
         action="append",
         default=[],
         metavar="KEY=JSON",
-        help="vLLM: any of its engine arguments, as enforce_eager=true; can be repeated",
+        help="vLLM: any of its engine arguments, as block_size=32; can be repeated",
     )
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from rl_generation.commands.answer_rows import TIMEOUT, answer_rows
 from rl_generation.commands.chunked_output import ChunkedOutput, Progress, open_output
 from rl_generation.commands.console import say, show_json
-from rl_generation.commands.engine_flags import add_engine_arguments, spec_of, start_engine
-from rl_generation.commands.generation_job import GenerationJob, make_job
+from rl_generation.commands.engine_flags import add_engine_arguments, check_available, spec_of, start_engine
+from rl_generation.commands.generation_job import CHUNK_ANSWERS, GenerationJob, make_job
 from rl_generation.commands.progress import ProgressReport
 from rl_generation.commands.prompt_rows import check_limits
 from rl_generation.commands.run_record import write_record
-from rl_generation.commands.sampling_flags import add_sampling_arguments, sampling_of
+from rl_generation.commands.sampling_flags import add_sampling_arguments
 from rl_generation.engine import Engine
 from rl_generation.errors import EngineDeadError, LogpError, SampleTimeoutError, TimedOutSample
 from rl_generation.requests import Prompt
@@ -30,8 +30,6 @@ from rl_generation.sampling import Sampling
 __all__ = ["add_arguments", "run"]
 
 MAX_NEW_TOKENS = 256
-CHUNK_ANSWERS = 1024
-"""Of a chunk, where nobody says: enough for an engine to replace answers that are finished."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,15 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and return the exit code."""
     spec = spec_of(arguments)
-    if arguments.chunk_prompts is None:
-        arguments.chunk_prompts = max(1, CHUNK_ANSWERS // sampling_of(arguments).n)
+    check_available(spec)
     job = make_job(arguments, spec)
     if job.interrupted is not None:
         for difference in job.interrupted.check(job.record):
             say(f"since the run began, {difference}")
     answers = [row.sampling.n for row in job.rows]
     with open_output(
-        arguments.output, answers, chunk_prompts=arguments.chunk_prompts, begin_again=arguments.overwrite
+        arguments.output, answers, chunk_prompts=job.chunk_prompts, begin_again=arguments.overwrite
     ) as output:
         progress = output.progress
         _say_where(job, progress)
@@ -124,8 +121,8 @@ def _generate(
 ) -> Counter[str]:
     """Answer the prompts that are left, a chunk at a time; return how their answers ended."""
     finished: Counter[str] = Counter()
-    for start in range(output.progress.prompts, len(job.rows), arguments.chunk_prompts):
-        chunk = slice(start, start + arguments.chunk_prompts)
+    for start in range(output.progress.prompts, len(job.rows), job.chunk_prompts):
+        chunk = slice(start, start + job.chunk_prompts)
         answers = _answers(engine, job.prompts[chunk], [row.sampling for row in job.rows[chunk]])
         lines = answer_rows(job.rows, answers, first_index=start, tokenizer=job.tokenizer, timing=arguments.timing)
         output.append(list(lines))

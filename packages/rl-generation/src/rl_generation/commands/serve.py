@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_generation.commands.console import CommandError, say, show
-from rl_generation.commands.engine_flags import add_engine_arguments, spec_of, start_engine
+from rl_generation.commands.engine_flags import add_engine_arguments, check_available, spec_of, start_engine
 from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
 from rl_generation.loading import EngineSpec
 
@@ -45,12 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until an interrupt, and return the exit code."""
     try:
         from rl_generation.server import Server
+        from rl_generation.server.running import check_address
     except ImportError as error:
         raise CommandError(str(error)) from None
     spec = spec_of(arguments)
     if not spec.with_tokenizer:
         raise CommandError("a server of texts needs a tokenizer: leave out --no-tokenizer")
     api_key, limits = _api_key(arguments.api_key_env), _limits(arguments)
+    check_available(spec)
+    try:  # before the engine, which takes long to load
+        check_address(arguments.host, arguments.port, api_key=api_key)
+    except (OSError, ValueError) as error:
+        raise _no_address(arguments, error) from None
     with _streaming(spec) as (streaming, tokenizer):
         try:
             server = Server(
@@ -64,12 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
                 shutdown_timeout_s=arguments.shutdown_timeout,
             )
         except (OSError, ValueError) as error:
-            raise CommandError(f"cannot serve at {arguments.host}:{arguments.port}: {error}") from None
+            raise _no_address(arguments, error) from None
         say(streaming.engine.explain())
         show(server.url)
         with _until_interrupt():
             server.run()
     return 0
+
+
+def _no_address(arguments: argparse.Namespace, error: Exception) -> CommandError:
+    return CommandError(f"cannot serve at {arguments.host}:{arguments.port}: {error}")
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rl_generation.engine import StreamingEngine
-from rl_generation.errors import EngineDeadError, PromptError
+from rl_generation.errors import EngineDeadError, EngineOptionError, PromptError
 from rl_generation.metrics_timeline import to_prometheus
 from rl_generation.requests import check_token_ids
 from rl_generation.server.errors import HttpError, from_engine, internal
@@ -34,7 +34,7 @@ from rl_generation.server.generation_request import (
     read_completion,
     read_text_tokens,
 )
-from rl_generation.server.guard import Guard, read_body
+from rl_generation.server.guard import Guard, check_api_key, read_body
 from rl_generation.server.limits import ServerLimits
 from rl_generation.server.responses import Kind, Shapes
 
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 T = TypeVar("T")
+
+STREAMING = ("engine", "stream", "abort", "check_health")
+STEPPING = ("add_request", "step", "abort_request", "has_unfinished_requests")
+"""What the protocols of these names have."""
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -66,10 +70,13 @@ def create_app(
         limits: What one client may ask for; None is `ServerLimits()`.
 
     Raises:
+        EngineOptionError: `streaming_engine` does not stream, or there is no tokenizer.
         ValueError: The API key is empty, or no text that a header can hold.
     """
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
-        raise ValueError("api_key must be printable ASCII and not empty; None serves this machine alone")
+    check_api_key(api_key)
+    _check_streams(streaming_engine)
+    if tokenizer is None:
+        raise EngineOptionError("tokenizer=None: a server of texts needs the model's tokenizer")
     bounds = ServerLimits() if limits is None else limits
     routes = _Routes(streaming_engine, copy.deepcopy(tokenizer), model_name, bounds)
     return Starlette(
@@ -91,6 +98,17 @@ def create_app(
             Exception: _answer_unforeseen,
         },
     )
+
+
+def _check_streams(given: object) -> None:
+    """Refuse what is no StreamingEngine; by its attributes, since one that wraps another may pass them on."""
+    missing = [name for name in STREAMING if not hasattr(given, name)]
+    if not missing:
+        return
+    name = type(given).__name__
+    if all(hasattr(given, each) for each in STEPPING):
+        raise EngineOptionError(f"{name} steps but does not stream: pass Streamer(engine)")
+    raise EngineOptionError(f"{name} is no StreamingEngine: it has no {', '.join(missing)}")
 
 
 @final

@@ -19,7 +19,7 @@ from rl_generation.server.errors import HttpError
 from rl_generation.server.generation import ClientGoneError
 from rl_generation.server.limits import ServerLimits
 
-__all__ = ["Guard", "is_loopback", "read_body"]
+__all__ = ["Guard", "check_api_key", "is_loopback", "read_body"]
 
 OPEN = ("/health",)
 
@@ -116,6 +116,12 @@ async def read_body(request: Request, bounds: ServerLimits) -> bytes:
     except ClientDisconnect:
         raise ClientGoneError from None
     return bytes(body)
+
+
+def check_api_key(api_key: str | None) -> None:
+    """Raise ValueError where the API key is empty, or no text that a header can hold; None is no key."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise ValueError("api_key must be printable ASCII and not empty; None serves this machine alone")
 
 
 def is_loopback(host: str) -> bool:

@@ -14,13 +14,13 @@ import uvicorn
 from rl_generation.engine import StreamingEngine
 from rl_generation.errors import EngineOptionError
 from rl_generation.server.app import create_app
-from rl_generation.server.guard import is_loopback
+from rl_generation.server.guard import check_api_key, is_loopback
 from rl_generation.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["API_KEY_VARIABLE", "Server", "serve"]
+__all__ = ["API_KEY_VARIABLE", "Server", "check_address", "serve"]
 
 API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 """Where `serve` and `Server` look for the API key that they were not given."""
@@ -63,12 +63,7 @@ class Server:
         shutdown_timeout_s: int = 10,
         log_level: str = "warning",
     ) -> None:
-        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-        if key is None and not is_loopback(host):
-            raise EngineOptionError(
-                f"host={host!r} is open to other machines, and whoever reaches it may use the engine: give an api_key "
-                f"(or set {API_KEY_VARIABLE}), or listen on 127.0.0.1"
-            )
+        key = _key_for(host, api_key)
         app = create_app(streaming_engine, tokenizer=tokenizer, model_name=model_name, api_key=key, limits=limits)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
@@ -114,6 +109,29 @@ class Server:
     def stop(self) -> None:
         """Tell the server to end; from any thread."""
         self._uvicorn.should_exit = True
+
+
+def check_address(host: str, port: int, *, api_key: str | None = None) -> None:
+    """Refuse an address at which a `Server` could not listen now, before there is an engine.
+
+    Raises:
+        EngineOptionError: `host` is not loopback and there is no API key.
+        ValueError: The API key is empty, or no text that a header can hold.
+        OSError: The address is taken, or not this machine's.
+    """
+    check_api_key(_key_for(host, api_key))
+    _listen(host, port).close()
+
+
+def _key_for(host: str, api_key: str | None) -> str | None:
+    """Return the API key as given, or else of the environment; refuse to be open to other machines without one."""
+    key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+    if key is None and not is_loopback(host):
+        raise EngineOptionError(
+            f"host={host!r} is open to other machines, and whoever reaches it may use the engine: give an api_key "
+            f"(or set {API_KEY_VARIABLE}), or listen on 127.0.0.1"
+        )
+    return key
 
 
 def _listen(host: str, port: int) -> socket.socket:

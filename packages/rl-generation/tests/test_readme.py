@@ -1,0 +1,55 @@
+"""The README's longer programs, as they are written there; the first one is run in test_package.py."""
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "programs"))
+
+for needed in ("httpx", "openai", "starlette", "uvicorn"):
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: rl-generation[server] and its test group", allow_module_level=True)
+
+import openai
+import serving
+import speaking
+
+import rl_generation
+from rl_generation import Sampling, Streamer
+from rl_generation.server import Server
+
+PROGRAMS = re.findall(r"```python\n(.*?)```", (HERE.parent / "README.md").read_text(), re.DOTALL)
+
+
+def program(holding):
+    (found,) = (text for text in PROGRAMS if holding in text)
+    return found
+
+
+def test_the_client_of_the_readme_keeps_its_tokens_over_two_turns(capsys):
+    tokenizer = speaking.tokenizer()
+    names = {"engine": serving.plain_engine(tokenizer), "tokenizer": tokenizer}
+    exec(program("required_prefix_token_ids"), names)
+    names["client"].close()
+    assert capsys.readouterr().out == "0\n"
+    prompt = names["second"].prompt_token_ids
+    assert prompt[: len(names["seen"])] == names["seen"]
+    assert len(prompt) > len(names["seen"])
+
+
+def test_the_engine_of_the_readme_is_streamed_and_served():
+    names = {name: getattr(rl_generation, name) for name in rl_generation.__all__}
+    exec(program("class Parrot"), names)
+    parrot = names["Parrot"]()
+    parrot.add_request("a", [5, 6], Sampling(max_new_tokens=1, n=2))
+    assert [delta.tokens for _, delta in parrot.step()] == [(6,), (6,)]
+    assert not parrot.has_unfinished_requests()
+    tokenizer = speaking.tokenizer()
+    with Server(Streamer(parrot), tokenizer=tokenizer, model_name="parrot") as server:
+        asked = {"model": "parrot", "prompt": [5, 6, 7], "max_tokens": 1, "extra_body": {"return_token_ids": True}}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            assert client.completions.create(**asked).choices[0].token_ids == [7]
