@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -126,8 +127,9 @@ def test_bench_measures_and_compares_with_the_model(model, capsys):
     ("flags", "reason"),
     [
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--engines", "transformers,transformers"], "an engine stands twice"),
-        (["--engines", "transformers,sglang"], "engine must be one of"),
+        (["--engine", "transformers", "--engine", "transformers"], "an engine stands twice"),
+        (["--enforce-eager"], "enforce_eager=True means nothing"),
+        (["--kv-cache-memory-bytes", "64"], "kv_cache_memory_bytes=64 means nothing"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 means nothing"),
         (["--prompt-tokens", "200"], "passes the model's max_position_embeddings=128"),
     ],
@@ -138,9 +140,40 @@ def test_bench_refuses_misuse(model, capsys, flags, reason):
 
 
 @pytest.mark.skipif(installed_version() is not None, reason="vLLM is installed")
-def test_an_engine_that_is_not_installed_is_refused(model, capsys):
-    assert main(["bench", model, "--engines", "transformers,vllm", "--vllm-kwarg", "enforce_eager=true"]) == 2
-    assert "vLLM is not installed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("bench", ["--engine", "transformers", "--engine", "vllm", "--enforce-eager"]),
+        ("generate", ["--engine", "vllm", "--input", "nowhere.jsonl", "--output", "nowhere.out"]),
+        ("serve", ["--engine", "vllm-async"]),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(capsys, command, flags):
+    if command == "serve" and (find_spec("starlette") is None or find_spec("uvicorn") is None):
+        pytest.skip("the server's extra is not installed")
+    assert main([command, "./nowhere", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "vLLM is not installed" in said
+    assert "loading" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--max-tokens=5", "--max-new-tokens"), ("--engines", "--engine"), ("--top_p", "--top-p")],
+)
+def test_an_unknown_flag_is_answered_with_the_one_it_may_have_meant(capsys, given, meant):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "m", given])
+    assert end.value.code == 2
+    assert f"for {given.partition('=')[0]} did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["rl_generation", "rl_generation.cli"])
+def test_the_commands_are_also_run_as_a_module(module):
+    asked = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: rl-generation")
 
 
 needs_server = pytest.mark.skipif(
@@ -181,13 +214,27 @@ def test_serve_answers_over_http_until_it_is_terminated(model):
     [
         (["--host", "0.0.0.0"], "give an api_key"),
         (["--api-key-env", "NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY is not set"),
+        (["--api-key-env", "A_BAD_KEY"], "api_key must be printable ASCII"),
         (["--max-prompts", "0"], "max_prompts must be above 0"),
         (["--no-tokenizer"], "a server of texts needs a tokenizer"),
         (["--host", "203.0.113.1", "--api-key-env", "A_KEY"], "cannot serve at 203.0.113.1:8000"),
     ],
 )
-def test_serve_refuses_what_it_should_not_do(model, capsys, monkeypatch, flags, reason):
+def test_serve_refuses_what_it_should_not_do_before_it_loads_a_model(capsys, monkeypatch, flags, reason):
     monkeypatch.delenv("RL_GENERATION_API_KEY", raising=False)
     monkeypatch.setenv("A_KEY", "secret")
-    assert main(["serve", model, *flags]) == 2
-    assert reason in capsys.readouterr().err
+    monkeypatch.setenv("A_BAD_KEY", "\n")
+    assert main(["serve", "./nowhere", *flags]) == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "loading" not in said
+
+
+@needs_server
+def test_serve_refuses_a_port_that_is_taken_before_it_loads_a_model(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "./nowhere", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot serve at 127.0.0.1:{port}" in said
+    assert "loading" not in said

@@ -198,6 +198,20 @@ def test_another_run_is_refused(generate, tmp_path, rows, flags, name):
     assert (tmp_path / "answers.jsonl").read_bytes() == before
 
 
+def test_only_what_changed_is_said_to_have_changed(generate):
+    rows = [{"prompt": "x"}, {"prompt": "y", "sampling": {"top_k": 5}}]
+    assert generate(rows, "--seed", "3")[0] == 0
+    code, _, said = generate(rows, "--seed", "3", "--resume", "--n", "3")
+    assert code == 2
+    assert said.err.count(": was ") == 1
+    assert "\n  sampling.n: was 1, now 3" in said.err
+    rows[1]["sampling"] = {"top_k": 6}
+    code, _, said = generate(rows, "--seed", "3", "--resume")
+    assert code == 2
+    assert said.err.count(": was ") == 1
+    assert "\n  input: was " in said.err
+
+
 def test_another_model_under_the_same_name_is_refused(generate, model, tmp_path):
     copied = tmp_path / "copy"
     shutil.copytree(model, copied)
@@ -266,7 +280,7 @@ def test_misuse_is_refused_with_its_reason(generate, flags, reason):
 def test_a_sample_that_timed_out_has_a_line_of_its_own():
     row = PromptRow(line=1, kind="prompt", content="x", sampling=Sampling(max_new_tokens=1), id="a", carried={"k": 1})
     lost = TimedOutSample(prompt_index=1, sample_index=2, tokens=(4, 5))
-    (line,) = answer_rows([row] * 3, [lost], first_index=1, tokenizer=None, timing=True)
+    (line,) = answer_rows([row] * 3, [lost], first_index=1, prompts=[(1,)] * 3, tokenizer=None, timing=True)
     wanted = {"index": 2, "sample_index": 2, "id": "a", "text": None, "token_ids": (4, 5), "logp": None}
     assert line == {**wanted, "finish_reason": "timeout", "k": 1}
 

@@ -69,6 +69,16 @@ def test_a_folder_that_is_missing_or_holds_no_model_is_refused(tmp_path):
         load_transformers_engine(str(tmp_path), with_tokenizer=False)
 
 
+def test_a_model_that_is_missing_is_missed_before_its_tokenizer(tmp_path):
+    with pytest.raises(ModelError, match="nowhere is no folder, so there is no model to load"):
+        load_transformers_engine(str(tmp_path / "nowhere"))
+
+
+def test_a_name_in_place_of_a_spec_is_refused_with_the_spec_to_give():
+    with pytest.raises(EngineOptionError, match=r"takes an EngineSpec, such as EngineSpec\(model='tiny'\); got 'tiny'"):
+        load_engine("tiny")
+
+
 def test_a_model_without_a_tokenizer_is_refused_unless_it_shall_have_none(model):
     for path in model.glob("tokenizer*"):
         path.unlink()
@@ -118,6 +128,8 @@ def test_code_that_comes_with_a_model_is_not_run_unless_trusted(model):
     [
         ({"engine": "sglang"}, "engine must be one of transformers, vllm, vllm-async"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 means nothing to the engine 'transformers'"),
+        ({"enforce_eager": True}, "enforce_eager=True means nothing to the engine 'transformers'"),
+        ({"kv_cache_memory_bytes": 64}, "kv_cache_memory_bytes=64 means nothing to the engine 'transformers'"),
         ({"vllm_kwargs": {"a": 1}}, "vllm_kwargs={'a': 1} means nothing"),
         ({"engine": "vllm", "device": "cpu"}, "device='cpu' means nothing to the engine 'vllm'"),
         ({"engine": "vllm-async", "own_process": True}, "own_process=True means nothing"),
@@ -137,11 +149,13 @@ def test_options_of_vllm_go_where_they_belong():
         max_batch_size=8,
         tensor_parallel_size=2,
         with_tokenizer=False,
-        vllm_kwargs={"enforce_eager": True, "swap_space": 3},
+        kv_cache_memory_bytes=64 << 20,
+        enforce_eager=True,
+        vllm_kwargs={"max_model_len": 9, "swap_space": 3},
     )
     options = vllm_options_of(spec)
     assert (options.model, options.max_num_seqs, options.tensor_parallel_size) == ("m", 8, 2)
-    assert options.enforce_eager is True
+    assert (options.enforce_eager, options.kv_cache_memory_bytes, options.max_model_len) == (True, 64 << 20, 9)
     assert options.vllm_kwargs == {"swap_space": 3, "skip_tokenizer_init": True}
     twice = EngineSpec(model="m", engine="vllm", max_model_len=9, vllm_kwargs={"max_model_len": 8})
     with pytest.raises(EngineOptionError, match="sets max_model_len=8, which is given as 9 already"):

@@ -223,3 +223,84 @@ def test_weights_that_change_underway_are_recorded_token_by_token(tiny):
         assert rollouts["new", index].tokens == rollout.tokens
         assert rollouts["new", index].logp == pytest.approx(rollout.logp, abs=1e-5)
         assert [(span.version, span.start, span.end) for span in rollouts["new", index].versions] == [(4, 0, 10)]
+
+
+def test_long_prompts_do_not_keep_the_batch_from_filling(tiny, monkeypatch):
+    monkeypatch.setattr("rl_generation.embedded.continuous.MAX_PREFILL_TOKENS", 8)
+    served = engine(tiny("llama", num_hidden_layers=1), stop_token_ids=[], max_batch_size=40)
+    for index in range(40):
+        served.add_request(str(index), [1, 5, 6, index], Sampling(max_new_tokens=50, seed=index))
+    for _ in range(20):
+        served.step()
+    assert served.metrics().running == 40
+
+
+def test_no_forward_over_prompts_is_larger_than_its_budget(tiny, monkeypatch):
+    monkeypatch.setattr("rl_generation.embedded.continuous.MAX_PREFILL_TOKENS", 12)
+    model, fed = tiny("llama", num_hidden_layers=1), []
+    served = engine(model)
+    model.register_forward_pre_hook(lambda _, __, inputs: fed.append(inputs["input_ids"].shape), with_kwargs=True)
+    served.generate([[1, 5, 6, token] for token in range(10)], Sampling(max_new_tokens=2, seed=0))
+    assert max(rows * columns for rows, columns in fed if columns > 1) == 12
+
+
+def test_an_answer_that_copied_its_prompt_is_timed_though_others_came_before_its_first_token(qwen3):
+    served = engine(qwen3, stop_token_ids=[])
+    for names in ("a", "bc", "d"):
+        for name in names:
+            prompt = [1, 5, 6] if name in "ab" else [1, ord(name) % 40]
+            served.add_request(name, prompt, Sampling(max_new_tokens=8, seed=0))
+        served.step()
+    rollouts, _ = finish(served)
+    assert len(rollouts) == 4
+    assert all(rollout.timing is not None for rollout in rollouts.values())
+
+
+def test_closing_gives_the_buffers_of_answers_back(tiny):
+    served = engine(tiny("llama", max_position_embeddings=10_000), stop_token_ids=[])
+    served.add_request("a", [1, 5], Sampling(max_new_tokens=9_000, seed=0))
+    served.step()
+    batch = served._runner._batch
+    assert batch._tokens.shape[1] < 1000
+    served.close()
+    assert batch._tokens.shape[1] == batch._logp.shape[1] == 0
+
+
+def test_an_answer_that_ends_with_others_beside_it_is_counted_once(qwen3):
+    served = engine(qwen3, stop_token_ids=[], max_batch_size=16)
+    limits = [2] + [6] * 15  # one hole in sixteen is left open
+    samplings = [Sampling(max_new_tokens=limit, seed=0) for limit in limits]
+    rollouts = served.generate([[1, index] for index in range(16)], samplings)
+    assert served.metrics().generated_tokens == sum(len(rollout.tokens) for rollout in rollouts) == sum(limits)
+
+
+def crowded(model, **options):
+    """An engine whose cache is too small for its four requests, stepped until one has given up its place."""
+    served, streamed = engine(model, stop_token_ids=[], max_cache_tokens=100, **options), {}
+    for index in range(4):
+        served.add_request(str(index), [1, 5, index], Sampling(max_new_tokens=50, seed=index))
+    while not served.metrics().preemptions:
+        for name, delta in served.step():
+            streamed[name] = streamed.get(name, ()) + delta.tokens
+    return served, streamed
+
+
+def test_who_gave_up_its_place_and_came_back_to_newer_weights_says_so(qwen3):
+    served, streamed = crowded(qwen3, version=3)
+    served.commit_version(4)
+    rollouts, _ = finish(served)
+    for index in range(4):
+        old = len(streamed.get(str(index), ()))
+        expected = [(3, 0, old), (4, old, 50)] if old else [(4, 0, 50)]
+        assert [(span.version, span.start, span.end) for span in rollouts[str(index), 0].versions] == expected
+    assert any(len(rollout.versions) == 2 for rollout in rollouts.values())
+
+
+def test_who_waits_with_tokens_and_is_aborted_keeps_them(qwen3):
+    served, streamed = crowded(qwen3)
+    for index in range(4):
+        served.abort_request(str(index))
+    rollouts, _ = finish(served)
+    assert {name: rollout.tokens for (name, _), rollout in rollouts.items()} == {
+        str(index): streamed.get(str(index), ()) for index in range(4)
+    }

@@ -139,7 +139,9 @@ def test_special_tokens_are_neither_shown_nor_decoded_again(tokenizer, monkeypat
     stream, decoded = TextStream(tokenizer, [3]), []
     decode = type(tokenizer).decode
     monkeypatch.setattr(
-        type(tokenizer), "decode", lambda self, tokens, **how: decoded.append(len(tokens)) or decode(self, tokens, **how)
+        type(tokenizer),
+        "decode",
+        lambda self, tokens, **how: decoded.append(len(tokens)) or decode(self, tokens, **how),
     )
     first, second = tokenizer.encode("é", add_special_tokens=False)
     assert [stream.push(token) for token in [first, *[2] * 50, second]] == [""] * 51 + ["é"]

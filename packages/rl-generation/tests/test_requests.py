@@ -32,6 +32,7 @@ def test_a_bad_prompt_is_refused_by_index_and_value(prompts, words):
     ("asked", "words"),
     [
         ({"stop_token_ids": (3, 99)}, "stop_token_ids must hold ids .*got 99"),
+        ({"stop_token_ids": (40,)}, "stop_token_ids must hold ids .*got 40"),
         ({"stop": ("END",)}, r"prompt 1 asks for stop=\('END',\), which are text, and the engine has no tokenizer"),
         ({"bad_words": ("no",)}, r"prompt 1 asks for bad_words=\('no',\).*no tokenizer: make it with tokenizer="),
     ],
@@ -48,7 +49,7 @@ def test_a_sampling_for_each_prompt_is_taken_as_it_is_and_one_for_all_is_spread(
     spread = make_requests([[1], [1]], seeded, LIMITS)
     assert [request.sampling for request in spread] == seeded.spread(2)
     assert [request.prompt_index for request in spread] == [0, 1]
-    with pytest.raises(PromptError, match="sampling must be a Sampling, .* got {'max_new_tokens': 3}"):
+    with pytest.raises(PromptError, match=r"sampling must be a Sampling, .* got {'max_new_tokens': 3}"):
         make_requests([[1]], {"max_new_tokens": 3}, LIMITS)
     with pytest.raises(PromptError, match="one for each prompt; got 1 for 2 prompts"):
         make_requests([[1], [1]], [seeded], LIMITS)

@@ -21,7 +21,7 @@ def test_a_token_without_a_finite_logp_is_refused(logp):
     "versions", [(), ((4, 0, 2),), ((4, 1, 3),), ((4, 0, 1), (5, 2, 3)), ((4, 0, 2), (5, 1, 3)), ((4, 0, 4),)]
 )
 def test_versions_that_leave_a_gap_are_refused(versions):
-    with pytest.raises(ValueError, match="has 3 tokens, which versions=.* must cover from first to last"):
+    with pytest.raises(ValueError, match=r"has 3 tokens, which versions=.* must cover from first to last"):
         rollout(versions=versions)
 
 

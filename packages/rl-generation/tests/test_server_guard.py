@@ -122,6 +122,19 @@ def test_a_key_that_no_header_can_hold_is_refused(served, key):
         create_app(served.streamer, tokenizer=served.tokenizer, model_name="tiny", api_key=key)
 
 
+def test_what_does_not_stream_is_refused_when_the_server_is_made(served):
+    options = {"tokenizer": served.tokenizer, "model_name": "tiny"}
+    steps = serving.plain_engine(served.tokenizer)
+    with pytest.raises(
+        EngineOptionError, match=r"TransformersEngine steps but does not stream: pass Streamer\(engine\)"
+    ):
+        Server(steps, **options)
+    with pytest.raises(EngineOptionError, match="list is no StreamingEngine: it has no engine, stream, abort"):
+        create_app([], **options)
+    with pytest.raises(EngineOptionError, match="tokenizer=None"):
+        create_app(served.streamer, **options | {"tokenizer": None})
+
+
 def test_without_a_key_a_foreign_host_name_is_refused(served):
     with served.http as http:
         for host in ("127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:8000", "[::1]"):

@@ -214,7 +214,7 @@ class Failing:
 
 
 def test_what_does_not_step_is_refused_when_the_streamer_is_made():
-    with pytest.raises(TypeError, match="object has no add_request, step, .*: a Streamer needs an engine that steps"):
+    with pytest.raises(TypeError, match=r"object has no add_request, step, .*: a Streamer needs an engine that steps"):
         Streamer(object())
 
 

@@ -269,7 +269,7 @@ def test_a_temperature_that_vllm_refuses_is_refused_first():
 def test_bad_words_that_vllm_refuses_are_refused_before_any_request_has_begun():
     check_for_vllm(asked(bad_words=[f"w{i}" for i in range(128)]), LIMITS)
     with pytest.raises(
-        PromptError, match="prompt 3 has 129 bad_words, which make 129 sequences .* vLLM takes 128; set"
+        PromptError, match=r"prompt 3 has 129 bad_words, which make 129 sequences .* vLLM takes 128; set"
     ):
         check_for_vllm(asked(bad_words=[f"w{i}" for i in range(129)]), LIMITS)
     with pytest.raises(PromptError, match="bad_words holds ' ', which the tokenizer turns into no tokens"):

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl_generation.answer_text import answer_text
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
 
@@ -156,22 +157,32 @@ def decode_rollout(
     tokenizer: "PreTrainedTokenizerBase",
     rollout: Rollout,
     *,
+    prompt: Sequence[int] = (),
     skip_special_tokens: bool = True,
     include_stop_string: bool = False,
 ) -> str:
     """Return the text of an answer, up to the stop string that ended it where one did.
 
+    Args:
+        tokenizer: The one that the engine stops with.
+        rollout: The answer.
+        prompt: Token ids that it answers, behind which it is read: many tokenizers (Llama 2's, Mistral's) drop the
+            space with which a text begins, and give it to an answer only behind its prompt.
+        skip_special_tokens: Leaves special tokens out.
+        include_stop_string: Cuts after the stop string, not before it.
+
     Raises:
-        ValueError: The text does not hold that stop string, so this is not the tokenizer that the engine stopped with.
+        ValueError: The text does not hold that stop string: this is not the tokenizer that the engine stopped with, or
+            the prompt is missing or another one.
     """
-    text = _text(tokenizer, rollout.tokens, skip_special_tokens=skip_special_tokens)
+    text = answer_text(tokenizer, rollout.tokens, prompt=prompt, skip_special_tokens=skip_special_tokens)
     if not isinstance(rollout.stop_reason, str):
         return text
     start = text.find(rollout.stop_reason)
     if start < 0:
         raise ValueError(
             f"the answer ended at the stop string {rollout.stop_reason!r}, which its text {text[-40:]!r} does not "
-            f"hold: decode it with the engine's own tokenizer"
+            f"hold: decode it with the engine's own tokenizer, and give the prompt that it answers"
         )
     return text[: start + len(rollout.stop_reason) if include_stop_string else start]
 

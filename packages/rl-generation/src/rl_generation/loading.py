@@ -117,9 +117,10 @@ class EngineSpec:
         if self.engine not in ENGINES:
             raise EngineOptionError(f"engine must be one of {', '.join(ENGINES)}; got engine={self.engine!r}")
         for name in FOREIGN[self.engine]:
-            if getattr(self, name):
+            value: object = getattr(self, name)
+            if not (value is None or value is False or value == {}):  # 0 was given, if wrongly
                 raise EngineOptionError(
-                    f"{name}={getattr(self, name)!r} means nothing to the engine {self.engine!r}: leave it out, or "
+                    f"{name}={value!r} means nothing to the engine {self.engine!r}: leave it out, or "
                     f"choose another engine"
                 )
         if self.tokenizer is not None and not self.with_tokenizer:

@@ -90,7 +90,7 @@ class Streamer:
         Raises:
             EngineDeadError: The engine is gone.
         """
-        return await asyncio.wrap_future(self._submit(lambda: self._engine.metrics()))
+        return await asyncio.wrap_future(self._submit(self._engine.metrics))
 
     async def check_health(self) -> None:
         """Return once the worker thread got to this call.

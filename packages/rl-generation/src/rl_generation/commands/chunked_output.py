@@ -40,6 +40,9 @@ class Progress:
     """Finish reason → answers."""
 
 
+NOTHING = Progress(prompts=0, answers=0, length_bytes=0, torn_lines=0, finished=Counter())
+
+
 @final
 class ChunkedOutput:
     """An open output file, which no other process writes."""
@@ -47,6 +50,18 @@ class ChunkedOutput:
     def __init__(self, file: IO[bytes], progress: Progress) -> None:
         self._file = file
         self.progress = progress
+
+    def begin(self) -> None:
+        """Empty the file, and take away the record beside it.
+
+        Raises:
+            CommandError: They cannot be changed.
+        """
+        try:
+            record_path(Path(self._file.name)).unlink(missing_ok=True)
+            self._file.truncate(0)
+        except OSError as error:
+            raise CommandError(f"{self._file.name} cannot be emptied: {error.strerror}") from None
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of the next chunk; once this returns, a power failure does not lose them.
@@ -72,7 +87,7 @@ def open_output(
         path: The file.
         answers: How many lines each prompt gets.
         chunk_prompts: Prompts of a chunk.
-        begin_again: Empties the file first, with the record beside it.
+        begin_again: Counts nothing of what the file holds; `begin` then empties it.
 
     Raises:
         CommandError: Another process writes it, it cannot be written, or it holds what this run did not write.
@@ -84,11 +99,11 @@ def open_output(
     with file:
         _lock(file, path)
         if begin_again:
-            record_path(path).unlink(missing_ok=True)
-            file.truncate(0)
-        progress = _scan(file, path, answers=answers, chunk_prompts=chunk_prompts)
-        file.truncate(progress.length_bytes)
-        file.seek(0, os.SEEK_END)
+            progress = NOTHING
+        else:
+            progress = _scan(file, path, answers=answers, chunk_prompts=chunk_prompts)
+            file.truncate(progress.length_bytes)
+            file.seek(0, os.SEEK_END)
         sync_folder(path.parent)
         try:
             yield ChunkedOutput(file, progress)
@@ -112,7 +127,7 @@ def _lock(file: IO[bytes], path: Path) -> None:
 def _scan(file: IO[bytes], path: Path, *, answers: Sequence[int], chunk_prompts: int) -> Progress:
     """Read the lines that should be there, until the file ends or says something else."""
     file.seek(0)
-    whole = Progress(prompts=0, answers=0, length_bytes=0, torn_lines=0, finished=Counter())
+    whole = NOTHING
     for start in range(0, len(answers), chunk_prompts):
         end = min(start + chunk_prompts, len(answers))
         expected = [(index, sample) for index in range(start, end) for sample in range(answers[index])]

@@ -14,7 +14,7 @@ __all__ = [
     "add_engine_arguments",
     "add_model_arguments",
     "check_available",
-    "json_pair",
+    "json_pairs",
     "spec_of",
     "specs_of",
     "start_engine",
@@ -127,16 +127,25 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: getattr(arguments, name) for name in FIELDS},
         "with_tokenizer": not arguments.no_tokenizer,
-        "vllm_kwargs": dict(json_pair(pair, flag="--vllm-kwarg") for pair in arguments.vllm_kwarg),
+        "vllm_kwargs": json_pairs(arguments.vllm_kwarg, flag="--vllm-kwarg"),
     }
 
 
-def json_pair(text: str, *, flag: str) -> tuple[str, Any]:
-    """Parse `key=value`, whose value is JSON.
+def json_pairs(texts: Sequence[str], *, flag: str) -> dict[str, Any]:
+    """Parse `key=value` each, whose values are JSON.
 
     Raises:
-        CommandError: It is not such a pair.
+        CommandError: One is not such a pair, or a key stands twice.
     """
+    pairs: dict[str, Any] = {}
+    for name, value in (_json_pair(text, flag=flag) for text in texts):
+        if name in pairs:
+            raise CommandError(f"{flag} {name} stands twice, with {json.dumps(pairs[name])} and {json.dumps(value)}")
+        pairs[name] = value
+    return pairs
+
+
+def _json_pair(text: str, *, flag: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise CommandError(f"{flag} takes KEY=JSON, such as some_option=true; got {text!r}")

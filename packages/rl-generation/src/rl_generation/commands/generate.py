@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and return the exit code."""
     spec = spec_of(arguments)
-    check_available(spec)
+    if not arguments.resume:  # which may have nothing left to generate, or be another run's
+        check_available(spec)
     job = make_job(arguments, spec)
     if job.interrupted is not None:
         for difference in job.interrupted.check(job.record):
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             check_limits(arguments.input, job.rows, job.prompts, limits=engine.limits)
             if job.interrupted is None:
+                output.begin()  # only now, when nothing is left to be refused, is lost what it held
                 write_record(arguments.output, job.record)
             with ProgressReport(total=sum(answers), done=progress.answers) as report:
                 finished = progress.finished + _generate(job, engine, arguments, output=output, report=report)
@@ -124,7 +126,14 @@ def _generate(
     for start in range(output.progress.prompts, len(job.rows), job.chunk_prompts):
         chunk = slice(start, start + job.chunk_prompts)
         answers = _answers(engine, job.prompts[chunk], [row.sampling for row in job.rows[chunk]])
-        lines = answer_rows(job.rows, answers, first_index=start, tokenizer=job.tokenizer, timing=arguments.timing)
+        lines = answer_rows(
+            job.rows,
+            answers,
+            first_index=start,
+            prompts=job.prompts,
+            tokenizer=job.tokenizer,
+            timing=arguments.timing,
+        )
         output.append(list(lines))
         finished.update(TIMEOUT if isinstance(answer, TimedOutSample) else answer.finish_reason for answer in answers)
         report.update(answers=len(answers), tokens=sum(len(answer.tokens) for answer in answers))

@@ -15,7 +15,7 @@ from rl_generation.chat import encode_chat, encode_text
 from rl_generation.checkpoints import load_config
 from rl_generation.commands.answer_rows import OUTPUT_FIELDS
 from rl_generation.commands.console import CommandError
-from rl_generation.commands.engine_flags import json_pair
+from rl_generation.commands.engine_flags import json_pairs
 from rl_generation.commands.model_identity import model_identity
 from rl_generation.commands.prompt_rows import Complaints, PromptRow, read_rows
 from rl_generation.commands.run_record import RunRecord, digest, read_record, record_path
@@ -149,7 +149,10 @@ def _interrupted(arguments: argparse.Namespace) -> RunRecord | None:
             f"{output} has no {record_path(output).name} beside it, so nobody knows what it was made of; write to "
             f"another file, or begin again with --overwrite"
         )
-    return record
+    match record:
+        case None | RunRecord(identity={"sampling": {"seed": int()}, "chunk_prompts": int()}):
+            return record
+    raise CommandError(f"{record_path(output)} is damaged: it names no seed or chunk; begin again with --overwrite")
 
 
 def _seeded(sampling: Sampling, interrupted: RunRecord | None) -> Sampling:
@@ -172,7 +175,7 @@ def _chunk_prompts(arguments: argparse.Namespace, sampling: Sampling, interrupte
 
 
 def _encode(arguments: argparse.Namespace, rows: Sequence[PromptRow], tokenizer: Any) -> list[Prompt]:
-    variables = dict(json_pair(pair, flag="--chat-template-kwarg") for pair in arguments.chat_template_kwarg)
+    variables = json_pairs(arguments.chat_template_kwarg, flag="--chat-template-kwarg")
     complaints, prompts = Complaints(arguments.input), []
     for row in rows:
         with complaints.about(row.line):

@@ -45,6 +45,12 @@ class AttentionStep:
     softcap: bool
     """Whether to cap scores where the model asks for it; some of transformers' own attention functions do not."""
 
+    from_start: bool
+    """Whether the queries, more than one, are at all columns from the first on: a prefill."""
+
+    mask_left_out: bool = False
+    """Whether the model was told to do without a mask, since it would be the triangle that kernels know."""
+
     calls: int = 0
     """Layers that have attended so far."""
 
@@ -85,9 +91,16 @@ def stepping(step: AttentionStep) -> Iterator[None]:
         _STEP.reset(token)
 
 
-def _mask(*, mask_function: Callable[..., Tensor], **_: object) -> Float[Tensor, "rows 1 S C"]:
+def _mask(
+    *, mask_function: Callable[..., Tensor], allow_is_causal_skip: bool = False, **_: object
+) -> Float[Tensor, "rows 1 S C"] | None:
     """Return 0 where the model's own predicate (row, head, query position, column) lets a query look, else -inf."""
+    from transformers.masking_utils import causal_mask_function
+
     step = _STEP.get()
+    if allow_is_causal_skip and mask_function is causal_mask_function and step.from_start and not step.softcap:
+        step.mask_left_out = True
+        return None
     queries = step.positions[:, None, :, None]
     rows = torch.arange(len(queries), device=queries.device)[:, None, None, None]
     columns = torch.arange(step.columns, device=queries.device)[None, None, None]
@@ -104,17 +117,19 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     **options: Any,
 ) -> tuple[Float[Tensor, "N S H E"], None]:
     """Attend as `transformers.AttentionInterface` asks for."""
+    step = _STEP.get()
     unknown = [name for name in UNKNOWN if options.get(name) is not None]
-    if unknown or attention_mask is None:
+    if unknown or (attention_mask is None and not step.mask_left_out):
         raise ModelError(
             f"{type(module).__name__} attends with {', '.join(unknown)}"
             if unknown
             else f"{type(module).__name__} attends without the mask that transformers' mask functions build"
         )
-    step = _STEP.get()
     step.calls += 1
     scale, softcap = options.get("scaling"), options.get("softcap") if step.softcap else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if attention_mask is None:
+        return _triangle(query, key, value, scale=scale), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_shared = num_heads // key.shape[1]
     mask = attention_mask.to(query.dtype)
@@ -130,6 +145,15 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
         grouped = query.shape[1] != key.shape[1]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
     return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
+
+
+def _triangle(
+    query: Float[Tensor, "N H S D"], key: Float[Tensor, "N K S D"], value: Float[Tensor, "N K S E"], *, scale: float
+) -> Float[Tensor, "N S H E"]:
+    """Attend to what is not after each query; kernels skip the rest instead of masking it."""
+    grouped = query.shape[1] != key.shape[1]
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    return attended.transpose(1, 2).contiguous()
 
 
 def _explicit(

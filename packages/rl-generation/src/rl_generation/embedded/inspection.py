@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from rl_generation.errors import ModelError
 
@@ -68,7 +68,8 @@ def inspect_model(model: "PreTrainedModel") -> Support:
 
 def _vocab_size(model: "PreTrainedModel") -> int:
     """Count the ids that can be both read and drawn: embeddings may be padded, heads may leave special tokens out."""
-    weights = [getattr(part, "weight", None) for part in (model.get_input_embeddings(), model.get_output_embeddings())]
+    head_of: Any = model.get_output_embeddings
+    weights = [getattr(part, "weight", None) for part in (model.get_input_embeddings(), head_of())]
     return min(len(weight) for weight in weights if weight is not None)
 
 

@@ -25,8 +25,8 @@ __all__ = ["SlotModel"]
 class SlotModel:
     """A model, its cache, and how to run it. Holds nothing made from weights but the cache.
 
-    The modules of `model` get a deep copy of their configs. While it runs it attends by another name, which transformers
-    reads from there, and a model that was made from the same config may run in another thread meanwhile.
+    The modules of `model` get a deep copy of their configs. While it runs it attends by another name, which is read from
+    there, and a model that was made from the same config may run in another thread meanwhile.
     """
 
     def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool) -> None:
@@ -81,7 +81,11 @@ class SlotModel:
         logits_to_keep: int | Tensor,
     ) -> Float[Tensor, "rows kept V"]:
         self.last_step = AttentionStep(
-            positions=positions, columns=columns, dtype=self.model.dtype, softcap=self._softcap
+            positions=positions,
+            columns=columns,
+            dtype=self.model.dtype,
+            softcap=self._softcap,
+            from_start=positions.shape[1] == columns > 1,
         )
         with stepping(self.last_step):
             output = self.model(

@@ -136,7 +136,7 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
         if fields.has("messages"):
-            tokens = await self._encode(read_chat_tokens, fields)
+            tokens = await self._encode(read_chat_tokens, fields, limits=self.streaming.engine.limits)
         else:
             tokens = await self._encode(read_text_tokens, fields)
         named = fields.flag("return_token_strs", default=False)

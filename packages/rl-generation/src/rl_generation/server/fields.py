@@ -8,12 +8,13 @@ JSON's null stands for a missing field.
 import difflib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, final
 
 from rl_generation.server.errors import HttpError
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "is_token_ids", "shortened"]
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
@@ -47,6 +48,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Fields of OpenAI's or vLLM's that exist but are not served, with the values that ask for nothing."""
 
+MOST = 2**63 - 1
+"""The largest integer that engines can hold."""
+
 
 @final
 class Fields:
@@ -61,7 +65,7 @@ class Fields:
 
     def __init__(self, body: bytes) -> None:
         try:
-            fields = json.loads(body, parse_constant=_refuse_constant)
+            fields = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
             if b"\\ud" in body.lower():  # half of a surrogate pair is JSON, but no text
                 json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
@@ -85,6 +89,8 @@ class Fields:
         value = self.anything(name)
         if value is not None and not _is_integer(value):
             raise _wrong(name, "an integer", value)
+        if value is not None and not -MOST <= value <= MOST:
+            raise _wrong(name, "an integer of 64 bits", value)
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
@@ -146,12 +152,12 @@ class Fields:
             if name in self._read:
                 continue
             if name not in NEUTRAL:
-                near = difflib.get_close_matches(name, sorted(self._read), n=1, cutoff=0.5)
+                near = difflib.get_close_matches(name[:80], sorted(self._read), n=1, cutoff=0.5)
                 meant = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(self._read))}"
-                raise HttpError(400, f"unknown field {name!r}{meant}", param=name, code="unknown_field")
+                raise HttpError(400, f"unknown field {name[:80]!r}{meant}", param=name[:80], code="unknown_field")
             if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                 neutral = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
-                message = f"{name}={_short(value)} is not supported; leave it out, or send {neutral}"
+                message = f"{name}={shortened(value)} is not supported; leave it out, or send {neutral}"
                 raise HttpError(400, message, param=name, code="unsupported_field")
 
 
@@ -170,12 +176,22 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def _wrong(name: str, wanted: str, value: object) -> HttpError:
-    return HttpError(400, f"{name} must be {wanted}; got {_short(value)}", param=name, code="invalid_type")
+    return HttpError(400, f"{name} must be {wanted}; got {shortened(value)}", param=name, code="invalid_type")
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """Write a JSON value for a message, which shall not echo megabytes."""
     text = json.dumps(value) if not isinstance(value, float) or math.isfinite(value) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        message = f"the field {shortened(twice)} stands twice in one object of the body: only one would count"
+        raise HttpError(400, message, param=twice[:80], code="invalid_json")
+    return fields
 
 
 def _refuse_constant(name: str) -> None:

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, final
 
 from rl_generation.chat import encode_chat, encode_text
 from rl_generation.errors import PromptError
-from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.requests import Limits, Request, check_token_ids, make_requests
 from rl_generation.sampling import Sampling
 from rl_generation.server.errors import HttpError, from_engine
-from rl_generation.server.fields import Fields, is_token_ids
+from rl_generation.server.fields import Fields, is_token_ids, shortened
 from rl_generation.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["GenerationRequest", "read_chat", "read_chat_tokens", "read_completion", "read_text_tokens"]
+
+LOOKED_FOR = ("stop", "stop_token_ids", "bad_words")
+"""Fields whose entries cost time at every token."""
 
 
 @final
@@ -79,7 +82,7 @@ def read_chat(
         HttpError: 400, as for `read_completion`.
     """
     logp = fields.flag("logprobs", default=False)
-    prompt = read_chat_tokens(fields, tokenizer=tokenizer)
+    prompt = read_chat_tokens(fields, tokenizer=tokenizer, limits=limits)
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
@@ -87,7 +90,7 @@ def read_chat(
     return _read(fields, [prompt], max_tokens=old if new is None else new, logp=logp, limits=limits, bounds=bounds)
 
 
-def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", limits: Limits) -> list[int]:
     """Read the fields that a chat's prompt is made of, and return its token ids.
 
     Raises:
@@ -106,6 +109,7 @@ def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase") ->
         raise HttpError(400, message, param="tool_choice", code="unsupported_field")
     prefix = fields.token_ids("required_prefix_token_ids") or ()
     try:
+        check_token_ids(prefix, vocab_size=limits.vocab_size, name="required_prefix_token_ids")
         return encode_chat(
             tokenizer,
             [_message(index, message) for index, message in enumerate(messages)],
@@ -145,6 +149,10 @@ def _read(
     stream = fields.flag("stream", default=False)
     include_usage = _include_usage(fields, stream=stream)
     settings = _settings(fields)
+    words = sum(len(settings.get(name, ())) for name in LOOKED_FOR)
+    if words > bounds.max_stop_and_bad_words:
+        message = f"{words} of {' + '.join(LOOKED_FOR)}; max_stop_and_bad_words is {bounds.max_stop_and_bad_words} here"
+        raise HttpError(400, message, param="stop", code="too_many_words")
     token_ids = fields.flag("return_token_ids", default=False)
     tokens_as_token_ids = fields.flag("return_tokens_as_token_ids", default=False)
     include_stop_string = fields.flag("include_stop_str_in_output", default=False)
@@ -198,8 +206,8 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
         raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
     for name, value in options.items():
         if name != "include_usage" or not isinstance(value, bool):
-            message = f"stream_options holds include_usage, true or false; got {name}={value!r}"
-            raise HttpError(400, message, param=f"stream_options.{name}", code="unknown_field")
+            message = f"stream_options holds include_usage, true or false; got {name[:80]}={shortened(value)}"
+            raise HttpError(400, message, param=f"stream_options.{name[:80]}", code="unknown_field")
     return bool(options.get("include_usage", False))
 
 

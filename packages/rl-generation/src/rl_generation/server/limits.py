@@ -25,6 +25,10 @@ class ServerLimits:
     max_answers: int = 1024
     """Answers to one request, its prompts times `n`; more get status 400."""
 
+    max_stop_and_bad_words: int = 64
+    """Stop strings, stop token ids and bad words of one request together; more get status 400. Each is looked for at
+    every token of every answer, of all clients' in the same batch."""
+
     max_requests_in_flight: int = 1024
     """POST requests at one time, those that wait for the engine included; one more gets status 429."""
 

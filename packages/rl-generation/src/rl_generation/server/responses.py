@@ -89,7 +89,8 @@ class Shapes:
     def text_stream(self, sample: Request) -> TextStream:
         """What decodes one answer of a request."""
         include = self.asked.include_stop_string
-        return TextStream(self.tokenizer, stop=sample.sampling.stop, include_stop_string=include)
+        stop = sample.sampling.stop
+        return TextStream(self.tokenizer, stop=stop, include_stop_string=include, prompt=sample.prompt)
 
     def prompt_of_completion(self, request: Request) -> dict[str, Any]:
         """The field of a completion's choice that repeats its prompt, where it was asked for."""
@@ -101,9 +102,9 @@ class Shapes:
         return {"token_ids": list(tokens)} if self.asked.token_ids else {}
 
     def _choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
-        include = self.asked.include_stop_string
-        text = decode_rollout(self.tokenizer, rollout, include_stop_string=include)
         request = self.asked.requests[index // self.asked.n]
+        include = self.asked.include_stop_string
+        text = decode_rollout(self.tokenizer, rollout, prompt=request.prompt, include_stop_string=include)
         content = {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
         return {
             "index": index,

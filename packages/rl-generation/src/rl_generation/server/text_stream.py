@@ -8,6 +8,7 @@ string began.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
+from rl_generation.answer_text import INCOMPLETE, decode, prompt_tail
 from rl_generation.chat import decode_rollout
 from rl_generation.rollout import Rollout
 
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TextStream"]
-
-REPLACEMENT = "\ufffd"
-"""What bytes that are no character, or not yet one, are decoded to."""
 
 
 @final
@@ -31,24 +29,30 @@ class TextStream:
         length: Characters decoded so far, given out or not; the text offset of the next token.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, stop: Sequence[str], include_stop_string: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        stop: Sequence[str],
+        include_stop_string: bool,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self.length = 0
         self._tokenizer = tokenizer
         self._stop = stop
         self._include_stop_string = include_stop_string
-        self._window: list[int] = []
-        """The last tokens: those of the last piece, then those of which nothing was decoded yet."""
-        self._decoded_of_window = 0
-        """How many of them are of the last piece."""
+        self._prompt = prompt
+        self._window, self._decoded_of_window = prompt_tail(tokenizer, prompt)
+        """The last tokens: those of the last piece, then those of which nothing was decoded yet; how many the first."""
         self._held = ""
         self._given = ""
 
     def push(self, token: int) -> str:
         """Take the next token in; return what text is certain now."""
         self._window.append(token)
-        before = self._decode(self._window[: self._decoded_of_window])
-        text = self._decode(self._window)
-        if len(text) <= len(before) or text.endswith(REPLACEMENT):
+        before = decode(self._tokenizer, self._window[: self._decoded_of_window])
+        text = decode(self._tokenizer, self._window)
+        if len(text) <= len(before) or text.endswith(INCOMPLETE):
             return ""
         self._window = self._window[self._decoded_of_window :]
         self._decoded_of_window = len(self._window)
@@ -62,7 +66,9 @@ class TextStream:
             RuntimeError: The text given out so far is not what the whole answer begins with: this tokenizer decodes a
                 token otherwise once others follow.
         """
-        text = decode_rollout(self._tokenizer, rollout, include_stop_string=self._include_stop_string)
+        text = decode_rollout(
+            self._tokenizer, rollout, prompt=self._prompt, include_stop_string=self._include_stop_string
+        )
         if not text.startswith(self._given):
             raise RuntimeError(
                 f"streamed {self._given[-40:]!r}, but the whole answer reads {text[: len(self._given)][-40:]!r}: this "
@@ -75,9 +81,6 @@ class TextStream:
         certain, self._held = text[: len(text) - held], text[len(text) - held :]
         self._given += certain
         return certain
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, final
 from rl_generation.errors import EngineOptionError
 from rl_generation.requests import Limits, Request, make_requests
 from rl_generation.sampling import Sampling
-from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions
 from rl_generation.vllm.sampling_params import check_for_vllm
 from rl_generation.vllm.timeouts import check_timeout
@@ -75,15 +75,10 @@ class Admission:
         for request in requests:
             check_for_vllm(request, self.limits)
         if lora is not None:
-            self.check_lora(lora)
+            check_lora(lora, self.options)
         limit_s = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         adapter = None if lora is None else lora.request()
         return requests, Manner(timeout_s=limit_s, lora=adapter, request_id=request_id)
-
-    def check_lora(self, lora: LoraAdapter) -> None:
-        """Raise EngineOptionError where the engine was made without `enable_lora`."""
-        if not self.options.enable_lora:
-            raise EngineOptionError(f"adapter {lora.name!r} needs an engine made with enable_lora=True")
 
     def check_sleep(self, level: int) -> None:
         """Raise EngineOptionError where the engine was made without `enable_sleep_mode`, or there is no such level."""

@@ -18,9 +18,9 @@ from rl_generation.sampling import Sampling
 from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
 from rl_generation.vllm.event_loop import EventLoop
 from rl_generation.vllm.explanation import explain
-from rl_generation.vllm.lora import LoraAdapter
-from rl_generation.vllm.options import VllmOptions
-from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens
+from rl_generation.vllm.lora import LoraAdapter, check_lora, check_removed
+from rl_generation.vllm.options import VllmOptions, check_options
+from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import RunningLLM, check_not_importing_main
 from rl_generation.vllm.samples import Samples
 from rl_generation.vllm.timeouts import check_timeout, sample_timeout_s
@@ -72,6 +72,7 @@ class VllmAsyncEngine:
         timeout_s: float | None = None,
     ) -> None:
         check_version(version)
+        check_options(options)
         self._timeout_s = sample_timeout_s() if timeout_s is None else check_timeout(timeout_s)
         check_not_importing_main()
         self._prepared = prepare(options, logp_of=logp_of, asynchronous=True)
@@ -130,7 +131,7 @@ class VllmAsyncEngine:
         of this.
 
         Raises:
-            ValueError: `version` is negative.
+            ValueError: `version` is no integer of at least 0.
             ModelError: Requests are under way, and would go on with a cache of other weights.
         """
         check_version(version)
@@ -144,6 +145,7 @@ class VllmAsyncEngine:
             self._prepared,
             kind="vLLM, asynchronous, in its own processes",
             limits=self.limits,
+            dtype=self.vllm.vllm_config.model_config.dtype,
             logp_of=self._logp_of,
             stop_token_ids=self._stop_token_ids,
             version=self.version if self._running.fed else None,
@@ -302,12 +304,14 @@ class VllmAsyncEngine:
         Raises:
             EngineOptionError: The engine was made without `enable_lora`.
         """
-        self._admission.check_lora(adapter)
+        check_lora(adapter, self._prepared.options)
         self._call(lambda: self.vllm.add_lora(adapter.request()), name="add_lora")
 
     def remove_lora(self, adapter: LoraAdapter) -> None:
-        """Forget an adapter."""
-        self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora")
+        """Forget an adapter; EngineOptionError where it is not loaded."""
+        check_lora(adapter, self._prepared.options)
+        removed = self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora")
+        check_removed(adapter, removed=removed)
 
     # -- Life and death ------------------------------------------------------------------------------------------
 
@@ -359,7 +363,8 @@ class VllmAsyncEngine:
             self._end_running = weakref.finalize(self, _elsewhere, self._events, self._running.stop)
             limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
             self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, limits)
-        except PromptError:
+            warn_of_dtype(self._prepared, self.vllm.vllm_config)
+        except (PromptError, UserWarning):
             self.close()
             raise
         except BaseException:

@@ -12,7 +12,7 @@ from rl_generation.errors import EngineOptionError
 from rl_generation.model_flags import load_format_for
 from rl_generation.vllm.options import VllmOptions
 
-__all__ = ["has_tokenizer", "load_format_of", "read_config", "stop_token_ids_of"]
+__all__ = ["dtype_of", "has_tokenizer", "load_format_of", "read_config", "stop_token_ids_of"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json")
 
@@ -40,6 +40,15 @@ def stop_token_ids_of(options: VllmOptions, config: Mapping[str, Any]) -> tuple[
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return ()
+
+
+def dtype_of(config: Mapping[str, Any]) -> str | None:
+    """Return what the config says that the weights are; None where it says nothing."""
+    for source in (config, config.get("text_config") or {}):
+        found = source.get("dtype") or source.get("torch_dtype")
+        if found is not None:
+            return str(found).removeprefix("torch.")
+    return None
 
 
 def has_tokenizer(options: VllmOptions) -> bool:
@@ -86,7 +95,12 @@ def _read(options: VllmOptions, name: str, *, required: bool) -> Mapping[str, An
         path = _from_hub(options, name, required=required)
     if path is None or not path.is_file():
         return None
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineOptionError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineOptionError(f"{path} holds no JSON object, but {type(found).__name__}")
     return found
 
 

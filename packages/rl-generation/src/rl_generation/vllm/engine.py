@@ -9,17 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
-from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, PromptError
+from rl_generation.errors import EngineDeadError, LogpError, ModelError, PromptError
 from rl_generation.requests import Limits, Request, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
 from rl_generation.sampling import Sampling
+from rl_generation.vllm.admission import check_version
 from rl_generation.vllm.explanation import explain
 from rl_generation.vllm.in_flight import Answer, StreamedAnswer, Streams
 from rl_generation.vllm.llm import OwnedLlm
-from rl_generation.vllm.lora import LoraAdapter
-from rl_generation.vllm.options import VllmOptions
+from rl_generation.vllm.lora import LoraAdapter, check_lora, check_removed
+from rl_generation.vllm.options import VllmOptions, check_options
 from rl_generation.vllm.outputs import version_of
-from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens
+from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
+from rl_generation.vllm.running import check_not_importing_main
 from rl_generation.vllm.sampling_params import check_for_vllm, to_sampling_params
 
 __all__ = ["VllmEngine"]
@@ -62,12 +64,10 @@ class VllmEngine:
         version: int = 0,
     ) -> None:
         self._owned: OwnedLlm | None = None
-        _check_version(version)
-        if options.data_parallel_size > 1:
-            raise EngineOptionError(
-                f"vLLM's synchronous engine has one replica; for data_parallel_size={options.data_parallel_size} use "
-                f"VllmAsyncEngine, or make one VllmEngine in each of several processes"
-            )
+        check_version(version)
+        check_options(options, most_replicas=1)
+        if own_process:
+            check_not_importing_main()
         self._prepared = prepare(options, logp_of=logp_of, asynchronous=False)
         self._own_process, self._logp_of, self._ready = own_process, logp_of, ready
         self._start_version = version
@@ -76,7 +76,8 @@ class VllmEngine:
         self._limits = limits_of(self._running.engine.vllm_config, self._running.engine.tokenizer)
         try:
             self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, self._limits)
-        except PromptError:
+            warn_of_dtype(self._prepared, self._running.engine.vllm_config)
+        except (PromptError, UserWarning):
             self.close()
             raise
 
@@ -119,10 +120,10 @@ class VllmEngine:
         For transports that write into the workers themselves; rl-refit's sink does all of this.
 
         Raises:
-            ValueError: `version` is negative.
+            ValueError: `version` is no integer of at least 0.
             ModelError: Requests are under way, and would go on with a cache of other weights.
         """
-        _check_version(version)
+        check_version(version)
         self._running.reset_caches()
         self._running.set_label(str(version))
 
@@ -132,6 +133,7 @@ class VllmEngine:
             self._prepared,
             kind=f"vLLM, synchronous, {'in its own process' if self._own_process else 'in this process'}",
             limits=self._limits,
+            dtype=self._running.engine.vllm_config.model_config.dtype,
             logp_of=self._logp_of,
             stop_token_ids=self._stop_token_ids,
             version=None if self._running.label() == UNFED else self.version,
@@ -285,14 +287,15 @@ class VllmEngine:
         Raises:
             EngineOptionError: The engine was made without `enable_lora`.
         """
-        adapter.check(self._prepared.options)
+        check_lora(adapter, self._prepared.options)
         with self._running.calls():
             self._running.engine.add_lora(adapter.request())
 
     def remove_lora(self, adapter: LoraAdapter) -> None:
-        """Forget an adapter."""
+        """Forget an adapter; EngineOptionError where it is not loaded."""
+        check_lora(adapter, self._prepared.options)
         with self._running.calls():
-            self._running.engine.remove_lora(adapter.number)
+            check_removed(adapter, removed=self._running.engine.remove_lora(adapter.number))
 
     # -- Life and death ------------------------------------------------------------------------------------------
 
@@ -348,10 +351,7 @@ class VllmEngine:
             self._ready()
         label = self._running.label()
         if label == UNFED:
-            raise ModelError(
-                "the engine holds no weights to sample from: it was made with for_training=True, or slept at level 2, "
-                "and no refit has been committed since; refit it, or commit_version(…) after a transport of your own"
-            )
+            raise ModelError(NO_WEIGHTS)
         with self._running.calls():
             if self._running.engine.is_sleeping():
                 raise ModelError("the engine sleeps; wake_up() before it generates")
@@ -364,7 +364,7 @@ class VllmEngine:
         lora: LoraAdapter | None,
     ) -> list[Request]:
         if lora is not None:
-            lora.check(self._prepared.options)
+            check_lora(lora, self._prepared.options)
         requests = make_requests(prompts, sampling, self._limits)
         for request in requests:
             check_for_vllm(request, self._limits)
@@ -394,8 +394,3 @@ class VllmEngine:
             if not streamed:
                 whole.append(output)
         return whole
-
-
-def _check_version(version: int) -> None:
-    if version < 0:
-        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")

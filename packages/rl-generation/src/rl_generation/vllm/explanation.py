@@ -14,6 +14,7 @@ def explain(
     *,
     kind: str,
     limits: Limits,
+    dtype: object,
     logp_of: LogpOf,
     stop_token_ids: Sequence[int],
     version: int | None,
@@ -29,7 +30,8 @@ def explain(
     rows = {
         "engine": f"{kind} (vLLM {prepared.vllm_version})",
         "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
-        "load_format": prepared.load_format + (" (for training: the first refit feeds it)" if prepared.unfed else ""),
+        "load_format": prepared.load_format + (" (the first refit feeds it)" if prepared.unfed else ""),
+        "dtype": str(dtype).removeprefix("torch."),
         "version": "none: no refit has been committed" if version is None else str(version),
         "parallel": ", ".join(f"{name} {size}" for name, size in sizes.items()) + expert,
         "vocabulary": f"{limits.vocab_size} tokens",

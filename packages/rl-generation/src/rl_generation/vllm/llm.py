@@ -2,19 +2,20 @@
 
 import contextlib
 import gc
-import random
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
 
-from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
+from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
 from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.lora import LoraAdapter
-from rl_generation.vllm.preparing import Prepared
+from rl_generation.vllm.outputs import logp_hint
+from rl_generation.vllm.preparing import Prepared, refusal
 from rl_generation.vllm.processes import EngineProcesses, Watchdog
-from rl_generation.vllm.runtime import environment
+from rl_generation.vllm.randomness import Randomness
+from rl_generation.vllm.runtime import environment, main_guard_hint
 from rl_generation.vllm.statistics import Statistics
 
 __all__ = ["OwnedLlm"]
@@ -35,14 +36,17 @@ class OwnedLlm:
 
     Raises:
         EngineOptionError: vLLM refuses the options, or this process has a process group of its own.
-        RuntimeError: vLLM could not start; its log says why.
+        RuntimeError: vLLM could not start; its log says why. EngineDeadError where it has a process of its own.
     """
 
     def __init__(self, prepared: Prepared, *, own_process: bool) -> None:
         if not own_process:
             _check_process_group(prepared)
         self._own_process = own_process
-        self.llm = _start(prepared, own_process=own_process)
+        self._logp_hint = logp_hint(prepared.options)
+        self._randomness = Randomness()
+        with self._randomness.while_started():
+            self.llm = _start(prepared, own_process=own_process)
         self.engine: Any = self.llm.llm_engine
         self.statistics = Statistics()
         self.engine.logger_manager = self.statistics
@@ -57,11 +61,14 @@ class OwnedLlm:
 
         Raises:
             EngineDeadError: One of its processes is gone.
+            LogpError: One was raised; says what is likely the cause.
         """
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
         try:
             yield
+        except LogpError as error:
+            raise LogpError(f"{error}{self._logp_hint}") from error
         except CoreDeadError as error:
             self.processes.wait_for_death(timeout_s=1.0)
             raise EngineDeadError(self.obituary("the engine core failed; its log says why")) from error
@@ -71,9 +78,10 @@ class OwnedLlm:
             raise EngineDeadError(self.obituary("")) from error
 
     def step(self) -> list[Any]:
-        """Generate the next tokens; what ends a step in this process half-way, as an interrupt does, ends the engine."""
+        """Generate the next tokens; what ends a step in this process half-way, as an interrupt, ends the engine."""
         try:
-            outputs: list[Any] = self.engine.step()
+            with contextlib.nullcontext() if self._own_process else self._randomness.in_place():
+                outputs: list[Any] = self.engine.step()
         except BaseException:
             self.interrupted = not self._own_process
             raise
@@ -174,14 +182,18 @@ def _start(prepared: Prepared, *, own_process: bool) -> Any:
     from vllm import LLM, envs
 
     envs.disable_envs_cache()  # an earlier engine in this process has frozen what it read
-    with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}), _same_randomness():
+    with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}):
         try:
             return LLM(**prepared.arguments)
         except BaseException as error:
             if not own_process and prepared.arguments.get("distributed_executor_backend") != EXTERNAL_LAUNCHER:
                 _leave_process_group()
             if isinstance(error, ValueError):
-                raise EngineOptionError(f"vLLM refuses these options: {error}") from error
+                raise refusal(error) from error
+            if own_process and isinstance(error, RuntimeError):
+                raise EngineDeadError(
+                    f"vLLM's engine did not start, and its log says why: {error}{main_guard_hint()}"
+                ) from error
             raise
 
 
@@ -191,22 +203,6 @@ def _leave_process_group() -> None:
 
     destroy_model_parallel()
     destroy_distributed_environment()
-
-
-@contextlib.contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Keep the generators of this process, which vLLM seeds, as they are."""
-    import numpy as np
-
-    state, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  (the global one is what vLLM seeds)
-    cuda: Any = torch.cuda
-    devices = [cuda.current_device()] if cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(arrays)  # noqa: NPY002
 
 
 def _roots(engine: Any) -> list[Any]:

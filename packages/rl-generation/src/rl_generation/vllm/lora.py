@@ -7,7 +7,7 @@ from typing import Any, final
 from rl_generation.errors import EngineOptionError
 from rl_generation.vllm.options import VllmOptions
 
-__all__ = ["LoraAdapter"]
+__all__ = ["LoraAdapter", "check_lora", "check_removed"]
 
 
 @final
@@ -34,15 +34,26 @@ class LoraAdapter:
         if not (Path(self.path) / "adapter_config.json").is_file():
             raise EngineOptionError(f"path={self.path!r} of adapter {self.name!r} holds no adapter_config.json")
 
-    def check(self, options: VllmOptions) -> None:
-        """Raise EngineOptionError where an engine with these options takes no adapters."""
-        if not options.enable_lora:
-            raise EngineOptionError(f"adapter {self.name!r} needs an engine made with enable_lora=True")
-
     def request(self) -> Any:
         """Return it as a `vllm.lora.request.LoRARequest`."""
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(
-            f"{self.name}@{self.number}", self.number, self.path
-        )  # vLLM caches prefixes by name and path
+        name = f"{self.name}@{self.number}"  # vLLM caches prefixes by name
+        return LoRARequest(name, self.number, self.path)
+
+
+def check_lora(lora: object, options: VllmOptions) -> None:
+    """Raise EngineOptionError where `lora` is no LoraAdapter, or an engine with these options takes none."""
+    if not isinstance(lora, LoraAdapter):
+        raise EngineOptionError(f"an adapter is a LoraAdapter(name=…, number=…, path=…); got {lora!r}")
+    if not options.enable_lora:
+        raise EngineOptionError(f"adapter {lora.name!r} needs an engine made with enable_lora=True")
+
+
+def check_removed(lora: LoraAdapter, *, removed: bool) -> None:
+    """Raise EngineOptionError where vLLM had no such adapter to remove."""
+    if not removed:
+        raise EngineOptionError(
+            f"adapter {lora.name!r}, number {lora.number}, is not loaded: it never was, or vLLM has dropped it for "
+            f"another one (max_loras)"
+        )

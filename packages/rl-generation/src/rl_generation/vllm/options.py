@@ -12,7 +12,7 @@ from typing import ClassVar, final
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
-__all__ = ["DUMMY", "VllmOptions", "engine_arguments", "nearest"]
+__all__ = ["DUMMY", "VllmOptions", "check_options", "engine_arguments", "nearest"]
 
 DUMMY = "dummy"
 """vLLM's load format that draws random weights and reads none."""
@@ -109,10 +109,10 @@ class VllmOptions:
     """True lets requests name an adapter that `add_lora` loaded; costs memory for `max_loras` of them."""
 
     max_loras: int = 1
-    """Adapters in one batch."""
+    """Adapters in one batch; for `enable_lora`."""
 
     max_lora_rank: int = 16
-    """Largest rank of an adapter."""
+    """Largest rank of an adapter; for `enable_lora`."""
 
     worker_extension_cls: str | None = None
     """Dotted name of a class that every worker inherits besides vLLM's own, whose methods `collective_rpc` can call:
@@ -127,8 +127,10 @@ class VllmOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise EngineOptionError("model must name a folder or a model on the hub; got model=''")
+        _check_types(self)
         _check_sizes(self)
         _check_memory(self)
+        _check_lora_sizes(self)
         self._check_kwargs()
 
     def _check_kwargs(self) -> None:
@@ -140,6 +142,17 @@ class VllmOptions:
                 )
             if key in ELSEWHERE:
                 raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
+
+
+def check_options(options: object, *, most_replicas: int | None = None) -> None:
+    """Raise EngineOptionError where an engine is given something else, or asked for more replicas than it can have."""
+    if not isinstance(options, VllmOptions):
+        raise EngineOptionError(f"options must be VllmOptions(model={options!r}); got {type(options).__name__}")
+    if most_replicas is not None and options.data_parallel_size > most_replicas:
+        raise EngineOptionError(
+            f"vLLM's synchronous engine has one replica; for data_parallel_size={options.data_parallel_size} use "
+            f"VllmAsyncEngine, or make one VllmEngine in each of several processes"
+        )
 
 
 def engine_arguments(
@@ -182,6 +195,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+def _check_types(options: VllmOptions) -> None:
+    for name in (each.name for each in fields(options) if each.type is bool):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise EngineOptionError(f"{name} must be True or False; got {name}={value!r}")
+    if options.tokenizer == "":
+        raise EngineOptionError("tokenizer must name a folder or a tokenizer on the hub, or be None; got tokenizer=''")
+    for name in ("speculative_config", "vllm_kwargs"):
+        value = getattr(options, name)
+        if not (isinstance(value, Mapping) or (name == "speculative_config" and value is None)):
+            raise EngineOptionError(f"{name} must be a dictionary; got {name}={value!r}")
+
+
+def _check_lora_sizes(options: VllmOptions) -> None:
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.name in ("max_loras", "max_lora_rank") and value != each.default and not options.enable_lora:
+            raise EngineOptionError(f"{each.name}={value} needs enable_lora=True; without it there are no adapters")
+
+
 def _check_sizes(options: VllmOptions) -> None:
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "max_loras", "max_lora_rank")
     for name in names:
@@ -195,7 +228,7 @@ def _check_sizes(options: VllmOptions) -> None:
 
 def _check_memory(options: VllmOptions) -> None:
     share = options.gpu_memory_utilization
-    if share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0):
+    if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
         raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
 
 

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from rl_generation.errors import LogpError, ModelError
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
+from rl_generation.vllm.options import VllmOptions
 
-__all__ = ["logp_of_tokens", "rollout_of", "timing_of", "version_of"]
+__all__ = ["logp_hint", "logp_of_tokens", "rollout_of", "timing_of", "version_of"]
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -84,6 +85,16 @@ def logp_of_tokens(
         place = next(i for i, value in enumerate(values) if not math.isfinite(value))
         fault = f"has log-probability {values[place]} for token {tokens[place]} at position {start + place}"
     raise LogpError(f"answer {sample_index} to prompt {prompt_index} {fault}: the model's logits are broken")
+
+
+def logp_hint(options: VllmOptions) -> str:
+    """Return what to add to a LogpError of an engine with these options: nothing, or what is likely the cause."""
+    if options.speculative_config is None:
+        return ""
+    return (
+        " — or rather, it is speculative decoding: vLLM's rejection sampler gives no log-probability for some sampled "
+        "tokens, on a CPU above all; switch it off, speculative_config=None"
+    )
 
 
 def timing_of(stats: Any) -> RolloutTiming | None:

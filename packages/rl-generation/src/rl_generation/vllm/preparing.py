@@ -1,7 +1,9 @@
 """What both vLLM engines do before anything starts: refuse what cannot work, and settle what vLLM is made with."""
 
+import importlib
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,11 +13,18 @@ from rl_generation.errors import EngineOptionError
 from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for
 from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
-from rl_generation.vllm.checkpoint import has_tokenizer, load_format_of, read_config, stop_token_ids_of
+from rl_generation.vllm.checkpoint import dtype_of, has_tokenizer, load_format_of, read_config, stop_token_ids_of
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
 from rl_generation.vllm.runtime import check_runtime
 
-__all__ = ["Prepared", "limits_of", "prepare", "stop_tokens"]
+__all__ = ["NO_WEIGHTS", "Prepared", "limits_of", "prepare", "refusal", "stop_tokens", "warn_of_dtype"]
+
+NO_WEIGHTS = (
+    "the engine holds no weights to sample from: it began with random ones, for_training=True or load_format='dummy', "
+    "or slept at level 2, and no refit has been committed since; refit it, or commit_version(…) after a transport of "
+    "your own, or to sample from random weights all the same"
+)
+"""What is said instead of sampling from noise."""
 
 
 @final
@@ -40,10 +49,13 @@ class Prepared:
     stop_token_ids: tuple[int, ...]
     """Tokens that the checkpoint says end an answer."""
 
+    checkpoint_dtype: str | None = None
+    """Of the weights, as the checkpoint says; None where it does not."""
+
     @property
     def unfed(self) -> bool:
         """Whether the engine starts with weights that nobody shall sample from."""
-        return self.options.for_training and self.load_format == DUMMY
+        return self.load_format == DUMMY
 
     @property
     def world_size(self) -> int:
@@ -81,6 +93,7 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf, asynchronous: bool) -> Pre
     arguments = engine_arguments(options, logp_of=logp_of, load_format=load_format, skip_tokenizer_init=skip)
     _check_arguments(arguments)
     _check_workers(options)
+    _check_extension(options)
     return Prepared(
         options=options,
         arguments=arguments,
@@ -88,6 +101,7 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf, asynchronous: bool) -> Pre
         load_format=load_format,
         quirks=quirks,
         stop_token_ids=stop_token_ids_of(options, config),
+        checkpoint_dtype=dtype_of(config),
     )
 
 
@@ -113,6 +127,30 @@ def stop_tokens(given: Sequence[int] | None, prepared: Prepared, limits: Limits)
         given = [*prepared.stop_token_ids, *([] if eos is None else [eos])]
     check_token_ids(given, vocab_size=limits.vocab_size, name="the engine's stop_token_ids")
     return tuple(dict.fromkeys(given))
+
+
+def refusal(error: ValueError) -> EngineOptionError:
+    """Return what to raise where vLLM refuses its arguments: what it said, without its dump of all of them."""
+    long = re.search(r"User-specified max_model_len \((\d+)\).*?\((\w+)=([\d.]+)", str(error), re.DOTALL)
+    if long is None:
+        return EngineOptionError(f"vLLM refuses these options: {error}")
+    asked, name, most = long.groups()
+    return EngineOptionError(
+        f"max_model_len={asked} is more than the model was made for ({name}={float(most):.0f}); give at most that, or "
+        f"set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 where you know that its positions go further"
+    )
+
+
+def warn_of_dtype(prepared: Prepared, vllm_config: Any) -> None:
+    """Warn where "auto" came to another dtype than the checkpoint's: vLLM only logs that."""
+    given, served = prepared.checkpoint_dtype, str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if prepared.options.dtype == "auto" and given not in (None, served):
+        warnings.warn(
+            f"dtype='auto' serves in {served} a checkpoint whose weights are {given}, so its log-probabilities are "
+            f"not those of a trainer in {given}; give dtype={given!r}, or dtype={served!r} where that is meant",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _with_paths(options: VllmOptions) -> VllmOptions:
@@ -145,7 +183,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         hint = nearest(name, [each.name for each in fields(EngineArgs)]) if name else ""
         raise EngineOptionError(f"vLLM refuses vllm_kwargs: {error}{hint}") from error
     except ValueError as error:
-        raise EngineOptionError(f"vLLM refuses these options: {error}") from error
+        raise refusal(error) from error
 
 
 def _check_workers(options: VllmOptions) -> None:
@@ -161,3 +199,15 @@ def _check_workers(options: VllmOptions) -> None:
             f"{workers} workers (tensor × pipeline × data parallel) need as many NUMA nodes on a CPU, and this machine "
             f"has {nodes}; set VLLM_CPU_OMP_THREADS_BIND=nobind before the engine is made, and OMP_NUM_THREADS"
         )
+
+
+def _check_extension(options: VllmOptions) -> None:
+    """Each worker would die of it."""
+    name = options.worker_extension_cls
+    if name is None:
+        return
+    module, _, attribute = name.rpartition(".")
+    try:
+        getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EngineOptionError(f"worker_extension_cls={name!r} cannot be imported: {error}") from error

@@ -14,10 +14,10 @@ from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.vllm.event_loop import EventLoop
 from rl_generation.vllm.health import Health, engine_roots
 from rl_generation.vllm.leftovers import Leftovers
-from rl_generation.vllm.outputs import version_of
-from rl_generation.vllm.preparing import Prepared
+from rl_generation.vllm.outputs import logp_hint, version_of
+from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, refusal
 from rl_generation.vllm.processes import EngineProcesses
-from rl_generation.vllm.runtime import environment
+from rl_generation.vllm.runtime import environment, main_guard_hint
 from rl_generation.vllm.statistics import Statistics
 
 __all__ = ["RunningLLM", "check_not_importing_main"]
@@ -38,11 +38,13 @@ class RunningLLM:
         version: Of the weights, as last committed by anybody who tells the `AsyncLLM`.
         fed: Whether the weights are ones to sample from.
         asleep: Whether the device's memory was given away.
+        logp_hint: What a LogpError says besides.
     """
 
     def __init__(self, events: EventLoop, llm: Any, *, statistics: Sequence[Statistics], folder: Path) -> None:
         self.llm = llm
         self.version, self.fed, self.asleep = 0, False, False
+        self.logp_hint = ""
         self._events, self._statistics, self._folder = events, statistics, folder
         self._processes = EngineProcesses(engine_roots(llm))
         self._leftovers = Leftovers(self._processes.process_ids)
@@ -80,10 +82,7 @@ class RunningLLM:
         if self.health.death is not None:
             raise EngineDeadError(self.health.death)
         if not self.fed:
-            raise ModelError(
-                "the engine holds no weights to sample from: it was made with for_training=True, or slept at level 2, "
-                "and no refit has been committed since; refit it, or commit_version(…) after a transport of your own"
-            )
+            raise ModelError(NO_WEIGHTS)
         if self.asleep:
             raise ModelError("the engine sleeps; wake_up() before it generates")
 
@@ -191,12 +190,14 @@ async def _start(events: EventLoop, prepared: Prepared, *, folder: Path, version
         with environment({"VLLM_RPC_BASE_PATH": str(folder)}):
             llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[logger])
     except ValueError as error:
-        raise EngineOptionError(f"vLLM refuses these options: {error}") from error
+        raise refusal(error) from error
     except RuntimeError as error:
-        raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}") from error
+        raise EngineDeadError(
+            f"vLLM's engine did not start, and its log says why: {error}{main_guard_hint()}"
+        ) from error
     running = RunningLLM(events, llm, statistics=statistics, folder=folder)
     await running.health.run(_warm_up(llm, version))
-    running.fed = not prepared.unfed
+    running.fed, running.logp_hint = not prepared.unfed, logp_hint(prepared.options)
     return running
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import importlib.metadata
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from rl_generation.errors import EngineOptionError
 
-__all__ = ["SUPPORTED", "check_runtime", "environment", "installed_version"]
+__all__ = ["SUPPORTED", "check_runtime", "environment", "installed_version", "main_guard_hint"]
 
 SUPPORTED = "0.32"
 """The minor release of vLLM that this package was tested with."""
@@ -63,6 +65,17 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]
             os.environ.update(before)
+
+
+def main_guard_hint() -> str:
+    """Return what to add where an engine's processes did not start, if the program's script lacks its guard."""
+    file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if not file.is_file() or "__main__" in file.read_text(encoding="utf-8", errors="replace"):
+        return ""
+    return (
+        f". The processes of an engine import the script that makes it, {file.name}: make it under "
+        f'`if __name__ == "__main__":` there'
+    )
 
 
 def _check_v1(value: str | None, *, asynchronous: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from rl_generation.engine import RolloutDelta
-from rl_generation.errors import EngineDeadError, TimedOutSample
+from rl_generation.errors import EngineDeadError, LogpError, TimedOutSample
 from rl_generation.requests import Request
 from rl_generation.rollout import LogpOf, Rollout, in_order
 from rl_generation.vllm.admission import Manner
@@ -238,6 +238,8 @@ class Samples:
             await self._running.health.result((failed or cancelled)[0])
         except EngineDeadError as error:
             raise EngineDeadError(str(error), rollouts=rollouts) from error.__cause__
+        except LogpError as error:
+            raise LogpError(f"{error}{self._running.logp_hint}") from error
 
 
 async def _let_go(tasks: Sequence["asyncio.Task[Any]"]) -> None:
