@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
@@ -210,3 +212,32 @@ def test_the_text_of_an_answer_has_no_special_tokens_and_ends_before_its_stop_st
 def test_a_text_without_its_stop_string_was_decoded_by_another_tokenizer():
     with pytest.raises(ValueError, match="decode it with the engine's own tokenizer"):
         decode_rollout(TOKENIZER, rollout(spelled("hello"), stop_reason="bye"))
+
+
+def sentencepiece_like():
+    """A tokenizer as of Llama 2 and Mistral: the space belongs to its word, and is dropped where a text begins."""
+    words = ["<s>", "▁the", "▁cat", "s"]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="s"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
+def test_an_answer_is_read_behind_its_prompt():
+    tokenizer, prompt = sentencepiece_like(), [0, 1, 2, 3]
+    answer = rollout([1, 2, 1], stop_reason=" cat")
+    assert decode_rollout(tokenizer, answer, prompt=prompt) == " the"
+    assert decode_rollout(tokenizer, answer, prompt=prompt * 50) == " the"
+    assert decode_rollout(tokenizer, answer, prompt=[0]) == "the"
+    assert (
+        decode_rollout(tokenizer, rollout([1], stop_reason=" the"), prompt=prompt, include_stop_string=True) == " the"
+    )
+    with pytest.raises(ValueError, match="give the prompt that it answers"):
+        decode_rollout(tokenizer, rollout([1], stop_reason=" the"))
+
+
+def test_a_character_that_the_prompt_began_belongs_to_the_answer():
+    smile = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ðŁĻĤ"]
+    for begun in range(4):
+        prompt = [*PROMPT, *smile[:begun]]
+        assert decode_rollout(TOKENIZER, rollout([*smile[begun:], *spelled("a")]), prompt=prompt) == "🙂a"
+    assert decode_rollout(TOKENIZER, rollout(spelled("a")), prompt=[*PROMPT, *smile]) == "a"

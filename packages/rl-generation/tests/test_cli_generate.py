@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 PROGRAMS = Path(__file__).parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -23,6 +25,7 @@ from rl_generation.commands.answer_rows import answer_rows
 from rl_generation.commands.prompt_rows import PromptRow
 from rl_generation.errors import TimedOutSample
 from rl_generation.loading import load_transformers_engine
+from rl_generation.rollout import Rollout, VersionSpan
 
 MANY = 20  # prompts of the run that is killed
 
@@ -365,3 +368,67 @@ def wait_for_a_chunk(output, *, give_up):
     while not (output.exists() and output.stat().st_size) and not give_up():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--max-new-tokens", "100000"], ["--device", "nowhere"], ["--engine", "vllm", "--dtype", "int8"]]
+)
+def test_what_is_refused_overwrites_nothing(generate, tmp_path, flags):
+    rows = [{"prompt_token_ids": [1]}]
+    assert generate(rows)[0] == 0
+    files = [tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.run.json"]
+    before = [file.read_bytes() for file in files]
+    assert generate(rows, "--overwrite", *flags)[0] == 2
+    assert [file.read_bytes() for file in files] == before
+    assert generate([{"prompt_token_ids": [1, 2]}], "--overwrite")[0] == 0
+    assert files[1].read_bytes() != before[1]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"format": 1},
+        {"format": 1, "identity": {}},
+        {"format": 1, "identity": [], "circumstances": {}},
+        {"format": 1, "identity": {}, "circumstances": {}},
+        {"format": 1, "identity": {"sampling": 5, "chunk_prompts": 1}, "circumstances": {}},
+    ],
+)
+def test_a_damaged_record_is_refused_by_its_name(generate, tmp_path, record):
+    rows = [{"prompt_token_ids": [1]}]
+    assert generate(rows)[0] == 0
+    (tmp_path / "answers.jsonl.run.json").write_text(json.dumps(record))
+    code, _, said = generate(rows, "--resume")
+    assert code == 2
+    assert "answers.jsonl.run.json is damaged" in said.err
+    assert generate(rows, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--engine", "vllm", "--vllm-kwarg", "seed=1", "--vllm-kwarg", "seed=2"], "seed stands twice, with 1 and 2"),
+        (["--chat-template-kwarg", "terse=true", "--chat-template-kwarg", "terse=true"], "terse stands twice"),
+        (["--engine", "vllm", "--max-cache-tokens", "0"], "max_cache_tokens=0 means nothing to the engine 'vllm'"),
+        (["--max-model-len", "0"], "max_model_len=0 means nothing to the engine 'transformers'"),
+    ],
+)
+def test_a_flag_is_not_silently_passed_over(generate, flags, reason):
+    code, answers, said = generate([{"prompt_token_ids": [1]}], *flags)
+    assert (code, answers) == (2, None)
+    assert reason in said.err
+
+
+def test_the_text_of_an_answer_is_read_behind_its_prompt():
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "▁the": 1}, unk_token="<s>"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    row = PromptRow(line=1, kind="prompt", content="x", sampling=Sampling(max_new_tokens=1), id=None, carried={})
+    version = VersionSpan(version=0, start=0, end=1)
+    made = Rollout(
+        tokens=(1,), logp=(-1.0,), logp_of="sampled", finish_reason="stop", stop_reason=" the", versions=(version,)
+    )
+    lost = TimedOutSample(prompt_index=1, sample_index=0, tokens=(1,))
+    prompts = [(0,), (0, 1), (0, 1)]
+    lines = answer_rows([row] * 3, [made, lost], first_index=1, prompts=prompts, tokenizer=tokenizer, timing=False)
+    assert [line["text"] for line in lines] == ["", " the"]

@@ -208,6 +208,8 @@ def test_beginning_again_empties_the_file_and_forgets_its_record(tmp_path):
     record_path(path).write_text("anything")
     with open_output(path, [1], chunk_prompts=1, begin_again=True) as output:
         assert output.progress.prompts == 0
+        assert path.read_bytes() == record_path(path).read_bytes() == b"anything"
+        output.begin()
         assert path.read_bytes() == b""
     assert not record_path(path).exists()
     assert not path.exists()  # nothing was made

@@ -304,3 +304,13 @@ def test_who_waits_with_tokens_and_is_aborted_keeps_them(qwen3):
     assert {name: rollout.tokens for (name, _), rollout in rollouts.items()} == {
         str(index): streamed.get(str(index), ()) for index in range(4)
     }
+
+
+@pytest.mark.parametrize(("family", "left_out"), [("llama", True), ("mistral", False), ("gemma2", False)])
+def test_a_prefill_does_without_a_mask_where_that_would_be_a_plain_triangle(tiny, family, left_out):
+    served = engine(tiny(family))
+    served.add_request("a", [1, 5, 6], Sampling(max_new_tokens=2, seed=0))
+    served.step()
+    assert served._runner._model.last_step.mask_left_out == left_out
+    served.step()
+    assert not served._runner._model.last_step.mask_left_out, "rows being decoded have lengths of their own"

@@ -19,7 +19,7 @@ def engine(model, **options):
         ([[1, 40]], r"prompt 0 has token id 40 at position 1.*\[0, 40\)"),
         ([[1], [1] * 61], "prompt 1 has 61 tokens.*max_new_tokens=4.*max_position_embeddings=64.*lower.* to 3 or less"),
         ([[1], [1.5]], "prompt 1 must be a sequence of integer token ids"),
-        ([[1], 7], "prompt 1 must be a sequence of integer token ids"),
+        ([[1], 7], "prompt 1 is the number 7"),
     ],
 )
 def test_a_bad_prompt_is_refused_by_index_and_value_before_anything_runs(tiny, prompts, words):

@@ -274,3 +274,58 @@ def test_each_error_of_an_engine_has_its_status():
 def test_limits_are_above_zero():
     with pytest.raises(ValueError, match="max_prompts must be above 0; got max_prompts=0"):
         ServerLimits(max_prompts=0)
+
+
+def test_more_words_to_look_for_than_the_limit_are_refused():
+    words = {"stop": ["a"] * 30, "bad_words": ["b"] * 30, "stop_token_ids": [5] * 4}
+    assert completion(words).requests
+    for name, some in words.items():
+        with pytest.raises(HttpError, match=r"65 of stop.*max_stop_and_bad_words is 64") as refusal:
+            completion(words | {name: some + some[:1]})
+        assert refusal.value.status == 400
+    with pytest.raises(HttpError, match="max_stop_and_bad_words is 63"):
+        completion(words, max_stop_and_bad_words=63)
+
+
+@pytest.mark.parametrize("field", ["n", "seed", "top_k", "max_tokens"])
+@pytest.mark.parametrize("value", [2**63, 10**4299, -(10**4299)])
+def test_an_integer_that_no_engine_can_hold_is_refused(field, value):
+    with pytest.raises(HttpError, match=f"{field} must be an integer of 64 bits") as refusal:
+        completion({field: value, "prompt": ["hello"] * 20})
+    assert (refusal.value.status, len(str(refusal.value)) < 200) == (400, True)
+
+
+def test_a_required_prefix_outside_the_vocabulary_is_refused():
+    for token in (len(TOKENIZER), 99999999999):
+        with pytest.raises(HttpError, match=f"required_prefix_token_ids must hold ids in .* got {token}") as refusal:
+            chat({"required_prefix_token_ids": [5, token]})
+        assert (refusal.value.status, refusal.value.param) == (400, "required_prefix_token_ids")
+
+
+@pytest.mark.parametrize("body", [b'{"n": 1, "n": 2}', b'{"stream_options": {"n": 1, "n": 1}}'])
+def test_a_field_that_stands_twice_is_refused(body):
+    with pytest.raises(HttpError, match='the field "n" stands twice') as refusal:
+        Fields(body)
+    assert (refusal.value.status, refusal.value.param) == (400, "n")
+
+
+def test_a_refusal_does_not_echo_all_that_was_sent():
+    long = "x" * 5000
+    for body in ({"stream": True, "stream_options": {"include_usage": long}}, {long: 1}, {"n": long}):
+        with pytest.raises(HttpError) as refusal:
+            completion(body)
+        assert len(json.dumps(refusal.value.body)) < 1000
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\\ud800"}', b'{"prompt": "\\uD800"}', b'{"prompt": "\\UD800"}'])
+def test_half_a_surrogate_pair_is_refused_however_it_is_written(body):
+    with pytest.raises(HttpError, match="the body is no JSON"):
+        Fields(body)
+
+
+def test_a_surrogate_pair_is_a_character():
+    assert Fields(b'{"prompt": "\\uD83D\\ude42"}').text("prompt") == "🙂"
+
+
+def test_vllms_way_to_say_all_tokens_is_ours():
+    assert completion({"top_k": -1}) == completion({"top_k": 0}) == completion({})

@@ -308,3 +308,22 @@ def test_nothing_is_left_behind_by_many_servers(served):
         ):
             pass
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/health/x", "/health/", "//health"])
+def test_what_only_begins_like_health_needs_the_key(keyed, path):
+    with keyed.http as http:
+        del http.headers["Authorization"]
+        assert http.get(keyed.server.url + path).status_code == 401
+
+
+def test_texts_that_are_encoded_count_as_in_flight(served):
+    served.engine.hold(after=1)
+    with served.http as http, http.stream("POST", "/v1/completions", json=STREAM) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for path, body in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [5]})):
+            assert served.post(path, body).status_code == 429
+    served.engine.go_on()
+    served.wait_until(idle)
+    assert served.post("/tokenize", {"prompt": "hello"}).status_code == 200

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
@@ -75,3 +77,25 @@ def test_text_is_not_given_out_past_the_beginning_of_a_stop_string():
     answer = rollout(tokens, stop_reason="hel")
     assert pieces(answer, stop=["hel"]) == ["w", "a", "", "", "", ""]
     assert pieces(answer, stop=["hel"], include=True) == ["w", "a", "", "", "", "hel"]
+
+
+@pytest.mark.parametrize("behind", [[0], [0, 1, 2, 3], [0, 1, 2, 3] * 20])
+@pytest.mark.parametrize("stop", [(), (" the",), ("the",), (" cat the",)])
+def test_the_first_space_is_given_out_where_the_prompt_has_text(behind, stop):
+    words = ["<s>", "▁the", "▁cat", "s"]  # as SentencePiece has them: the first space of a text is dropped
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="s"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    whole = " cats the" if len(behind) > 1 else "cats the"
+    answer = rollout([2, 3, 1], stop_reason=next((each for each in stop if each in whole), None))
+    stream = TextStream(tokenizer, stop=stop, include_stop_string=False, prompt=behind)
+    given = "".join([*(stream.push(token) for token in answer.tokens), stream.finish(answer)])
+    assert given == decode_rollout(tokenizer, answer, prompt=behind)
+    assert given == (whole.partition(answer.stop_reason)[0] if answer.stop_reason else whole)
+
+
+def test_a_character_that_the_prompt_began_is_given_out_whole():
+    smile = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ðŁĻĤ"]
+    stream = TextStream(TOKENIZER, stop=(), include_stop_string=False, prompt=[*WORDS, *smile[:2]])
+    assert [stream.push(token) for token in smile[2:]] == ["", "🙂"]
+    assert stream.finish(rollout(smile[2:])) == ""

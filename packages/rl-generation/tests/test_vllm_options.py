@@ -16,13 +16,15 @@ from rl_generation.sampling import Sampling
 from rl_generation.vllm import runtime
 from rl_generation.vllm.checkpoint import has_tokenizer, load_format_of, read_config, stop_token_ids_of
 from rl_generation.vllm.explanation import explain
-from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm.in_flight import StreamedAnswer
+from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions, engine_arguments, nearest
-from rl_generation.vllm.outputs import logp_of_tokens, rollout_of, timing_of, version_of
+from rl_generation.vllm.outputs import logp_hint, logp_of_tokens, rollout_of, timing_of, version_of
 from rl_generation.vllm.preparing import Prepared, stop_tokens
-from rl_generation.vllm.runtime import check_runtime
+from rl_generation.vllm.runtime import check_runtime, main_guard_hint
 from rl_generation.vllm.sampling_params import check_for_vllm
 from rl_generation.vllm.statistics import Statistics
+from rl_generation.vllm.timeouts import check_timeout
 
 PLACE = {"prompt_index": 4, "sample_index": 2}
 
@@ -87,11 +89,20 @@ def test_logp_of_decides_which_log_probabilities_vllm_returns():
         ({"gpu_memory_utilization": 1.1}, r"must be in \(0, 1\]; got gpu_memory_utilization=1.1"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization=nan"),
         ({"seed": -1}, "seed=-1"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization=True"),
+        ({"enforce_eager": 1}, "enforce_eager must be True or False; got enforce_eager=1"),
+        ({"trust_remote_code": "no"}, "trust_remote_code='no'"),
+        ({"tokenizer": ""}, "or be None; got tokenizer=''"),
+        ({"speculative_config": "ngram"}, "speculative_config must be a dictionary; got speculative_config='ngram'"),
+        ({"max_loras": 2}, "max_loras=2 needs enable_lora=True"),
+        ({"max_lora_rank": 8}, "max_lora_rank=8 needs enable_lora=True"),
         ({"vllm_kwargs": {"max_model_len": 8}}, "vllm_kwargs repeats 'max_model_len', .* give max_model_len=8"),
         (
             {"vllm_kwargs": {"logprobs_mode": "raw_logits"}},
             "sets 'logprobs_mode', which the engine does; use the engine's logp_of=",
         ),
+        ({"vllm_kwargs": {"disable_log_stats": True}}, "vllm_kwargs sets 'disable_log_stats'"),
+        ({"vllm_kwargs": {"stream_interval": 4}}, "vllm_kwargs sets 'stream_interval'"),
     ],
 )
 def test_impossible_options_are_refused_with_their_values(changes, message):
@@ -229,6 +240,7 @@ def test_an_answer_aborted_before_its_first_token_has_the_version_of_now():
         (flat((5, 6), (-1.0, -2.0)), "has 2 log-probabilities for 3 tokens"),
         (flat((5, 6, 7), (-1.0, math.nan, -2.0)), "has log-probability nan for token 6 at position 11"),
         (flat((5, 6, 7), (-1.0, -2.0, -math.inf)), "has log-probability -inf for token 7 at position 12"),
+        (flat((5, 9, 7), (-1.0, -2.0, -3.0)), "has 2 log-probabilities for 3 tokens"),  # of another token
         ([{5: SimpleNamespace(logprob=-1.0)}, {9: SimpleNamespace(logprob=-1.0)}, {}], "has 1 log-probabilities"),
     ],
 )
@@ -258,6 +270,37 @@ def test_timing_is_vllms_own():
     stats = SimpleNamespace(num_generation_tokens=3, first_token_latency=0.5, first_token_ts=10.0, last_token_ts=12.0)
     assert timing_of(stats) == RolloutTiming(first_token_s=0.5, total_s=2.5)
     assert timing_of(None) is None
+    nothing = SimpleNamespace(num_generation_tokens=0, first_token_latency=0.0, first_token_ts=0.0, last_token_ts=0.0)
+    assert timing_of(nothing) is None
+
+
+def test_weights_that_made_none_of_the_tokens_of_an_aborted_answer_have_no_span():
+    request = Request(prompt=(5,), sampling=Sampling(max_new_tokens=4))
+    answer = StreamedAnswer("a", "a-0", request=request, sample_index=0, tokens=[5, 6], logp=[-1.0, -1.0])
+    state = SimpleNamespace(weight_version_starts=[("3", 0), ("4", 2)], stats=None)
+    rollout = answer.aborted(state, logp_of="raw", version=9).rollout
+    assert rollout.versions == (VersionSpan(version=3, start=0, end=2),)
+
+
+def test_speculative_decoding_is_named_where_a_log_probability_is_broken():
+    assert not logp_hint(VllmOptions(model="m"))
+    assert "it is speculative decoding" in logp_hint(VllmOptions(model="m", speculative_config={"method": "ngram"}))
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.inf, math.nan])
+def test_a_time_that_is_no_limit_is_refused(timeout_s):
+    with pytest.raises(EngineOptionError, match=f"timeout_s must be a positive, finite .* got timeout_s={timeout_s}"):
+        check_timeout(timeout_s)
+
+
+def test_a_script_without_its_guard_is_named_where_processes_did_not_start(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    assert not main_guard_hint()
+    script.write_text("VllmAsyncEngine(options)")
+    assert "import the script that makes it, train.py: make it under `if __name__" in main_guard_hint()
+    script.write_text('if __name__ == "__main__":\n    VllmAsyncEngine(options)')
+    assert not main_guard_hint()
 
 
 def test_a_temperature_that_vllm_refuses_is_refused_first():
@@ -310,7 +353,9 @@ def test_explain_says_what_waits_for_a_refit():
     assert prepared.unfed
     assert not _prepared(options).unfed
     limits = Limits(vocab_size=40, max_length=9, max_length_name="max_model_len")
-    text = explain(prepared, kind="vLLM", limits=limits, logp_of="raw", stop_token_ids=(), version=None)
+    text = explain(
+        prepared, kind="vLLM", limits=limits, dtype="float32", logp_of="raw", stop_token_ids=(), version=None
+    )
     for part in ("the first refit feeds it", "none: no refit has been committed", "tensor 2, pipeline 1", "block_size"):
         assert part in text
 
@@ -322,6 +367,6 @@ def test_an_adapter_needs_its_files_and_an_engine_that_takes_it(tmp_path):
     with pytest.raises(EngineOptionError, match="got number=0 for 'a'"):
         LoraAdapter(name="a", number=0, path=str(tmp_path))
     adapter = LoraAdapter(name="a", number=1, path=str(tmp_path))
-    adapter.check(VllmOptions(model="m", enable_lora=True))
+    check_lora(adapter, VllmOptions(model="m", enable_lora=True))
     with pytest.raises(EngineOptionError, match="adapter 'a' needs an engine made with enable_lora=True"):
-        adapter.check(VllmOptions(model="m"))
+        check_lora(adapter, VllmOptions(model="m"))

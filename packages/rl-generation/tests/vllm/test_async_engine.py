@@ -388,8 +388,12 @@ def test_nothing_is_begun_before_everything_is_checked(engine):
         engine.pause(mode="refuse")
     with pytest.raises(EngineOptionError, match="enable_sleep_mode=True"):
         engine.sleep()
-    with pytest.raises(ValueError, match="at least 0; got version=-1"):
-        engine.commit_version(-1)
+    for version in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=f"at least 0; got version={version}"):
+            engine.commit_version(version)
+    for ask in (engine.add_lora, engine.remove_lora, lambda lora: engine.generate([[5]], SHORT, lora=lora)):
+        with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
+            ask("queries")
     assert generated(engine) == before
 
 
@@ -414,6 +418,11 @@ def test_a_timeout_that_is_no_time_is_refused_before_anything_starts(checkpoints
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", value)
     with pytest.raises(EngineOptionError, match=f"NRL_VLLM_ASYNC_TIMEOUT_SECONDS must be .*; got '{value}'"):
         VllmAsyncEngine(tiny.options(checkpoints("qwen3")))
+
+
+def test_what_is_no_options_is_refused_with_what_to_write():
+    with pytest.raises(EngineOptionError, match=r"options must be VllmOptions\(model='/models/llama'\); got str"):
+        VllmAsyncEngine("/models/llama")
 
 
 def test_the_old_runtime_has_no_asynchronous_engine(checkpoints, monkeypatch):

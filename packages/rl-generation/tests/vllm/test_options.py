@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +18,14 @@ import safetensors.torch
 import tiny
 import torch
 
-from rl_generation.errors import EngineOptionError, ModelError, PromptError
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.sampling import Sampling
 from rl_generation.vllm import VllmEngine, VllmOptions
 from rl_generation.vllm.lora import LoraAdapter
 from rl_generation.vllm.runtime import environment
 
 GREEDY = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+LONG = list(range(10, 110))
 TOLERANCE = 1e-4
 CYCLES = 5
 
@@ -61,6 +63,28 @@ def test_models_and_tokenizers_that_are_not_there_are_refused(path, tmp_path):
     refused(r"model='tiny/absent' is no folder here, and the hub does not give it", tiny.options("tiny/absent"))
     refused(r"is a folder that holds no tokenizer", tiny.options(path, tokenizer=str(tmp_path)))
     refused(r"tokenizer='.*gone' is no folder", tiny.options(path, tokenizer=str(tmp_path / "gone")))
+
+
+def test_what_is_no_options_is_refused_with_what_to_write(path):
+    refused(r"options must be VllmOptions\(model='/models/llama'\); got str", "/models/llama")
+
+
+def test_an_extension_that_cannot_be_imported_is_refused(path):
+    for name in ("absent.Extension", "weights_worker.Absent", "Extension"):
+        refused(rf"worker_extension_cls='{name}' cannot be imported", tiny.options(path, worker_extension_cls=name))
+
+
+def test_more_positions_than_the_model_was_made_for_are_refused_in_a_sentence(path):
+    refused(
+        r"^max_model_len=600 is more than the model was made for \(max_position_embeddings=512\); give at most",
+        tiny.options(path, max_model_len=600),
+    )
+
+
+def test_a_broken_config_is_refused_with_its_path(tmp_path):
+    for text, fault in (("{", "is no JSON"), ("[]", "holds no JSON object, but list")):
+        (tmp_path / "config.json").write_text(text)
+        refused(rf"{tmp_path}/config\.json {fault}", tiny.options(str(tmp_path)))
 
 
 def test_data_parallel_replicas_ask_for_the_asynchronous_engine(path):
@@ -123,12 +147,86 @@ def test_dummy_weights_are_not_sampled_from_until_a_version_is_committed(path):
     with VllmEngine(tiny.options(path, for_training=True), version=4) as engine:
         assert engine.version == 4
         assert "none: no refit has been committed" in engine.explain()
-        with pytest.raises(ModelError, match=r"made with for_training=True.* no refit has been committed"):
+        with pytest.raises(ModelError, match=r"for_training=True or load_format.* no refit has been committed"):
             engine.generate([[5]], GREEDY)
         with pytest.raises(ModelError, match="no refit has been committed"):
             engine.add_request("a", [5], GREEDY)
         engine.commit_version(4)
         assert engine.generate([[5]], GREEDY)[0].version == 4
+
+
+def test_dummy_weights_by_name_are_not_sampled_from_either(path):
+    with VllmEngine(tiny.options(path, load_format="dummy")) as engine:
+        with pytest.raises(ModelError, match="no refit has been committed"):
+            engine.generate([[5]], GREEDY)
+        engine.commit_version(0)
+        assert engine.generate([[5]], GREEDY)[0].version == 0
+
+
+def test_another_dtype_than_the_checkpoints_is_warned_of_and_explained(path):
+    with pytest.warns(UserWarning, match=r"serves in bfloat16 a checkpoint whose weights are float32.*dtype='float32'"):
+        engine = VllmEngine(tiny.options(path, dtype="auto"))
+    with engine:
+        assert re.search(r"^dtype +bfloat16$", engine.explain(), re.MULTILINE)
+
+
+def test_answers_without_a_seed_hang_on_the_engines_seed_and_leave_the_hosts_generator_alone(path):
+    answers = []
+    for host, seed in ((1, 0), (2, 0), (1, 7)):
+        torch.manual_seed(host)
+        before = torch.get_rng_state()
+        with VllmEngine(tiny.options(path, seed=seed)) as engine:
+            twice = [engine.generate([[5, 6, 7]], Sampling(max_new_tokens=8, ignore_eos=True))[0] for _ in "12"]
+        assert torch.equal(torch.get_rng_state(), before)
+        answers.append([each.tokens for each in twice])
+    assert answers[0] == answers[1] != answers[2]
+    assert answers[0][0] != answers[0][1]
+
+
+def test_a_start_after_one_that_failed_works(path):
+    with pytest.raises(EngineOptionError):
+        VllmEngine(tiny.options(path, kv_cache_memory_bytes=1000))
+    assert not torch.distributed.is_initialized()
+    with VllmEngine(tiny.options(path)) as engine:
+        assert len(engine.generate([[5]], GREEDY)[0].tokens) == 16
+
+
+def test_an_interrupt_inside_a_step_ends_the_engine_and_a_restart_answers_as_before(path, monkeypatch):
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with VllmEngine(tiny.options(path)) as engine:
+        (before,) = engine.generate([[5, 6]], GREEDY)
+        state = torch.get_rng_state()
+        with monkeypatch.context() as patched:
+            patched.setattr(LlamaForCausalLM, "compute_logits", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[5, 6]], GREEDY)
+        assert torch.equal(torch.get_rng_state(), state)
+        for ask in (lambda: engine.generate([[5, 6]], GREEDY), engine.check_health, engine.metrics):
+            with pytest.raises(EngineDeadError, match=r"interrupted half-way; restart\(\) makes a new one"):
+                ask()
+        engine.restart()
+        assert engine.generate([[5, 6]], GREEDY)[0].tokens == before.tokens
+
+
+def test_an_adapter_of_a_new_number_has_new_answers_though_its_folder_is_the_same(path, tmp_path):
+    with VllmEngine(tiny.options(path, enable_lora=True, max_lora_rank=8, vllm_kwargs={"block_size": 32})) as engine:
+        first = lora(tmp_path)
+        old = engine.generate([LONG], GREEDY, lora=first)[0]
+        second = lora(tmp_path, number=2, seed=1)
+        new = engine.generate([LONG], GREEDY, lora=second)[0]
+        assert engine.metrics().cached_prompt_tokens == 0
+        engine.reset_prefix_cache()
+        again = engine.generate([LONG], GREEDY, lora=second)[0]
+        with pytest.raises(EngineOptionError, match="adapter 'queries', number 9, is not loaded"):
+            engine.remove_lora(lora(tmp_path, number=9))
+        with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
+            engine.generate([LONG], GREEDY, lora="queries")
+    assert (new.tokens, new.logp) == (again.tokens, pytest.approx(again.logp, abs=TOLERANCE))
+    assert new.logp != pytest.approx(old.logp, abs=1e-2)
 
 
 def test_an_adapter_changes_the_answers_of_the_calls_that_name_it(path, tmp_path):
@@ -148,20 +246,20 @@ def test_an_adapter_changes_the_answers_of_the_calls_that_name_it(path, tmp_path
     assert [each.tokens for each in plain] != [each.tokens for each in changed]
 
 
-def lora_weights():
-    generator = torch.Generator().manual_seed(0)
+def lora_weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(8, 64, generator=generator) * 0.3, torch.randn(64, 8, generator=generator) * 0.3
 
 
-def lora(folder):
+def lora(folder, *, number=1, seed=0):
     """Rank 8, scaled by 2, of every query projection, as peft saves it."""
-    down, up = lora_weights()
+    down, up = lora_weights(seed)
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     tensors = {name.format(layer, part): t.clone() for layer in (0, 1) for part, t in (("A", down), ("B", up))}
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return LoraAdapter(name="queries", number=1, path=str(folder))
+    return LoraAdapter(name="queries", number=number, path=str(folder))
 
 
 # -- Nothing is left -------------------------------------------------------------------------------------------------

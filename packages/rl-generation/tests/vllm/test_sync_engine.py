@@ -285,8 +285,9 @@ def test_a_version_that_is_no_number_of_steps_is_refused(engine):
     engine.llm.update_weight_version("step-7")
     with pytest.raises(ModelError, match="weights are labelled 'step-7', which is no number of optimizer steps"):
         engine.generate([[5]], FREE)
-    with pytest.raises(ValueError, match="got version=-1"):
-        engine.commit_version(-1)
+    for version in (-1, 1.5, True, "7"):
+        with pytest.raises(ValueError, match=f"got version={version!r}"):
+            engine.commit_version(version)
     engine.commit_version(3)
 
 

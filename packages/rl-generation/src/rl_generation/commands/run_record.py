@@ -82,7 +82,7 @@ def read_record(output: Path) -> RunRecord | None:
         raise CommandError(f"{path} cannot be read: {error}; begin again with --overwrite") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CommandError(f"{path} is no record of format {FORMAT}; begin again with --overwrite")
-    parts = {name: content.get(name) for name in ("identity", "circumstances")}
+    parts: dict[str, Any] = {name: content.get(name) for name in ("identity", "circumstances")}
     for name, part in parts.items():
         if not isinstance(part, dict):
             raise CommandError(f"{path} is damaged: its {name!r} is no object; begin again with --overwrite")

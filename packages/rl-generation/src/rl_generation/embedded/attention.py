@@ -97,8 +97,9 @@ def _mask(
     """Return 0 where the model's own predicate (row, head, query position, column) lets a query look, else -inf."""
     from transformers.masking_utils import causal_mask_function
 
+    causal: Any = causal_mask_function
     step = _STEP.get()
-    if allow_is_causal_skip and mask_function is causal_mask_function and step.from_start and not step.softcap:
+    if allow_is_causal_skip and mask_function is causal and step.from_start and not step.softcap:
         step.mask_left_out = True
         return None
     queries = step.positions[:, None, :, None]

@@ -25,7 +25,7 @@ __all__ = ["SlotModel"]
 class SlotModel:
     """A model, its cache, and how to run it. Holds nothing made from weights but the cache.
 
-    The modules of `model` get a deep copy of their configs. While it runs it attends by another name, which is read from
+    The modules of `model` get a deep copy of their configs. While it runs it attends by another name, read from
     there, and a model that was made from the same config may run in another thread meanwhile.
     """
 

@@ -53,12 +53,12 @@ class VllmOptions:
     """True runs Python code that comes with the checkpoint, as you."""
 
     dtype: str = "auto"
-    """Of weights and activations: "auto" is the checkpoint's (but float16 for float32 ones on a GPU); "float32" is for
-    tests that compare log-probabilities."""
+    """Of weights and activations: "auto" is the checkpoint's unless it is float32, of which vLLM makes a
+    half-size one, and the engine warns; "float32" is for tests that compare log-probabilities."""
 
     load_format: str | None = None
     """How weights are read, as of vLLM ("auto", "safetensors", "dummy", …); None is "dummy" where `for_training` and
-    the model admits it, else "auto"."""
+    the model admits it, else "auto". After "dummy" the engine refuses to generate until a version is committed."""
 
     for_training: bool = False
     """True starts with random weights, which is fast and reads nothing, because the first refit brings the real ones;
