@@ -176,10 +176,12 @@ class _Routes:
         )
         headers = {"X-Request-Id": shapes.id}
         if asked.stream:
+            # Of the weights that it begins with; the last event says which tokens are whose.
+            headers["X-Weight-Version"] = str(await self._version())
             events = chunks(shapes, stream(self.streaming, asked.requests))
             # Errors that the first token brings to light still have a status of their own.
             first = await unless_disconnected(request.receive, _next(events))
-            return EventStream(first, events, headers={**headers, "X-Weight-Version": str(await self._version())})
+            return EventStream(first, events, headers=headers)
         rollouts = await unless_disconnected(request.receive, generate(self.streaming, asked.requests))
         versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
         headers["X-Weight-Version"] = ",".join(map(str, versions))

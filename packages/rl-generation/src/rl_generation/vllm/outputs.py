@@ -92,8 +92,8 @@ def logp_hint(options: VllmOptions) -> str:
     if options.speculative_config is None:
         return ""
     return (
-        " — or rather, it is speculative decoding: vLLM's rejection sampler gives no log-probability for some sampled "
-        "tokens, on a CPU above all; switch it off, speculative_config=None"
+        ", or, more likely here, it is speculative decoding: vLLM's rejection sampler may give NaN for a sampled "
+        "token, on a CPU above all; switch it off, speculative_config=None"
     )
 
 
