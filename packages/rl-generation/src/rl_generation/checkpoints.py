@@ -146,7 +146,7 @@ def device_of(name: str | None) -> "torch.device":
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
+    except (AssertionError, RuntimeError) as error:
         raise EngineOptionError(f"device={name!r} cannot be used here: {error}") from None
     return device
 

@@ -30,7 +30,6 @@ RAISED = (
     AttributeError,
     IndexError,
     KeyError,
-    NotImplementedError,
     RuntimeError,
     TypeError,
     ValueError,
