@@ -29,11 +29,21 @@ from rl_generation.vllm.timeouts import check_timeout
 PLACE = {"prompt_index": 4, "sample_index": 2}
 
 
-LIMITS = Limits(vocab_size=260, max_length=64, tokenizer=SimpleNamespace(encode=lambda text, **_: list(text.encode())))
+class Bytes:
+    """A tokenizer of bytes."""
+
+    def encode(self, text, **_):
+        return list(text.encode())
+
+    def decode(self, tokens, **_):
+        return bytes(tokens).decode(errors="replace")
 
 
-def asked(**sampling):
-    return Request(prompt=(1,), sampling=Sampling(max_new_tokens=1, **sampling), prompt_index=3)
+LIMITS = Limits(vocab_size=260, max_length=64, tokenizer=Bytes())
+
+
+def asked(prompt=(1,), **sampling):
+    return Request(prompt=prompt, sampling=Sampling(max_new_tokens=1, **sampling), prompt_index=3)
 
 
 @pytest.fixture
@@ -307,6 +317,14 @@ def test_a_temperature_that_vllm_refuses_is_refused_first():
     check_for_vllm(asked(temperature=2.0), LIMITS)
     with pytest.raises(PromptError, match=r"prompt 3 asks for temperature=2\.01, and vLLM goes up to 2\.0"):
         check_for_vllm(asked(temperature=2.01), LIMITS)
+
+
+def test_stop_strings_behind_half_a_character_are_refused_because_vllm_would_find_them_in_the_prompt():
+    whole = tuple("hällo 你".encode())
+    check_for_vllm(asked(whole, stop=("x",)), LIMITS)
+    check_for_vllm(asked(whole[:-1]), LIMITS)
+    with pytest.raises(PromptError, match=r"prompt 3 ends inside a character, and asks for stop=\('x',\), which vLLM"):
+        check_for_vllm(asked(whole[:-1], stop=("x",)), LIMITS)
 
 
 def test_bad_words_that_vllm_refuses_are_refused_before_any_request_has_begun():

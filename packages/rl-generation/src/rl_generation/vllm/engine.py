@@ -22,7 +22,7 @@ from rl_generation.vllm.options import VllmOptions, check_options
 from rl_generation.vllm.outputs import version_of
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import check_not_importing_main
-from rl_generation.vllm.sampling_params import check_for_vllm, to_sampling_params
+from rl_generation.vllm.sampling_params import check_for_vllm, for_sample, to_sampling_params
 
 __all__ = ["VllmEngine"]
 
@@ -199,10 +199,11 @@ class VllmEngine:
         if self._streams.holds(request_id):
             raise PromptError(f"request {request_id!r} is under way already")
         (request,) = self._requests([prompt], [sampling], lora)
+        params = to_sampling_params(sampling, stop_token_ids=self._stop_token_ids, streaming=True)
         with self._running.calls():
             for sample in range(sampling.n):
                 number = f"step-{next(self._numbers)}"
-                internal = self._submit(number, request, sample=sample, streaming=True, lora=lora)
+                internal = self._running.submit(number, request.prompt, for_sample(params, sample), lora=lora)
                 self._streams.add(number, StreamedAnswer(request_id, internal, request=request, sample_index=sample))
 
     def step(self) -> list[tuple[str, RolloutDelta]]:
@@ -371,16 +372,11 @@ class VllmEngine:
         return requests
 
     def _add(self, request: Request, lora: LoraAdapter | None, answers: dict[str, Answer]) -> None:
+        params = to_sampling_params(request.sampling, stop_token_ids=self._stop_token_ids)
         for sample in range(request.sampling.n):
             number = f"generate-{next(self._numbers)}"
             answers[number] = Answer(request=request, sample_index=sample)
-            self._submit(number, request, sample=sample, streaming=False, lora=lora)
-
-    def _submit(self, number: str, request: Request, *, sample: int, streaming: bool, lora: LoraAdapter | None) -> str:
-        params = to_sampling_params(
-            request.sampling, stop_token_ids=self._stop_token_ids, sample_index=sample, streaming=streaming
-        )
-        return self._running.submit(number, request.prompt, params, lora=lora)
+            self._running.submit(number, request.prompt, for_sample(params, sample), lora=lora)
 
     def _outputs(self) -> list[Any]:
         """Step once; keep what belongs to `add_request` for the next `step`, and return what belongs to `generate`."""

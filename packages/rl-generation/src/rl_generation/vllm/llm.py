@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -45,8 +46,13 @@ class OwnedLlm:
         self._own_process = own_process
         self._logp_hint = logp_hint(prepared.options)
         self._randomness = Randomness()
-        with self._randomness.while_started():
-            self.llm = _start(prepared, own_process=own_process)
+        self._folder = tempfile.TemporaryDirectory(prefix="rl-")  # of vLLM's sockets, which it would leave behind
+        try:
+            with self._randomness.while_started():
+                self.llm = _start(prepared, own_process=own_process, folder=self._folder.name)
+        except BaseException:
+            self._folder.cleanup()
+            raise
         self.engine: Any = self.llm.llm_engine
         self.statistics = Statistics()
         self.engine.logger_manager = self.statistics
@@ -155,6 +161,7 @@ class OwnedLlm:
         gc.collect()
         self.processes.end()
         self._leftovers.remove()
+        self._folder.cleanup()
 
 
 def _end_sockets(client: Any) -> None:
@@ -178,11 +185,11 @@ def _check_process_group(prepared: Prepared) -> None:
     )
 
 
-def _start(prepared: Prepared, *, own_process: bool) -> Any:
+def _start(prepared: Prepared, *, own_process: bool, folder: str) -> Any:
     from vllm import LLM, envs
 
     envs.disable_envs_cache()  # an earlier engine in this process has frozen what it read
-    with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}):
+    with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process)), "VLLM_RPC_BASE_PATH": folder}):
         try:
             return LLM(**prepared.arguments)
         except BaseException as error:

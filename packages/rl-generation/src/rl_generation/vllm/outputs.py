@@ -123,6 +123,8 @@ def _values(tokens: Sequence[int], found: Any) -> tuple[float, ...]:
     if found is None:
         return ()
     flat = getattr(found, "logprobs", None)
+    if flat is not None and found.token_ids == list(tokens):
+        return tuple(flat)
     if flat is not None:  # one entry a token, since only the chosen one was asked for
         return tuple(value for value, of, token in zip(flat, found.token_ids, tokens, strict=False) if of == token)
     chosen = (each.get(token) for token, each in zip(tokens, found, strict=False))

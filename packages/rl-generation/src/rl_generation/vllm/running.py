@@ -60,7 +60,7 @@ class RunningLLM:
             EngineOptionError: vLLM refuses the options.
             EngineDeadError: It could not start.
         """
-        folder = Path(tempfile.mkdtemp(prefix="rl-generation-"))  # of vLLM's sockets, which it would leave behind
+        folder = Path(tempfile.mkdtemp(prefix="rl-"))  # of vLLM's sockets, which it would leave behind
         try:
             return events.run(_start(events, prepared, folder=folder, version=version))
         except BaseException:

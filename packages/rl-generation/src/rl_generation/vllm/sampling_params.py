@@ -1,18 +1,23 @@
 """A Sampling as vLLM's SamplingParams: one request for each answer, which touches no other."""
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from rl_generation.answer_text import INCOMPLETE, decode
 from rl_generation.bad_words import encode_bad_words
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request
 from rl_generation.sampling import Sampling
 
-__all__ = ["MAX_TEMPERATURE", "check_for_vllm", "to_sampling_params"]
+__all__ = ["MAX_TEMPERATURE", "check_for_vllm", "for_sample", "to_sampling_params"]
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses what is above."""
+
+ENOUGH_TOKENS = 8
+"""At the end of a prompt, to tell whether it ends inside a character of at most four bytes."""
 
 MAX_BAD_WORDS = ("VLLM_MAX_NUM_BAD_WORDS", 128)
 """Sequences of tokens; vLLM refuses more than this variable says, or else this number."""
@@ -25,6 +30,11 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
         raise PromptError(
             f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
         )
+    if sampling.stop and decode(limits.tokenizer, request.prompt[-ENOUGH_TOKENS:]).endswith(INCOMPLETE):
+        raise PromptError(
+            f"prompt {index} ends inside a character, and asks for stop={sampling.stop!r}, which vLLM would then look "
+            f"for in the prompt too: end it with a whole character, or use stop_token_ids"
+        )
     if sampling.bad_words:
         sequences = encode_bad_words(sampling.bad_words, limits.tokenizer, vocab_size=limits.vocab_size)
         variable, default = MAX_BAD_WORDS
@@ -34,6 +44,14 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
                 f"prompt {index} has {len(sampling.bad_words)} bad_words, which make {len(sequences)} sequences of "
                 f"tokens, with and without a space before them, and vLLM takes {most}; set {variable} to change that"
             )
+
+
+def for_sample(params: Any, sample_index: int) -> Any:
+    """Return the `vllm.SamplingParams` of another answer to the same request; `params` are those of the first."""
+    other = copy.copy(params)
+    if params.seed is not None:
+        other.seed = params.seed + sample_index
+    return other
 
 
 def to_sampling_params(
@@ -51,8 +69,7 @@ def to_sampling_params(
         sample_index: Which of the `n` answers.
         streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
 
     own = () if sampling.ignore_eos else tuple(stop_token_ids)
     return SamplingParams(
@@ -71,5 +88,5 @@ def to_sampling_params(
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
-        skip_clone=False,
+        skip_clone=True,  # made for one answer, and touched by nobody else
     )

@@ -7,6 +7,7 @@ probability of about 0.6 where it is sampled. So the text of its answers is know
 
 import functools
 import random
+import string
 
 import torch
 
@@ -120,9 +121,10 @@ def save(model, path, *, with_tokenizer=True):
 
 
 def prompts(count, *, seed=0, longest=60):
-    """Ragged ones of ordinary tokens, some of them longer than Gemma's window."""
-    draw = random.Random(seed)
-    return [[draw.randrange(4, VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    """Ragged ones of ordinary tokens, some longer than Gemma's window; they end with a whole character, a letter."""
+    draw, letters = random.Random(seed), tokenizer().convert_tokens_to_ids(list(string.ascii_letters))
+    bodies = [[draw.randrange(4, VOCAB_SIZE) for _ in range(draw.randrange(longest))] for _ in range(count)]
+    return [[*body, draw.choice(letters)] for body in bodies]
 
 
 def distribution(model, prompt, *, temperature=1.0, top_p=1.0):
