@@ -59,7 +59,7 @@ def test_the_engine_of_the_readme_is_streamed_and_served():
     assert [delta.tokens for _, delta in parrot.step()] == [(6,), (6,)]
     assert not parrot.has_unfinished_requests()
     tokenizer = speaking.tokenizer()
-    with Server(Streamer(parrot), tokenizer=tokenizer, model_name="parrot") as server:
+    with Streamer(parrot) as streamer, Server(streamer, tokenizer=tokenizer, model_name="parrot") as server:
         asked = {"model": "parrot", "prompt": [5, 6, 7], "max_tokens": 1, "extra_body": {"return_token_ids": True}}
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             assert client.completions.create(**asked).choices[0].token_ids == [7]

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar, final
+from typing import Self, TypeVar, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
@@ -117,6 +117,12 @@ class Streamer:
             self._worker.submit(self._abort_all)
             self._worker.submit(self._finish_streams).add_done_callback(self._after_step)
             self._worker.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _submit(self, call: Callable[[], T]) -> "Future[T]":
         if self._closed:
