@@ -92,7 +92,7 @@ def test_a_killed_process_is_missed_within_a_deadline_and_restart_makes_a_new_en
     else:
         engine.close()
         assert not tiny.living(processes)
-        assert tiny.orphaned_shared_memory() == before
+        assert set(tiny.orphaned_shared_memory()) <= set(before)
 
 
 def test_a_closed_engine_says_so_and_can_be_closed_again(engine):
