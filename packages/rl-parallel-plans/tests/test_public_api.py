@@ -52,12 +52,23 @@ SIGNATURES = {
     "sequence_positions": "(length, mesh, *, cp_axis, device)",
     "shard_sequence": "(tensor, mesh, *, cp_axis, dim, pad_value)",
     "to_local_if_dtensor": "(tensor)",
+    "named_shards": "(model)",
+    "local_boxes": "(tensor, *, row_order)",
     "top_k_logp": "(hidden, lm_head, k, *, temperature, chunk_size, softcap, logit_scale, tp_axis)",
     "top_k_logp_from_logits": "(logits, k, *, temperature, chunk_size, tp_axis)",
     "translate_parallel_style": "(style, *, config)",
     "unshard_sequence": "(tensor, mesh, *, cp_axis, dim, length)",
 }
-CLASSES = {"MemoryReport", "ParallelPlan", "PlanError", "ReplicatedParallel", "TopKLogp", "VerifyReport"}
+CLASSES = {
+    "Box",
+    "MemoryReport",
+    "NamedShard",
+    "ParallelPlan",
+    "PlanError",
+    "ReplicatedParallel",
+    "TopKLogp",
+    "VerifyReport",
+}
 
 
 def run(code, *arguments):

@@ -34,13 +34,16 @@ if TYPE_CHECKING:
     from rl_parallel_plans.lookup import plan_for
     from rl_parallel_plans.plan import ParallelPlan
     from rl_parallel_plans.registry import qualified_name, register_plan
+    from rl_parallel_plans.shards import Box, NamedShard, local_boxes, named_shards
     from rl_parallel_plans.styles import ReplicatedParallel
     from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
     from rl_parallel_plans.verification.api import assert_plan_is_exact, verify
     from rl_parallel_plans.verification.report import VerifyReport
 
 _HOMES = {
+    "Box": "shards",
     "MemoryReport": "forecast.report",
+    "NamedShard": "shards",
     "ParallelPlan": "plan",
     "PlanError": "errors",
     "ReplicatedParallel": "styles",
@@ -61,8 +64,10 @@ _HOMES = {
     "get_hf_tp_plan": "hugging_face",
     "get_logprobs_from_vocab_parallel_logits": "logp",
     "linear_logp": "logp",
+    "local_boxes": "shards",
     "memory": "forecast.memory",
     "memory_table": "forecast.report",
+    "named_shards": "shards",
     "parallelize": "apply",
     "plan_for": "lookup",
     "qualified_name": "registry",
@@ -78,7 +83,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "Box",
     "MemoryReport",
+    "NamedShard",
     "ParallelPlan",
     "PlanError",
     "ReplicatedParallel",
@@ -99,8 +106,10 @@ __all__ = [
     "get_hf_tp_plan",
     "get_logprobs_from_vocab_parallel_logits",
     "linear_logp",
+    "local_boxes",
     "memory",
     "memory_table",
+    "named_shards",
     "parallelize",
     "plan_for",
     "qualified_name",

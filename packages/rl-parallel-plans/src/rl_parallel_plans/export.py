@@ -48,10 +48,10 @@ def export_state_dict(
 
     A yielded tensor may share memory with the model where nothing had to be gathered: copy it before changing either.
     """
-    _reshard(model)
+    reshard(model)
     yields = every_rank or _is_first_rank()
     seen: set[int] = set()
-    for name, tensor, order in _entries(model):
+    for name, tensor, order in entries(model):
         if id(tensor) in seen and not tied_names:
             continue
         seen.add(id(tensor))
@@ -61,7 +61,7 @@ def export_state_dict(
             _whole(tensor, order)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Put the shards back: after a forward without a backward, some parameters are those that the forward gathered."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -71,7 +71,7 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def entries(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Name, tensor and order of rows of everything that a state dict has, in its order."""
     for path, module in model.named_modules(remove_duplicate=False):
         orders: dict[str, Tensor] = module.__dict__.get("row_orders", {})

@@ -1,0 +1,25 @@
+"""What one rank does in the tests of shards: its boxes beside the unsharded model's tensors."""
+
+import torch
+
+from parallel_plans_cases.export import sharded
+from parallel_plans_cases.models import tiny
+from rl_parallel_plans.shards import named_shards
+
+
+def boxes(architecture, *, tied=False):
+    """Names whose boxes do not hold what the whole has there, and the elements of each that this rank has."""
+    model = sharded(architecture, tied=tied)
+    truth = tiny(architecture, tied=tied).state_dict()
+    held, wrong, shapes = {}, [], []
+    for shard in named_shards(model):
+        whole, count = truth[shard.name], torch.zeros(truth[shard.name].shape, dtype=torch.int64)
+        for box in shard.boxes():
+            if not torch.equal(box.of_local(shard.local), box.of_whole(whole)):
+                wrong.append(shard.name)
+            box.of_whole(count).add_(1)
+        once = count.numel() == 0 or int(count.max()) <= 1
+        if shard.shape != tuple(whole.shape) or int(count.sum()) != shard.local.numel() or not once:
+            shapes.append(shard.name)
+        held[shard.name] = count.flatten().tolist()
+    return {"wrong": wrong, "shapes": shapes, "held": held}
