@@ -1,77 +1,144 @@
-"""The DTensor backend: a Hugging Face model, sharded by FSDP2 and tensor parallelism, trained by losses over logp.
+"""The DTensor backend: a Hugging Face model, sharded by FSDP2, tensor, context and expert parallelism, and trained.
 
 Knows rows, microbatches and ranks; does not know what a loss means. Every rank is handed the whole batch and works on
 its own rows; gradients and sums are added up, never averaged, so that a loss which divides by the step's global count
 gives the same gradient however the batch was cut.
 
-Axes: B rows, T tokens.
+Axes: B rows, T tokens, k words.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 
-from rl_backends.dtensor.config import DTensorConfig, OptimizerConfig
-from rl_backends.dtensor.mesh import make_mesh
-from rl_backends.dtensor.microbatches import Microbatch, TokenBatch, cut
-from rl_backends.dtensor.optimizer import make_optimizer
-from rl_backends.dtensor.saving import save_pretrained
-from rl_backends.dtensor.token_logp import METHOD, add_token_logp
-from rl_backends.dtensor.training_state import load_training_state, save_training_state
-from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, parallelize, plan_for
+from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
+from rl_backends.dtensor.accumulation import GradientAccumulation, LossFunction, Output, Sums, last_tokens
+from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.dtensor.head_check import check_head
+from rl_backends.dtensor.metering import make_meter
+from rl_backends.dtensor.readers import Head, Reader, read_entropy, read_logp, read_top_k, read_value
+from rl_backends.dtensor.reference import ReferenceModel, copy_of, without_weights
+from rl_backends.dtensor.sharded_model import ShardedModel
+from rl_backends.errors import ModelError
+from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.export import export_pretrained
+from rl_backends.loading import initialise, open_model
+from rl_backends.lora import (
+    LoraConfig,
+    MergedWeights,
+    adapters_disabled,
+    add_lora,
+    export_merged,
+    initialise_adapters,
+    save_adapter,
+)
+from rl_backends.metrics import StepMetrics
+from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
+from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
+from rl_parallel_plans import NamedShard, TopKLogp, named_shards
 
-__all__ = ["DTensorBackend", "NonFiniteGradientError"]
-
-BatchT = TypeVar("BatchT", bound=TokenBatch)
-Sums = dict[str, Tensor]
-
-
-class NonFiniteGradientError(RuntimeError):
-    """The gradient norm is NaN or infinite; the weights were not touched and the gradient is cleared."""
+__all__ = ["DTensorBackend"]
 
 
 class DTensorBackend:
     """A policy that trains `model`, sharded over the ranks of this run.
 
     Args:
-        model: a Hugging Face causal LM with its weights, the same on every rank. The backend takes it over.
+        model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every
+            rank. The backend takes it over.
         config: sharding, device, precision, microbatches.
+        lora: train low-rank adapters and freeze the rest; None trains all weights.
+        seed: of the first values of adapters.
+        fill: for a model on the meta device: what puts weights into its parameters once they are sharded.
 
     Raises:
-        PlanError: the model cannot be sharded as asked; nothing was changed.
-        ModelError: its head is not one whose log-probabilities can be computed here.
-        ValueError: no GPU where one was asked for, or ranks that `tensor_parallel_size` does not divide.
+        PlanError: the model cannot be sharded as asked.
+        ModelError: it has no head that can be read here, or cannot be packed or adapted as asked.
+        ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
     """
 
-    def __init__(self, model: nn.Module, config: DTensorConfig) -> None:
-        self._config = config
-        self._mesh = make_mesh(device=config.device, tensor_parallel_size=config.tensor_parallel_size)
-        self.plan = plan_for(model, tp=config.tensor_parallel_size, custom=config.custom_parallel_plan)
-        add_token_logp(model)
-        param_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-        self.model = parallelize(
-            model.to(config.device), self._mesh, self.plan, param_dtype=param_dtype, reduce_dtype=torch.float32
-        )
-        self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
-        register_fsdp_forward_method(self.model, METHOD)
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DTensorConfig,
+        *,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+        fill: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        self.config = config
+        self.lora = lora
+        if lora is not None:
+            add_lora(model, lora, seed=seed)
+            fill = None if fill is None else partial(_fill_with_adapters, fill=fill, seed=seed)
+        self._skeleton = without_weights(model)
+        self._sharded = ShardedModel(model, config, fill=fill)
+        self._head = Head.of(self.model) if _has_language_model_head(self.model) else None
+        if self._head is not None:
+            check_head(self._sharded, self._head)
+        self._accumulation = GradientAccumulation(self._sharded)
+        self._meter = make_meter(self._skeleton, self._sharded, memory_of=self._held)
+        self._offloader: Offloader | None = None
+        self._merged: MergedWeights | None = None
+        self._optimizers: Optimizers | None = None
         self._temperature = 1.0
-        self._optimizer: torch.optim.Optimizer | None = None
         self.version = 0
         """Optimizer steps that the weights have seen."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        config: DTensorConfig,
+        *,
+        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
+        weights: Literal["pretrained", "random"] = "pretrained",
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "DTensorBackend":
+        """Load a folder or hub id, each rank reading its own shards: no rank ever holds the whole model.
+
+        Args:
+            model_name: a folder with `config.json` and safetensors weights, or a hub id.
+            config: sharding, device, precision, microbatches.
+            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
+            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
+                same weights on every mesh.
+            lora: train low-rank adapters and freeze the rest; None trains all weights.
+            seed: of random weights and of adapters.
+            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
+            trust_remote_code: run the model's own Python code. Only for code that you have read.
+
+        Raises:
+            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
+        """
+        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
+        fill: Callable[[nn.Module], object] = source.load_into
+        if weights == "random":
+            fill = partial(initialise, seed=seed)
+        return cls(source.skeleton(), config, lora=lora, seed=seed, fill=fill)
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model, an `nn.Module` under its Hugging Face names, for whatever reads or moves its weights."""
+        return self._sharded.model
 
     def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
         """Begin a stage with a fresh optimizer and a schedule of `num_steps`; weights and version go on.
 
         `temperature` divides the logits before every log-probability: set it to the engine's, or ratios are wrong.
         """
-        self._optimizer, self._schedule = make_optimizer(self.model.parameters(), optimizer, num_steps=num_steps)
-        self._max_grad_norm = optimizer.max_grad_norm
+        self._require_here("start_training")
+        self._optimizers = make_optimizers(self.model, optimizer, num_steps=num_steps)
+        self._optimizer_config = optimizer
         self._temperature = temperature
 
     @property
@@ -81,113 +148,236 @@ class DTensorBackend:
         Raises:
             RuntimeError: `start_training` was not called.
         """
-        self._require_optimizer()
-        return float(self._schedule.get_last_lr()[0])
+        return self._require_optimizers().learning_rate
 
-    @torch.no_grad()
     def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
         """Log-probability of each trainable token given those before it; 0 elsewhere. All rows, on every rank."""
-        out = torch.zeros(examples.tokens.shape, device=self._config.device)
-        for microbatch in self._cut(examples):
-            logp = self._forward(microbatch.of(examples, device=self._config.device))
-            if microbatch.counted:
-                out[microbatch.rows, : microbatch.width] = logp
-        return self._add_over_ranks(out).to(examples.tokens.device)
+        return self._read(examples, read_logp(self._require_head(), self._temperature))[0]
 
-    def forward_backward(self, examples: BatchT, loss: Callable[[Tensor, BatchT], tuple[Tensor, Sums]]) -> Sums:
+    def entropy(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """Entropy in nats of the distribution that each trainable token was drawn from; 0 elsewhere."""
+        return self._read(examples, read_entropy(self._require_head(), self._temperature))[0]
+
+    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+        """The k most probable words in each trainable token's place: `.logp` and `.token_ids` of [B, T, k].
+
+        Normalised over the whole vocabulary: `.logp` are logits less their log-sum-exp. 0 where nothing is trainable.
+        """
+        read = self._read(examples, read_top_k(self._require_head(), self._temperature, k))
+        return TopKLogp(logp=read[0], token_ids=read[1])
+
+    def value(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """What a value head says of the state before each trainable token, in that token's place; 0 elsewhere."""
+        return self._read(examples, self._value_reader())[0]
+
+    def score(self, examples: TokenBatch) -> Float[Tensor, " B"]:
+        """What a reward head says of each row, at its last token."""
+        return self._read(examples, self._value_reader(), asked=last_tokens(examples), offset=0)[0].sum(1)
+
+    def forward_backward(self, examples: BatchT, loss: LossFunction[BatchT], *, output: Output = "logp") -> Sums:
         """Accumulate the gradient of `loss` over all of `examples`; return its metric sums over all of them.
 
-        A failure half-way clears the gradient, so that a retry does not start from a part of it.
+        Args:
+            examples: the whole batch, the same on every rank.
+            loss: of the output of some rows and those rows, to a scalar and named scalars that are added up.
+            output: what `loss` is given: `logp` or `value` [b, w], or `score` [b].
+
+        Raises:
+            BatchError: the examples cannot be cut into microbatches; no gradient has changed.
+            RankError: another rank's loss raised. Whatever raises, on whichever rank, clears the gradient on all of
+                them, also what earlier calls have left, so that a retry does not start from a part of it.
         """
-        sums: Sums = {}
-        try:
-            for microbatch in self._cut(examples):
-                rows = microbatch.of(examples, device=self._config.device)
-                value, parts = loss(self._forward(rows), rows)
-                torch.autograd.backward(value * microbatch.counted)  # the collectives of backward need every rank
-                for name, part in parts.items():
-                    sums[name] = sums.get(name, 0.0) + part.detach() * microbatch.counted
-        except BaseException:
-            self.model.zero_grad()
-            raise
-        return {name: self._add_over_ranks(total.float()) for name, total in sorted(sums.items())}
+        self._require_here("forward_backward")
+        reader = self._value_reader() if output != "logp" else read_logp(self._require_head(), self._temperature)
+        cut = self._sharded.cut(examples)
+        asked = torch.ones_like(examples.lengths) if output == "score" else None
+        with self._meter.forward_backward(examples, cut, asked=asked):
+            own = cut[self._sharded.rank_of_rows]
+            return self._accumulation.run(examples, own, loss, reader=reader, output=output)
 
     def optim_step(self) -> float:
         """Clip, update, clear the gradient; return its norm before clipping.
 
         Raises:
-            NonFiniteGradientError: the norm is not finite. No update was made.
+            NonFiniteGradientError: the norm is not finite, and the optimizer was not told to skip such steps. No
+                update was made.
             RuntimeError: `start_training` was not called, or there is no gradient.
         """
-        optimizer = self._require_optimizer()
-        if all(parameter.grad is None for parameter in self.model.parameters()):
-            raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
-        norm = get_grad_norm(self.model.parameters())
-        if not torch.isfinite(norm):
-            optimizer.zero_grad()
-            raise NonFiniteGradientError(
-                f"the gradient norm of step {self.version + 1} is {norm.item()}: the loss has a NaN or an overflow. "
-                f"The weights are as they were after step {self.version}; look at the rewards and the learning rate"
+        self._require_here("optim_step")
+        optimizers = self._require_optimizers()
+        with self._meter.optim_step() as outcome:
+            step = clip_and_step(self.model, optimizers, self._optimizer_config, version=self.version)
+            outcome.grad_norm, outcome.skipped = step.norm, step.skipped
+            outcome.router = self._accumulation.router_metrics()
+        if not step.skipped:
+            self.version += 1
+        return step.norm
+
+    def metrics(self) -> StepMetrics | None:
+        """Tokens, FLOPs, seconds, padding, balance and memory of the last step; None before the first."""
+        return self._meter.metrics()
+
+    def freeze_reference(self, *, offload: bool = False) -> ReferenceModel:
+        """The policy as it is now, frozen: `reference.logp(examples)`.
+
+        With adapters, and before any of them has trained, it is the policy itself with its adapters off, and has no
+        memory of its own. Otherwise it is a copy, sharded as the policy is.
+
+        Args:
+            offload: keep a copy in host memory; each layer visits the device when it runs.
+        """
+        self._require_here("freeze_reference")
+        if self.lora is not None and not self.lora.modules_to_save and self.version == 0:
+            without = partial(adapters_disabled, self.model)
+            return ReferenceModel(
+                self._sharded, self._require_head(), temperature=lambda: self._temperature, as_reference=without
             )
-        clip_grad_by_total_norm_(self.model.parameters(), self._max_grad_norm, norm)
-        optimizer.step()
-        self._schedule.step()
-        optimizer.zero_grad()
-        self.version += 1
-        return norm.item()
+        copied = copy_of(self._sharded, without_weights(self._skeleton), offload=offload)
+        return ReferenceModel(copied, self._require_head(), temperature=lambda: self._temperature)
+
+    def shards(self) -> "list[NamedShard]":
+        """This rank's part of every weight under its Hugging Face name, adapters merged: what an engine is fed from.
+
+        Nothing is gathered but the few rows of adapters. `NamedShard.boxes` tells which parts of the whole they are.
+        Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
+        """
+        self._require_here("shards", ("weights",))
+        if self.lora is None:
+            return list(named_shards(self.model))
+        if self._merged is None:
+            self._merged = MergedWeights(self.model)
+        else:
+            self._merged.refresh()
+        return list(self._merged.shards())
+
+    def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:
+        """Give the device's memory of weights, gradients and optimizer state to others, such as a colocated engine.
+
+        Args:
+            parts: of "weights", "gradients" and "optimizer".
+            directory: write them there; None copies them to host memory.
+        """
+        if self._offloader is None or not self._offloader.away:
+            to: Literal["host", "disk"] = "host" if directory is None else "disk"
+            self._offloader = Offloader(self.model, to=to, directory=directory)
+        return self._offloader.offload(() if self._optimizers is None else self._optimizers.each, parts=parts)
+
+    def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
+        """Bring back what `offload` moved, bit for bit.
+
+        Raises:
+            RuntimeError: nothing was offloaded, or the device's memory is taken by somebody else.
+        """
+        if self._offloader is None:
+            raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
+        return self._offloader.onload(parts)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, whole or not at all; every rank must call it."""
-        save_pretrained(self.model, Path(folder))
+        """Write a Hugging Face model folder, adapters merged, tensor by tensor; every rank must call it.
 
-    def save_training_state(self, folder: str | Path) -> None:
-        """Write optimizer, schedule and version, not the weights, into an existing folder; every rank must call it.
+        Whole or not at all.
 
         Raises:
-            RuntimeError: `start_training` was never called.
+            FileExistsError: `folder` is there already; nothing is overwritten.
+            OSError: the disk is full or read-only; `folder` does not exist afterwards.
         """
-        optimizer = self._require_optimizer()
-        save_training_state(self.model, optimizer, self._schedule, version=self.version, folder=Path(folder))
+        self._require_here("save_pretrained", ("weights",))
+        if self.lora is None:
+            export_pretrained(self.model, Path(folder))
+        else:
+            export_pretrained(self.model, Path(folder), tensors=export_merged(self.model))
 
-    def load_training_state(self, folder: str | Path) -> None:
-        """After `start_training` as before: go on with the optimizer, schedule and version that were saved.
+    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
+        """Write the adapters in PEFT's format, whole or not at all; every rank must call it.
+
+        Args:
+            folder: where to; it must not exist.
+            base_model_name: of the model that they adapt, a folder or hub id, for whoever loads them.
+        """
+        self._require_here("save_adapter", ("weights",))
+        save_adapter(self.model, Path(folder), base_model_name=base_model_name)
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        *,
+        weights: bool = True,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> CheckpointWrite:
+        """Write weights, optimizer, schedule and version into a new folder, from which any mesh can go on.
+
+        Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
+        """
+        self._require_here("save_checkpoint")
+        return save_checkpoint(
+            self.model,
+            self._optimizers,
+            folder,
+            version=self.version,
+            weights=weights,
+            asynchronous=asynchronous,
+            extra=extra,
+        )
+
+    def load_checkpoint(self, folder: str | Path, *, weights: bool = True) -> CheckpointState:
+        """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
 
         Raises:
-            RuntimeError: `start_training` was not called.
+            CheckpointError: it is absent, unfinished, damaged or another model's; nothing has changed.
         """
-        optimizer = self._require_optimizer()
-        self.version = load_training_state(self.model, optimizer, self._schedule, folder=Path(folder))
+        self._require_here("load_checkpoint")
+        state = load_checkpoint(self.model, self._optimizers, folder, weights=weights)
+        self.version = state.version
+        return state
 
     def explain(self) -> str:
         """The mesh, and which rule shards which parameter and why."""
-        data_parallel, tensor_parallel = self._mesh.shape
+        mesh, config = self._sharded.mesh, self.config
+        axes = " x ".join(f"{size} {name}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        wrapped = "under FSDP2" if self._sharded.under_fsdp else "without FSDP, which has nothing to shard here"
         return (
-            f"DTensor backend on {self._config.device}: {data_parallel} data-parallel x {tensor_parallel} "
-            f"tensor-parallel ranks, computing in {self._config.precision}, weights and optimizer in float32\n"
-            f"{self.plan.explain()}"
+            f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, weights "
+            f"and optimizer in float32\n{self._sharded.plan.explain()}"
         )
 
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
+    def close(self) -> None:
+        """Leave the process group, if the backend made it; nothing can be computed after."""
+        self._sharded.close()
+
+    def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
+        self._require_here("reading", ("weights",))
+        return self._sharded.read_all(examples, reader, **where)
+
+    def _held(self) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...]]:
+        return self.model, () if self._optimizers is None else self._optimizers.each
+
+    def _require_here(self, what: str, parts: Collection[Part] = PARTS) -> None:
+        if self._offloader is not None:
+            self._offloader.require(what, parts)
+
+    def _require_optimizers(self) -> Optimizers:
+        if self._optimizers is None:
             raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
-        return self._optimizer
+        return self._optimizers
 
-    def _cut(self, examples: TokenBatch) -> list[Microbatch]:
-        data_parallel = self._mesh["dp"]
-        return list(
-            cut(
-                examples,
-                micro_batch_size=self._config.micro_batch_size,
-                rank=data_parallel.get_local_rank(),
-                num_ranks=data_parallel.size(),
+    def _require_head(self) -> Head:
+        return Head.of(self.model) if self._head is None else self._head
+
+    def _value_reader(self) -> Reader:
+        if not hasattr(self.model, "score"):
+            raise ModelError(
+                f"{type(self.model).__qualname__} has no head `score` that gives a number; load it with "
+                f"head='sequence_classification'"
             )
-        )
+        return read_value
 
-    def _forward(self, examples: TokenBatch) -> Tensor:
-        logp: Tensor = getattr(self.model, METHOD)(examples.tokens, examples.trainable, temperature=self._temperature)
-        return logp
 
-    def _add_over_ranks(self, tensor: Tensor) -> Tensor:
-        if self._mesh["dp"].size() > 1:
-            dist.all_reduce(tensor, group=self._mesh["dp"].get_group())
-        return tensor
+def _has_language_model_head(model: nn.Module) -> bool:
+    embeddings = getattr(model, "get_output_embeddings", None)
+    return embeddings is not None and embeddings() is not None
+
+
+def _fill_with_adapters(model: nn.Module, *, fill: Callable[[nn.Module], object], seed: int) -> None:
+    fill(model)
+    initialise_adapters(model, seed=seed)

@@ -1,28 +1,19 @@
-"""What a user may choose of the DTensor backend and of its optimizer."""
+"""How the DTensor backend shards a model and cuts a batch. None of it changes a result beyond rounding."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["DTensorConfig", "OptimizerConfig"]
+__all__ = ["DTensorConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorConfig:
-    """How the model is sharded and how batches are cut. None of it changes a result beyond rounding."""
+    """Ranks = replicate x shard x expert x context x tensor. What is left after the sizes named here is sharded over."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     enabled: bool = True
     """Train with this backend. It is the only one so far, so switching it off is refused."""
-
-    tensor_parallel_size: int = 1
-    """Ranks that share each matrix multiplication; it must divide the number of ranks. The rest is data-parallel."""
-
-    custom_parallel_plan: str | None = None
-    """`package.module:name` of a plan or of a function that makes one, instead of the built-in plan."""
-
-    micro_batch_size: int = 64
-    """Rows in one forward and backward pass on one rank. Smaller takes less memory; the gradient stays the same."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model lives. It is stated, never guessed; `cuda` without a GPU is refused."""
@@ -30,49 +21,91 @@ class DTensorConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the forward and backward passes compute in; weights, gradients and optimizer state stay float32."""
 
+    tensor_parallel_size: int = 1
+    """Ranks that share each matrix multiplication."""
+
+    sequence_parallel: bool = False
+    """Under tensor parallelism, cut what lies between blocks along the sequence too: less memory for activations."""
+
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each row, for rows too long for one. Rows cannot be packed then."""
+
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of a mixture; each has rows of its own."""
+
+    data_parallel_replicate_size: int = 1
+    """Groups that hold a whole copy of the shards each (HSDP). 1 shards over all data-parallel ranks (FSDP)."""
+
+    custom_parallel_plan: str | None = None
+    """`package.module:name` of a plan or of a function that makes one, instead of the built-in plan."""
+
+    micro_batch_size: int = 64
+    """Most rows in one forward and backward pass on one rank. Smaller takes less memory."""
+
+    micro_batch_tokens: int | None = None
+    """Most tokens in one pass on one rank, padding included (dynamic batching); None bounds by rows alone. A single
+    unit of rows that is larger is refused."""
+
+    sequence_packing: bool = False
+    """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
+
+    activation_checkpointing: Literal["full", "selective"] | None = None
+    """Recompute each layer's activations in backward: all of them, or all but matrix products and attention."""
+
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in host memory; each layer visits the device when it runs."""
+
+    compile: bool = False
+    """Compile each layer with `torch.compile`: faster steps after a slow first one."""
+
+    reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
+    """When gradients are summed over data-parallel ranks. Once, at the last, communicates less, and keeps the whole
+    gradient of the model on every rank until then."""
+
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, sequence by sequence; 0 leaves it out."""
+
+    peak_flops_per_s: float | None = None
+    """What one device could compute a second, for the utilisation that metrics report. None looks up a GPU's data sheet;
+    a CPU has none."""
+
+    timeout_s: float = 600.0
+    """Seconds that a rank waits for another in a collective before it gives up with an error."""
+
     def __post_init__(self) -> None:
         if not self.enabled:
             raise ValueError("enabled=False leaves no training backend: DTensor is the only one; set it to true")
-        for name in ("tensor_parallel_size", "micro_batch_size"):
+        for name in (
+            "tensor_parallel_size",
+            "context_parallel_size",
+            "expert_parallel_size",
+            "data_parallel_replicate_size",
+            "micro_batch_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound")
+        if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0:
+            raise ValueError(f"peak_flops_per_s={self.peak_flops_per_s} must be > 0, or None")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s} must be > 0")
+        if not self.router_aux_loss_coef >= 0:
+            raise ValueError(f"router_aux_loss_coef={self.router_aux_loss_coef} must be >= 0")
+        self._refuse_what_cannot_go_together()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW (arXiv:1711.05101) with linear warm-up and linear decay, and gradient clipping by global norm."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    lr: float
-    """Peak learning rate."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square. A lower second one forgets old gradients sooner."""
-
-    eps: float = 1e-8
-    """Added to the root of the second moment; matters only where gradients are tiny."""
-
-    weight_decay: float = 0.0
-    """Decoupled weight decay per step, as a share of the learning rate."""
-
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0 to `lr`."""
-
-    final_lr_ratio: float = 1.0
-    """The learning rate of the last step as a share of `lr`, reached by linear decay; 1 keeps it constant."""
-
-    max_grad_norm: float = 1.0
-    """Gradients whose global 2-norm is larger are scaled down to it."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "max_grad_norm"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
-        for name in ("weight_decay", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must both be in [0, 1)")
-        if not 0.0 <= self.final_lr_ratio <= 1.0:
-            raise ValueError(f"final_lr_ratio={self.final_lr_ratio} must be between 0 and 1")
+    def _refuse_what_cannot_go_together(self) -> None:
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel=True needs tensor_parallel_size > 1, whose ranks share the sequence between blocks"
+            )
+        if self.context_parallel_size > 1 and self.sequence_packing:
+            raise ValueError(
+                "context_parallel_size > 1 cannot be combined with sequence_packing: attention over ranks knows rows, "
+                "not packs; switch one of them off"
+            )
+        if self.context_parallel_size > 1 and self.sequence_parallel:
+            raise ValueError(
+                "context_parallel_size > 1 cannot be combined with sequence_parallel: each rank holds its tokens of "
+                "every row already; set sequence_parallel to false"
+            )

@@ -1,43 +1,79 @@
-"""The ranks of this run as a mesh with the axes `dp` and `tp`; a lone process is a mesh of one."""
+"""The ranks of this run as a mesh; a lone process is a mesh of one.
+
+    dp_replicate    copies of the shards (HSDP); rows of its own
+    dp              parameters are sharded over it; rows of its own
+    ep              shares the experts of a mixture; rows of its own
+    cp              shares the tokens of each row
+    tp              shares each matrix multiplication
+
+Parameters are sharded over cp too: its ranks hold the same weights and gradients of their own tokens.
+"""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["make_mesh"]
+from rl_backends.dtensor.config import DTensorConfig
+
+__all__ = ["AXES", "ROW_AXES", "make_mesh", "sharding_axes"]
+
+AXES = ("dp_replicate", "dp", "ep", "cp", "tp")
+ROW_AXES = ("dp_replicate", "dp", "ep")
+"""Axes each rank of which has rows of its own."""
 
 
-def make_mesh(*, device: str, tensor_parallel_size: int) -> DeviceMesh:
-    """Arrange all ranks as (data parallel, tensor parallel). Joins the process group, or makes it where there is none.
+def make_mesh(config: DTensorConfig) -> DeviceMesh:
+    """Arrange all ranks by the sizes in `config`. Joins the process group, or makes it where there is none.
 
     Under `torchrun` the group spans its ranks; otherwise it is this process alone, with no socket to the outside.
 
     Raises:
-        ValueError: `cuda` is asked for and absent, or the ranks are not a multiple of `tensor_parallel_size`.
+        ValueError: `cuda` is asked for and absent, or the ranks are not a multiple of the sizes.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
             "(policy.dtensor_cfg.device in a recipe)"
         )
     if not dist.is_initialized():
-        _init_process_group("nccl" if device == "cuda" else "gloo")
-    num_ranks = dist.get_world_size()
-    if num_ranks % tensor_parallel_size:
+        _init_process_group("cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo", timeout_s=config.timeout_s)
+    return init_device_mesh(config.device, _shape(config, dist.get_world_size()), mesh_dim_names=AXES)
+
+
+def sharding_axes(config: DTensorConfig) -> tuple[str, ...]:
+    """The axes that parameters are sharded over as if they were one, those of one rank left out but for dp."""
+    experts = ("ep",) if config.expert_parallel_size > 1 else ()
+    tokens = ("cp",) if config.context_parallel_size > 1 else ()
+    return ("dp", *experts, *tokens)
+
+
+def _shape(config: DTensorConfig, num_ranks: int) -> tuple[int, ...]:
+    sizes = {
+        "data_parallel_replicate_size": config.data_parallel_replicate_size,
+        "expert_parallel_size": config.expert_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    replicate, *others = sizes.values()
+    expert, context, tensor = others
+    product = replicate * expert * context * tensor
+    if num_ranks % product:
+        named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise ValueError(
-            f"{num_ranks} ranks cannot be cut into groups of tensor_parallel_size={tensor_parallel_size}; "
-            f"start a multiple of {tensor_parallel_size} ranks, or lower it"
+            f"{num_ranks} ranks cannot be cut into groups of {product} ({named}); start a multiple of {product} ranks, "
+            f"or lower a size"
         )
-    shape = (num_ranks // tensor_parallel_size, tensor_parallel_size)
-    return init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
+    return (replicate, num_ranks // product, expert, context, tensor)
 
 
-def _init_process_group(backend: str) -> None:
+def _init_process_group(backend: str, *, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if backend == "nccl":
+        if "nccl" in backend:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]

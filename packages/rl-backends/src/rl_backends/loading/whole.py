@@ -1,25 +1,23 @@
-"""Models and tokenizers from a folder or a hub id. Refuses what would only fail later, or silently."""
+"""A whole model or tokenizer in one process, by transformers. Refuses what would only fail later, or silently."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ModelError", "check_generation_config", "check_vocabulary", "load_causal_lm", "load_tokenizer"]
+from rl_backends.errors import ModelError
+from rl_backends.loading.checks import check_generation_config
+
+__all__ = ["load_causal_lm", "load_tokenizer"]
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
 
 
-class ModelError(ValueError):
-    """A model or tokenizer that cannot be used; the message says why and what to do."""
-
-
 def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """Load a Hugging Face causal language model in float32.
+    """Load a Hugging Face causal language model in float32, whole: for what one process holds.
 
     Args:
         model_name: a folder with `config.json` and safetensors weights, or a hub id.
@@ -83,41 +81,3 @@ def _require_whole(model_name: str, report: dict[str, Any]) -> None:
                 f"{model_name}: {kind.replace('_', ' ')}: {some}. Training would go on from random weights there; "
                 f"give the folder of the whole causal language model"
             )
-
-
-def check_generation_config(model: Any) -> None:
-    """Refuse a generation configuration that transformers would refuse to save, before a run and not after it.
-
-    Raises:
-        ModelError: it contradicts itself.
-    """
-    config = getattr(model, "generation_config", None)
-    if config is None:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            config.save_pretrained(folder)
-        except ValueError as error:
-            raise ModelError(
-                f"the model's generation_config.json contradicts itself, so it could not be saved again: {error}"
-            ) from error
-
-
-def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded: bool = False) -> None:
-    """Refuse a model whose vocabulary is not the tokenizer's.
-
-    Raises:
-        ModelError: the sizes differ; a larger model is accepted with `allow_padded`, a smaller one never.
-    """
-    if model_vocab_size == tokenizer_size or (allow_padded and model_vocab_size > tokenizer_size):
-        return
-    if model_vocab_size < tokenizer_size:
-        raise ModelError(
-            f"the tokenizer has {tokenizer_size} tokens and the model only {model_vocab_size} embeddings, so they do "
-            f"not belong together; use the model's own tokenizer, or resize the model's embeddings"
-        )
-    raise ModelError(
-        f"the model has {model_vocab_size} embeddings and the tokenizer only {tokenizer_size} tokens; if the "
-        f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, accept "
-        f"them by allow_padded=True (policy.padded_vocabulary=true in a recipe), or use the model's own tokenizer"
-    )

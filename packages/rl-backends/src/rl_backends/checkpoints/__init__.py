@@ -1,0 +1,16 @@
+"""Checkpoints that any mesh can resume from: safetensors and JSON, whole or absent, written while training goes on."""
+
+from rl_backends.checkpoints.folders import find_latest, prune
+from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
+from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers
+from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
+
+__all__ = [
+    "CheckpointState",
+    "CheckpointWrite",
+    "CheckpointedOptimizers",
+    "find_latest",
+    "load_checkpoint",
+    "prune",
+    "save_checkpoint",
+]

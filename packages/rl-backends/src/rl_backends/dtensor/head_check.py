@@ -1,0 +1,72 @@
+"""Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.
+
+An architecture may do to its logits what no field of its configuration tells. One forward of a few tokens with the
+model's own logits finds out, before anything is trained on numbers that are wrong.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_backends.batching.inputs import ModelInputs, SequenceShard
+from rl_backends.dtensor.readers import Head, read_logp
+from rl_backends.dtensor.sharded_model import ShardedModel
+from rl_backends.errors import ModelError
+from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits
+
+__all__ = ["check_head"]
+
+NUM_TOKENS = 8
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Nats. Rounding is far below; a scale that was missed is far above, unless all logits are near 0."""
+
+
+@torch.no_grad()
+def check_head(sharded: ShardedModel, head: Head) -> None:
+    """Compare on every rank; all must call it.
+
+    Raises:
+        ModelError: the model's own logits give other log-probabilities.
+    """
+    inputs = _inputs(sharded)
+    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0, inputs.into]
+    theirs = _from_logits(sharded, inputs)
+    sharded.reshard()
+    apart = float((ours - theirs).abs().max())
+    if not apart <= TOLERANCE[sharded.config.precision]:
+        raise ModelError(
+            f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by {apart:.3g} "
+            f"nats from lm_head(hidden states) with logit_scale={head.logit_scale} and softcap={head.softcap}: it does "
+            f"something to its logits that this backend does not know; use another architecture, or report this one"
+        )
+
+
+def _inputs(sharded: ShardedModel) -> ModelInputs:
+    context = sharded.mesh["cp"]
+    length = -(-NUM_TOKENS // (2 * context.size())) * 2 * context.size()
+    embeddings: Any = sharded.model.get_input_embeddings()  # type: ignore[operator]
+    tokens = (torch.arange(length) * 7 + 3) % embeddings.weight.shape[0]
+    cut = context.size() > 1
+    shard = SequenceShard(context.get_local_rank(), context.size()).positions(length) if cut else torch.arange(length)
+    packed = sharded.config.sequence_packing
+    return ModelInputs(
+        tokens=tokens[shard][None],
+        position_ids=shard[None] if cut or packed else None,
+        cu_seq_lens=torch.tensor([0, length], dtype=torch.int32) if packed else None,
+        longest=length,
+        at=torch.arange(len(shard)),
+        targets=tokens[shard],
+        into=shard,
+    ).to(sharded.config.device)
+
+
+def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
+    given: dict[str, Any] = {}
+    if inputs.position_ids is not None:
+        given["position_ids"] = inputs.position_ids
+    if inputs.cu_seq_lens is not None:
+        given |= {"cu_seq_lens_q": inputs.cu_seq_lens, "cu_seq_lens_k": inputs.cu_seq_lens}
+        given |= {"max_length_q": inputs.longest, "max_length_k": inputs.longest}
+    logits = sharded.model(input_ids=inputs.tokens, use_cache=False, **given).logits
+    return get_logprobs_from_vocab_parallel_logits(logits, inputs.targets[None])[0]

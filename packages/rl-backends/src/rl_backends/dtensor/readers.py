@@ -1,0 +1,92 @@
+"""What is read from hidden states: log-probabilities, entropies, the most probable tokens, values. Never logits.
+
+A reader is called inside the model's forward, where FSDP has gathered the head; it sees the hidden states of the asked
+places alone.
+
+Axes: n asked places, H hidden, V vocabulary, k words.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rl_backends.batching.inputs import ModelInputs
+from rl_backends.errors import ModelError
+from rl_parallel_plans import TopKLogp, linear_logp, top_k_logp
+
+__all__ = ["Head", "Reader", "read_entropy", "read_logp", "read_top_k", "read_value"]
+
+Reader = Callable[[nn.Module, Tensor, ModelInputs], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How logits come of hidden states: `cap(logit_scale * lm_head(hidden)) / temperature`."""
+
+    logit_scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Head":
+        """As the model's configuration says it.
+
+        Raises:
+            ModelError: the model has no language-model head.
+        """
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise ModelError(
+                f"{type(model).__qualname__} has no language-model head, so it has no log-probabilities; load it with "
+                f"head='causal_lm', or read value(examples) or score(examples)"
+            )
+        config: Any = model.config
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0)
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        return cls(logit_scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
+
+    def options(self, temperature: float) -> dict[str, Any]:
+        """As `linear_logp` and `top_k_logp` take them."""
+        return {"temperature": temperature, "logit_scale": self.logit_scale, "softcap": self.softcap}
+
+
+def read_logp(head: Head, temperature: float) -> Reader:
+    """Log-probability of each asked token: float32 [n]."""
+
+    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
+        options = head.options(temperature)
+        return linear_logp(hidden, model.get_output_embeddings(), inputs.targets, ignore_index=None, **options)
+
+    return read
+
+
+def read_entropy(head: Head, temperature: float) -> Reader:
+    """Entropy in nats of the distribution that each asked token was drawn from: float32 [n]."""
+
+    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
+        options = head.options(temperature)
+        _, entropy = linear_logp(
+            hidden, model.get_output_embeddings(), inputs.targets, ignore_index=None, entropy=True, **options
+        )
+        return entropy
+
+    return read
+
+
+def read_top_k(head: Head, temperature: float, k: int) -> Reader:
+    """The k most probable words in each asked token's place: `TopKLogp` of [n, k]."""
+
+    def read(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> TopKLogp:
+        return top_k_logp(hidden, model.get_output_embeddings(), k, **head.options(temperature))
+
+    return read
+
+
+def read_value(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> Float[Tensor, " n"]:
+    """What a head of one number says of each asked place: float32 [n]."""
+    values: Tensor = model.score(hidden)
+    return values.squeeze(-1).to(torch.float32)

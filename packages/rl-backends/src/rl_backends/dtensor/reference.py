@@ -1,0 +1,78 @@
+"""The frozen model that a policy is compared with: a model of its own, or the policy with its adapters off.
+
+A copy has its own parameters, so that nothing which fails can leave its weights in the policy.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rl_backends.dtensor.readers import Head, read_logp
+from rl_backends.dtensor.sharded_model import ShardedModel
+from rl_backends.examples import TokenBatch
+from rl_parallel_plans import to_local_if_dtensor
+
+__all__ = ["ReferenceModel", "copy_of", "without_weights"]
+
+
+class ReferenceModel:
+    """Log-probabilities of a model that nothing trains."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        head: Head,
+        *,
+        temperature: Callable[[], float],
+        as_reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._sharded = sharded
+        self._head = head
+        self._temperature = temperature
+        self._as_reference = as_reference
+
+    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """As `DTensorBackend.logp`, at the policy's temperature; float32."""
+        with self._as_reference():
+            return self._sharded.read_all(examples, read_logp(self._head, self._temperature()))[0]
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its parameters on the meta device, ties and buffers kept; no weight is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> ShardedModel:
+    """A second model of the same weights on the same mesh, shard by shard.
+
+    Args:
+        sharded: whose weights are taken.
+        skeleton: `without_weights` of the model that it was made of.
+        offload: keep the copy's shards in host memory; each layer visits the device when it runs.
+    """
+    config = replace(sharded.config, cpu_offload=offload or sharded.config.cpu_offload, activation_checkpointing=None)
+    with _frozen(skeleton):
+        return ShardedModel(skeleton, config, fill=lambda model: _copy_weights(sharded, model))
+
+
+def _copy_weights(sharded: ShardedModel, target: nn.Module) -> None:
+    sharded.reshard()
+    held = dict(sharded.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            to_local_if_dtensor(parameter).copy_(to_local_if_dtensor(held[name].detach()))
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    model.requires_grad_(requires_grad=False)
+    yield

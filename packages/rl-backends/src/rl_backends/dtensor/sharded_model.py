@@ -1,0 +1,251 @@
+"""A Hugging Face model laid out over a mesh, and how rows of a batch go through it.
+
+Knows meshes, microbatches and readers; no loss, no optimizer, no files.
+
+    sizes of the config -> mesh -> plan -> experts, tensors, rows, recomputation, compilation, FSDP -> read(rows)
+
+Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of the batch's.
+"""
+
+import math
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+
+from rl_backends.batching.cut import MicrobatchLimits, cut_all
+from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
+from rl_backends.batching.microbatch import Microbatch
+from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.dtensor.mesh import ROW_AXES, make_mesh, sharding_axes
+from rl_backends.dtensor.readers import Reader
+from rl_backends.errors import ModelError
+from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.loading import materialize
+from rl_backends.packing import enable_packing
+from rl_parallel_plans import (
+    ParallelPlan,
+    apply_activation_checkpointing,
+    apply_context_parallel,
+    apply_expert_parallel,
+    apply_fsdp,
+    apply_tensor_parallel,
+    plan_for,
+)
+from rl_parallel_plans.layer_stacks import stacked_layers
+
+__all__ = ["ShardedModel"]
+
+METHOD = "read_hidden_states"
+"""The method's name on the model. FSDP2 must know it, to gather parameters around it as it does around `forward`."""
+
+
+class ShardedModel:
+    """`model` over all ranks of this run, each of which is handed whole batches and reads its own rows.
+
+    Args:
+        model: with its weights, the same on every rank; or on the meta device with `fill`. It is taken over.
+        config: sharding, device, precision, microbatches.
+        fill: what puts weights into the parameters, sharded by then, of a model on the meta device.
+
+    Raises:
+        PlanError: the model cannot be sharded as asked.
+        ModelError: it is no decoder with a head, or cannot be packed as asked.
+        ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: DTensorConfig, *, fill: Callable[[nn.Module], object] | None = None
+    ) -> None:
+        if not hasattr(model, "base_model"):
+            raise ModelError(f"{type(model).__qualname__} has no base_model beneath a head; give a Hugging Face model")
+        if (bare := any(parameter.is_meta for parameter in model.parameters())) and fill is None:
+            raise ModelError(
+                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
+                f"pass fill= to put weights into it"
+            )
+        self.config = config
+        self._made_process_group = not dist.is_initialized()
+        self.mesh = make_mesh(config)
+        self.plan = _plan(model, config)
+        self.model = _shard(model if bare else model.to(config.device), self.mesh, self.plan, config)
+        if bare and fill is not None:
+            materialize(self.model, "cpu" if config.cpu_offload else config.device)
+            fill(self.model)
+        self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
+        setattr(self.model, METHOD, MethodType(_read, self.model))
+        register_fsdp_forward_method(self.model, METHOD)
+        self._rows = self.mesh[ROW_AXES]._flatten("rows")  # noqa: SLF001 - no public one
+
+    @property
+    def under_fsdp(self) -> bool:
+        """Whether parameters are gathered around each layer; on one rank in float32 there is nothing to gather."""
+        return isinstance(self.model, FSDPModule)
+
+    @property
+    def rows_group(self) -> dist.ProcessGroup:
+        """The ranks among which rows are dealt."""
+        return self._rows.get_group()
+
+    def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
+        """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
+        mesh = self._rows if axis == "rows" else self.mesh[axis]
+        return mesh.get_group() if mesh.size() > 1 else None
+
+    def cut(self, examples: TokenBatch) -> list[list[Microbatch]]:
+        """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
+
+        Raises:
+            BatchError: the examples cannot be cut.
+        """
+        config = self.config
+        limits = MicrobatchLimits(
+            rows=config.micro_batch_size,
+            tokens=config.micro_batch_tokens,
+            layout="packed" if config.sequence_packing else "padded",
+        )
+        return cut_all(examples, limits=limits, num_ranks=self._rows.size(), token_multiple=self.token_multiple)
+
+    @property
+    def token_multiple(self) -> int:
+        """What the length of padded rows is rounded up to."""
+        return 2 * self.config.context_parallel_size if self.config.context_parallel_size > 1 else 1
+
+    @property
+    def rank_of_rows(self) -> int:
+        """This rank's place in what `cut` returns."""
+        return self._rows.get_local_rank()
+
+    def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int = 1) -> ModelInputs:
+        """What the model reads of rows on the host, on the device."""
+        context = self.mesh["cp"]
+        made = make_inputs(
+            rows.tokens,
+            rows.lengths,
+            asked,
+            layout="packed" if self.config.sequence_packing else "padded",
+            offset=offset,
+            shard=SequenceShard(context.get_local_rank(), context.size()) if context.size() > 1 else None,
+        )
+        return made.to(self.config.device)
+
+    def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> Any:
+        """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
+        read = getattr(self.model, METHOD)(inputs, reader, num_places=shape[0] * shape[1])
+        if isinstance(read, Tensor):
+            return self._whole_rows(read).unflatten(0, shape)
+        return tuple(self._whole_rows(each).unflatten(0, shape) for each in read)
+
+    @torch.no_grad()
+    def read_all(
+        self, examples: BatchT, reader: Reader, *, asked: Tensor | None = None, offset: int = 1
+    ) -> dict[int, Tensor]:
+        """What `reader` reads of every row, on every rank: by the number of the reader's output, `[B, T, ...]`."""
+        wanted = examples.trainable if asked is None else asked
+        out: dict[int, Tensor] = {}
+        for microbatch in self.cut(examples)[self.rank_of_rows]:
+            rows = microbatch.of(examples, device="cpu")
+            inputs = self.inputs(rows, wanted[microbatch.rows, : microbatch.width].cpu(), offset=offset)
+            read = self.read(inputs, reader, shape=tuple(rows.tokens.shape))
+            for number, each in enumerate([read] if isinstance(read, Tensor) else read):
+                whole = out.setdefault(number, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
+                if microbatch.counted:
+                    whole[microbatch.rows.to(whole.device), : microbatch.width] = each
+        self.reshard()
+        for whole in out.values():
+            if self._rows.size() > 1:
+                dist.all_reduce(whole, group=self.rows_group)
+        return {number: whole.to(examples.tokens.device) for number, whole in out.items()}
+
+    def reduce_gradients(self, *, now: bool) -> None:
+        """Whether the next backward sums gradients over data-parallel ranks, or keeps them for one that does."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(now)
+
+    def reshard(self) -> None:
+        """Free what a forward without a backward, or a failure, has left gathered."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def close(self) -> None:
+        """Leave the process group, if this model made it."""
+        if self._made_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _whole_rows(self, partial: Tensor) -> Tensor:
+        """Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own."""
+        context = self.mesh["cp"]
+        if context.size() == 1:
+            return partial
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        placed = DTensor.from_local(partial, context, [Partial()], run_check=False)
+        return placed.redistribute(placements=[Replicate()]).to_local()
+
+
+def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -> Any:
+    """What the reader reads, each in its place of [num_places, ...].
+
+    Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
+    """
+    given: dict[str, Any] = {}
+    if inputs.position_ids is not None:
+        given["position_ids"] = inputs.position_ids
+    if inputs.cu_seq_lens is not None:
+        given |= {"cu_seq_lens_q": inputs.cu_seq_lens, "cu_seq_lens_k": inputs.cu_seq_lens}
+        given |= {"max_length_q": inputs.longest, "max_length_k": inputs.longest}
+    hidden = model.base_model(input_ids=inputs.tokens, use_cache=False, **given).last_hidden_state
+    read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
+    if isinstance(read, Tensor):
+        return _placed(read, inputs, num_places)
+    return tuple(_placed(each, inputs, num_places) for each in read)
+
+
+def _placed(read: Tensor, inputs: ModelInputs, num_places: int) -> Tensor:
+    return read.new_zeros(num_places, *read.shape[1:]).index_copy(0, inputs.into, read)
+
+
+def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:
+    plan = plan_for(
+        model,
+        tp=config.tensor_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        ep=config.expert_parallel_size,
+        custom=config.custom_parallel_plan,
+    )
+    plan.check(model)
+    return plan
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, config: DTensorConfig) -> nn.Module:
+    source = None if any(parameter.is_meta for parameter in model.parameters()) else 0
+    if config.sequence_packing:
+        enable_packing(model)
+    apply_expert_parallel(model, mesh, plan, src_data_rank=source)
+    apply_tensor_parallel(model, mesh, plan, src_data_rank=source)
+    apply_context_parallel(model, mesh, plan=plan)
+    if config.activation_checkpointing is not None:
+        apply_activation_checkpointing(model, config.activation_checkpointing)
+    if config.compile:
+        for layer in stacked_layers(model).values():
+            layer.compile()
+    axes, copies = sharding_axes(config), config.data_parallel_replicate_size
+    alone = copies * math.prod(mesh[axis].size() for axis in axes) == 1
+    if alone and config.precision == "float32" and not config.cpu_offload:
+        return model
+    return apply_fsdp(
+        model,
+        mesh,
+        dp_axis=axes,
+        dp_replicate_axis="dp_replicate" if copies > 1 else None,
+        param_dtype=torch.bfloat16 if config.precision == "bfloat16" else None,
+        reduce_dtype=torch.float32,
+        offload_policy=CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
+    )

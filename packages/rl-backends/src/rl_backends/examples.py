@@ -1,0 +1,34 @@
+"""What a backend needs to find in the examples that it is given; the loss may find more in them.
+
+Axes: B rows, T tokens.
+"""
+
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+__all__ = ["BatchT", "TokenBatch"]
+
+
+@runtime_checkable
+class TokenBatch(Protocol):
+    """A dataclass whose fields are tensors `[B, ...]`; those of at least two dims whose second is T are cut along it."""
+
+    rows_per_unit: ClassVar[int]
+    """How many consecutive rows the loss needs together; cuts fall between such units only."""
+
+    @property
+    def tokens(self) -> Int[Tensor, "B T"]:
+        """Token ids, right-padded."""
+
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """Tokens of each row that are not padding; at least 1."""
+
+    @property
+    def trainable(self) -> Bool[Tensor, "B T"]:
+        """The tokens whose log-probability the loss looks at; never the first of a row, never padding."""
+
+
+BatchT = TypeVar("BatchT", bound=TokenBatch)

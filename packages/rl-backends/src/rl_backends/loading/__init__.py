@@ -1,0 +1,22 @@
+"""Models from a folder or the Hub: whole in one process, or shard by shard, each rank reading only what it holds."""
+
+from rl_backends.errors import ModelError
+from rl_backends.loading.checks import check_generation_config, check_vocabulary
+from rl_backends.loading.initialise import initialise
+from rl_backends.loading.materialize import materialize
+from rl_backends.loading.source import ModelSource, open_model
+from rl_backends.loading.weights import LoadReport
+from rl_backends.loading.whole import load_causal_lm, load_tokenizer
+
+__all__ = [
+    "LoadReport",
+    "ModelError",
+    "ModelSource",
+    "check_generation_config",
+    "check_vocabulary",
+    "initialise",
+    "load_causal_lm",
+    "load_tokenizer",
+    "materialize",
+    "open_model",
+]

@@ -1,0 +1,144 @@
+"""A model that lies in a folder or on the Hub: its configuration now, its skeleton and its weights when asked.
+
+Knows which class of transformers a configuration means. Does not know how the model is sharded: between `skeleton` and
+`load_into` the caller does with it what it likes.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rl_backends.errors import ModelError
+from rl_backends.loading.checks import check_generation_config
+from rl_backends.loading.files import model_folder, weight_files
+from rl_backends.loading.skeleton import make_skeleton
+from rl_backends.loading.weights import LoadReport, load_weights
+
+__all__ = ["Head", "ModelSource", "open_model"]
+
+Head = Literal["causal_lm", "sequence_classification"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model that is not loaded yet; `open_model` makes it."""
+
+    model_name: str
+    """The folder or the id of the Hub that was asked for."""
+    folder: Path
+    """Where the configuration lies: that folder, or the one of a commit in the Hub's cache."""
+    config: Any
+    """The configuration, a `PretrainedConfig`."""
+    head: Head
+    """What the model ends in."""
+    trust_remote_code: bool
+    """Whether code that comes with the model may run."""
+
+    def skeleton(self) -> nn.Module:
+        """The model in float32 and eval mode without weights: parameters on the meta device, other buffers real.
+
+        Ties are made, and the folder's generation configuration is attached and checked.
+
+        Raises:
+            ModelError: transformers has no such class or cannot make it, or generation_config.json is contradictory.
+        """
+        model = self._bare()
+        self._attach_generation_config(model)
+        check_generation_config(model)
+        return model
+
+    def load_into(self, model: nn.Module, *, new_head: bool = False, seed: int = 0) -> LoadReport:
+        """Fill a skeleton, which may be sharded and has memory (`materialize`), from the safetensors files.
+
+        Each rank reads its own parts alone, straight into its shards, cast to their dtype. Adapters keep their weights.
+
+        Args:
+            model: what became of `skeleton()`; the same on every rank but for its shards.
+            new_head: draw the head at random where the files have none, as for a reward model from a language model.
+            seed: of that head.
+
+        Raises:
+            ModelError: a tensor is missing, unexpected, of another shape or dtype, or made in a way that cannot be done
+                shard by shard; a file is damaged. The model is unusable afterwards.
+        """
+        files = weight_files(self.model_name, self.folder)
+        return load_weights(model, files, skeleton=self._bare(), new_head=new_head, seed=seed)
+
+    def _bare(self) -> nn.Module:
+        auto = _auto_class(self.config, self.head)
+
+        def make() -> nn.Module:
+            options = {"trust_remote_code": True} if self.trust_remote_code else {}
+            model: nn.Module = auto.from_config(copy.deepcopy(self.config), dtype=torch.float32, **options)
+            return model
+
+        try:
+            return make_skeleton(make)
+        except ModelError:
+            raise
+        except Exception as error:  # of many kinds: whatever a model's code raises on a configuration
+            raise ModelError(
+                f"{self.model_name}: transformers cannot make a model of config.json: {type(error).__name__}: {error}"
+            ) from error
+
+    def _attach_generation_config(self, model: Any) -> None:
+        from transformers import GenerationConfig
+
+        if (self.folder / "generation_config.json").is_file() and model.can_generate():
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(str(self.folder))
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
+
+
+def open_model(
+    model_name: str,
+    *,
+    head: Head = "causal_lm",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    num_labels: int = 1,
+) -> ModelSource:
+    """Find a model and read its configuration; weights are not read, nor fetched, before `load_into`.
+
+    Args:
+        model_name: a folder with `config.json`, for which the network is never asked, or an id of the Hub.
+        head: a language model's, or `num_labels` numbers a row (reward and value models). A model of images and text
+            is opened as such where its configuration is not that of a language model.
+        revision: branch, tag or commit on the Hub; pin it to make a run repeatable. All files are of one commit.
+        trust_remote_code: run the model's own Python code. Only for code that you have read.
+        num_labels: outputs of a sequence classification head.
+
+    Raises:
+        ModelError: there is no such model, its configuration cannot be read, or it is quantized.
+    """
+    from transformers import AutoConfig
+
+    folder = model_folder(model_name, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # of many kinds: of the operating system, transformers, json, the model's own code
+        raise ModelError(
+            f"{model_name}: transformers cannot load the model: config.json: {type(error).__name__}: {error}"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{model_name} is quantized, and quantized weights cannot be trained; give the original model")
+    if head == "sequence_classification":
+        config.num_labels = num_labels
+    return ModelSource(
+        model_name=model_name, folder=folder, config=config, head=head, trust_remote_code=trust_remote_code
+    )
+
+
+def _auto_class(config: Any, head: Head) -> Any:
+    import transformers
+
+    if head == "sequence_classification":
+        return transformers.AutoModelForSequenceClassification
+    text, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    of_text = type(config) in text._model_mapping or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})  # noqa: SLF001
+    return images if not of_text and type(config) in images._model_mapping else text  # noqa: SLF001 - no public one

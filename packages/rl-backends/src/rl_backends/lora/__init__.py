@@ -1,0 +1,26 @@
+"""Low-rank adapters (LoRA) by the peft library: put in, trained, merged for engines, saved, switched off.
+
+Needs the extra `rl-backends[lora]`; importing it imports no peft.
+"""
+
+from rl_backends.lora.config import LoraConfig
+from rl_backends.lora.files import load_adapter, save_adapter
+from rl_backends.lora.inject import add_lora, initialise_adapters
+from rl_backends.lora.layers import adapter_tensors
+from rl_backends.lora.merged import MergedWeights, export_merged
+from rl_backends.lora.reference import adapters_disabled
+from rl_backends.lora.size import AdapterSize, adapter_size
+
+__all__ = [
+    "AdapterSize",
+    "LoraConfig",
+    "MergedWeights",
+    "adapter_size",
+    "adapter_tensors",
+    "adapters_disabled",
+    "add_lora",
+    "export_merged",
+    "initialise_adapters",
+    "load_adapter",
+    "save_adapter",
+]

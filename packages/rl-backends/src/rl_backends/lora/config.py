@@ -1,0 +1,67 @@
+"""What a user may choose of low-rank adapters. Knows no model and no mesh."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+__all__ = ["LoraConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """LoRA (arXiv:2106.09685): y = W x + scaling * B A x, where W is frozen and A [rank, in] and B [out, rank] train.
+
+    There is no dropout: the backend never runs in training mode, since dropout would make two functions of one model.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    rank: int = 16
+    """Rows of A and columns of B. More can learn more, and takes memory and bytes of refit in proportion."""
+
+    alpha: int = 32
+    """`scaling` is alpha / rank, or alpha / sqrt(rank) with `use_rslora`: how far a step of B moves the output."""
+
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """`all-linear`: every linear layer of the decoder layers, but for experts and what routes to them. Or the ends of
+    dotted names, whose tokens may hold `*`: `q_proj`, `self_attn.*_proj`, `layers.1*.mlp.down_proj`."""
+
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that the rank can be raised without a new learning rate."""
+
+    modules_to_save: tuple[str, ...] = ()
+    """Ends of names of modules that are trained whole beside the adapters, such as the `score` head of a reward model.
+    The reference can then no longer be the policy with its adapters off."""
+
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the frozen weights are stored in. `bfloat16` halves their memory, and loses nothing of a checkpoint that is
+    in bfloat16 itself. Adapters, their gradients and their optimizer state are float32 always."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "alpha"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
+            raise ValueError(
+                f"target_modules={self.target_modules!r} must be 'all-linear' or a tuple of names: "
+                f"({self.target_modules!r},)"
+            )
+        if not self.target_modules or not all((*self.target_modules, *self.modules_to_save)):
+            raise ValueError(
+                f"target_modules={self.target_modules!r} and modules_to_save={self.modules_to_save!r} must hold names, "
+                f"and target_modules at least one; to train all weights, leave LoRA out"
+            )
+        if self.base_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"base_dtype={self.base_dtype!r} must be 'float32' or 'bfloat16'")
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def torch_base_dtype(self) -> torch.dtype:
+        """`base_dtype` as torch has it."""
+        return torch.bfloat16 if self.base_dtype == "bfloat16" else torch.float32

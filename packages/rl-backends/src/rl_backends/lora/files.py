@@ -1,0 +1,207 @@
+"""Adapters as a folder in peft's format: adapter_config.json and adapter_model.safetensors.
+
+`peft.PeftModel.from_pretrained` and vLLM read it. Written beside its place and renamed into it; read by every rank,
+each of which copies its own part. Knows no base weights: the folder names the model that it belongs to.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backends.errors import CheckpointError
+from rl_backends.lora.inject import require_peft
+from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
+from rl_backends.ranks import raise_together
+from rl_parallel_plans import export_state_dict, named_shards
+
+__all__ = ["load_adapter", "save_adapter"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
+"""How the name of a model's class ends to what peft calls its task."""
+
+OTHER_MATHS = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
+"""Keys of adapter_config.json that, set, make something else of A and B than W + scaling * B A."""
+
+KEEP_BASE = ("gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights`, beside booleans, that left W alone."""
+
+
+def save_adapter(model: nn.Module, folder: str | Path, *, base_model_name: str) -> None:
+    """Write the adapters to `folder`, whole or not at all; every rank must call it. Gathered tensor by tensor.
+
+    Args:
+        model: with adapters; sharded or not.
+        folder: must not exist.
+        base_model_name: folder or hub id of the model without adapters, which loaders of the folder will open.
+
+    Raises:
+        FileExistsError: `folder` is there already; nothing is overwritten.
+        OSError: the disk is full or read-only; `folder` does not exist afterwards.
+        RankError: on the other ranks, whatever rank 0 raises.
+        ModelError: the model has no adapters.
+    """
+    layers = adapted_layers(model)
+    weights = {name: tensor.contiguous() for name, tensor in _gathered(model)}
+    error: Exception | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            _write(Path(folder), weights, _peft_config(model, layers, base_model_name))
+        except Exception as caught:  # noqa: BLE001 - raised below, once every rank knows
+            error = caught
+    raise_together(error)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Put the values of a saved adapter into the model's, in place; every rank must call it, and reads only its part.
+
+    Strict: the same layers, rank, scaling, shapes and names. All is checked before anything is copied.
+
+    Raises:
+        CheckpointError: the folder is not there, is damaged, or holds another adapter than the model has.
+        RankError: another rank could not read it.
+        ModelError: the model has no adapters.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    layers = adapted_layers(model)
+    path = Path(folder) / WEIGHTS
+    error: Exception | None = None
+    try:
+        _check_config(_read_config(Path(folder)), layers[0], path.parent)
+        with safe_open(str(path), framework="pt") as file:
+            shards = {peft_name(shard.name): shard for shard in named_shards(model)}
+            wanted = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model).items()}
+            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            _check_same(wanted, held, path)
+            for name in wanted:
+                shard, saved = shards[name], file.get_slice(name)
+                for box in shard.boxes():
+                    cut = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                    box.of_local(shard.local).copy_(saved[cut])
+    except (OSError, SafetensorError, json.JSONDecodeError) as caught:
+        error = CheckpointError(f"{path.parent}: the adapter cannot be read: {type(caught).__name__}: {caught}")
+    except CheckpointError as caught:
+        error = caught
+    raise_together(error)
+
+
+def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name in peft's file and whole tensor, on rank 0; on the others nothing."""
+    for path, module in model.named_modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            for name, tensor in export_state_dict(module):
+                if module.get_parameter(name).requires_grad:
+                    yield peft_name(f"{unwrapped(path)}.{name}"), tensor
+
+
+def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
+    from safetensors.torch import save
+
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; a saved adapter is never overwritten, choose another folder")
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        config.save_pretrained(str(unfinished))
+        with (unfinished / WEIGHTS).open("wb") as file:
+            file.write(save(weights, metadata={"format": "pt"}))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _peft_config(model: nn.Module, layers: list[AdaptedLayer], base_model_name: str) -> Any:
+    require_peft()
+    import peft
+
+    first = layers[0].module
+    task = next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None)
+    config = peft.LoraConfig(
+        base_model_name_or_path=base_model_name,
+        task_type=task,
+        inference_mode=True,
+        r=layers[0].lora_a.shape[0],
+        lora_alpha=next(iter(first.lora_alpha.values())),
+        use_rslora=next(iter(first.use_rslora.values())),
+        modules_to_save=sorted({name.rpartition(".")[0] for name in trained_whole(model)}) or None,
+    )
+    config.target_modules = _short_names(model, [layer.name for layer in layers])  # peft would make a set of it
+    return config
+
+
+def _short_names(model: nn.Module, targets: list[str]) -> list[str]:
+    """Last tokens where they mean these layers and no other module; else the whole names."""
+    ends = sorted({target.rpartition(".")[2] for target in targets})
+    paths = {unwrapped(path) for path, _ in model.named_modules()}
+    fits = {path for path in paths if path.rpartition(".")[2] in ends}
+    return ends if fits == set(targets) else targets
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / CONFIG).read_text())
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} holds no JSON object, but {type(config).__name__}")
+    return config
+
+
+def _check_config(config: dict[str, Any], layer: AdaptedLayer, folder: Path) -> None:
+    module = layer.module
+    ours = {
+        "peft_type": "LORA",
+        "r": layer.lora_a.shape[0],
+        "lora_alpha": next(iter(module.lora_alpha.values())),
+        "use_rslora": next(iter(module.use_rslora.values())),
+        "bias": "none",
+    }
+    theirs = {"use_rslora": False, "bias": "none", **config}
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key} is {theirs.get(key)!r}, and the model's adapters have {value!r}; give the "
+                f"LoraConfig that the adapter was trained with"
+            )
+    others = {key: config[key] for key in OTHER_MATHS if config.get(key)}
+    start = config.get("init_lora_weights", True)
+    if not (isinstance(start, bool) or start in KEEP_BASE):
+        others["init_lora_weights"] = start
+    if others:
+        raise CheckpointError(f"{folder / CONFIG}: {others} makes another model of A and B than LoRA; convert it first")
+
+
+def _check_same(wanted: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]], path: Path) -> None:
+    missing, foreign = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
+    if missing or foreign:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensors of the model's adapters {missing[:2]} and has {len(foreign)} of "
+            f"others {foreign[:2]}; give the LoraConfig that the adapter was trained with"
+        )
+    for name, shape in wanted.items():
+        if held[name] != shape:
+            raise CheckpointError(
+                f"{path}: {name} is {list(held[name])} and the model's {list(shape)}: not its adapter"
+            )

@@ -1,0 +1,103 @@
+"""Adapters put into a model, by peft, and given their first values. Before sharding, on the meta device or off it.
+
+The model keeps its class and its names, but for X.base_layer where X had an adapter put around it. Knows no mesh: first
+values are drawn whole from a seed and a name, and each rank keeps its part.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+
+from rl_backends.errors import ModelError
+from rl_backends.lora.config import LoraConfig
+from rl_backends.lora.layers import A_TAIL, ADAPTER, B_TAIL, adapted_layers
+from rl_backends.lora.targets import find_targets, find_trained_whole
+from rl_parallel_plans import named_shards
+from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
+
+__all__ = ["add_lora", "initialise_adapters", "require_peft"]
+
+
+def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Module:
+    """Freeze `model` and put adapters into it; before it is sharded. The model is changed in place and returned.
+
+    Args:
+        model: with weights, or on the meta device: then call `initialise_adapters` when its parameters have memory.
+        config: where adapters go, their size, and the dtype that the frozen weights get.
+        seed: of `initialise_adapters`.
+
+    Raises:
+        ModelError: peft is not installed, the model has adapters already, or `config` names what cannot be adapted.
+            Nothing was changed.
+    """
+    require_peft()
+    if getattr(model, "peft_config", None):
+        raise ModelError(f"{type(model).__name__} has adapters already; give the model without them")
+    targets = find_targets(model, config.target_modules)
+    whole = find_trained_whole(model, config.modules_to_save, targets=targets)
+    _inject(model, config, list(targets))
+    _set_dtypes(model, config, whole)
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return model
+    for layer in adapted_layers(model):
+        for adapter in (layer.module.lora_A, layer.module.lora_B):
+            adapter.to_empty(device=layer.base.device)
+    initialise_adapters(model, seed=seed)
+    return model
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, *, seed: int) -> None:
+    """Give A and B their first values, in place: B is zero, A uniform within 1 / sqrt(in), as peft has it.
+
+    The values depend on `seed` and on the layer's name alone: not on the mesh, the order, the device or torch's own
+    random state, which is left alone. Moves nothing between ranks.
+
+    Raises:
+        ModelError: the model has no adapters.
+    """
+    adapted_layers(model)
+    for shard in named_shards(model):
+        if shard.name.endswith(B_TAIL):
+            shard.local.zero_()
+        elif shard.name.endswith(A_TAIL):
+            digest = hashlib.sha256(f"{seed} {shard.name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+            bound = 1 / math.sqrt(shard.shape[1])
+            whole = torch.empty(shard.shape).uniform_(-bound, bound, generator=generator)
+            for box in shard.boxes():
+                box.of_local(shard.local).copy_(box.of_whole(whole))
+
+
+def require_peft() -> None:
+    """Raise ModelError with the line that installs peft, where it is not."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ModelError(
+            f"LoRA needs peft, which cannot be imported ({error}): pip install 'rl-backends[lora]'"
+        ) from error
+
+
+def _inject(model: nn.Module, config: LoraConfig, targets: list[str]) -> None:
+    import peft
+
+    asked = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, use_rslora=config.use_rslora, target_modules=targets, bias="none"
+    )
+    peft.inject_adapter_in_model(asked, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    found = [layer.name for layer in adapted_layers(model)]
+    assert found == targets, f"peft adapted {sorted(set(found) ^ set(targets))} otherwise than it was asked to"
+
+
+def _set_dtypes(model: nn.Module, config: LoraConfig, whole: dict[str, nn.Module]) -> None:
+    """Frozen weights in their dtype, all else in float32; a parameter stays the same object, so that ties hold."""
+    for module in whole.values():
+        module.requires_grad_(requires_grad=True)
+    fp32 = kept_in_fp32(model, config.torch_base_dtype, FP32_PARAMETERS)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            keeps = parameter.requires_grad or name in fp32
+            parameter.data = parameter.data.to(torch.float32 if keeps else config.torch_base_dtype)

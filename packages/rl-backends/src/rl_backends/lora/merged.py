@@ -1,0 +1,131 @@
+"""A model's weights with its adapters merged in: for engines, in the same memory at every refresh, and for files.
+
+    W' = W + scaling * (B A)        in float32, rounded once
+
+from the frozen W each time. W itself is never written, so nothing drifts, however often weights are sent. A rank
+computes its own part of W' from its parts of W and B and the columns of A that it needs: A alone is gathered, over the
+ranks that FSDP has cut its few rows over.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from rl_backends.lora.layers import A_TAIL, B_TAIL, AdaptedLayer, adapted_layers, base_name, named_tensors
+from rl_parallel_plans import NamedShard, export_state_dict, named_shards, to_local_if_dtensor
+from rl_parallel_plans.dtensor import is_dtensor
+
+__all__ = ["MergedWeights", "export_merged", "merged_weight"]
+
+
+@torch.no_grad()
+def merged_weight(base: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: float) -> Tensor:
+    """W + scaling * (B A), [out, in] in float32; W [out, in], A [rank, in], B [out, rank] in any dtype."""
+    return base.float() + (lora_b.float() @ lora_a.float()) * scaling
+
+
+@final
+class MergedWeights(Mapping[str, Tensor]):
+    """Parameters and buffers by Hugging Face name, adapters merged: what an engine is fed from.
+
+    Weights with an adapter have memory of their own here, as large as this rank's part of them and placed alike; all
+    other tensors are the model's own. Both are the same objects at every refresh.
+
+    Args:
+        model: with adapters; sharded or not.
+        dtype: of the merged weights; None keeps the frozen ones' own.
+
+    Raises:
+        ModelError: the model has no adapters.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+        self._model = model
+        self._merged = {
+            f"{layer.name}.weight": torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
+            for layer in adapted_layers(model)
+        }
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Merge the adapters as they are now; every rank must call it. Call it before each refit."""
+        for layer in adapted_layers(self._model):
+            _merge(layer, out=self._merged[f"{layer.name}.weight"])
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory on this rank beside the model's."""
+        return sum(to_local_if_dtensor(tensor).nbytes for tensor in self._merged.values())
+
+    def shards(self) -> Iterator[NamedShard]:
+        """What this rank holds of each parameter and persistent buffer, as `named_shards` of the merged model would."""
+        for shard in named_shards(self._model):
+            if not shard.name.endswith((A_TAIL, B_TAIL)):
+                name = base_name(shard.name)
+                tensor = self._merged.get(name, shard.tensor)
+                yield NamedShard(name=name, tensor=tensor, shape=shard.shape, row_order=shard.row_order)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._merged[name] if name in self._merged else dict(named_tensors(self._model))[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in named_tensors(self._model))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in named_tensors(self._model))
+
+    def items(self) -> Any:
+        """Names and tensors, each looked up once."""
+        return {name: self._merged.get(name, tensor) for name, tensor in named_tensors(self._model)}.items()
+
+
+def export_merged(
+    model: nn.Module,
+    *,
+    every_rank: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = "cpu",
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors as of `rl_parallel_plans.export_state_dict`, adapters merged in float32.
+
+    A collective: every rank must iterate to the end; only rank 0 is given anything, unless `every_rank`. Beside what is
+    yielded, one frozen weight is in memory.
+
+    dtype: of floating-point tensors; None keeps each one's own.
+    """
+    scalings = {layer.name: layer.scaling for layer in adapted_layers(model)}
+    held: dict[str, Tensor] = {}
+    for name, tensor in export_state_dict(model, every_rank=every_rank, device=device):
+        if name.endswith((A_TAIL, ".base_layer.weight")):
+            held[name] = tensor
+            continue
+        if name.endswith(B_TAIL):
+            layer = name.removesuffix(B_TAIL)
+            base, lora_a = held.pop(f"{layer}.base_layer.weight"), held.pop(f"{layer}{A_TAIL}")
+            merged = merged_weight(base, lora_a, tensor, scaling=scalings[layer])
+            yield f"{layer}.weight", merged.to(dtype or base.dtype)
+        else:
+            yield base_name(name), tensor.to(dtype) if tensor.is_floating_point() and dtype else tensor
+
+
+def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
+    lora_a = _with_all_rows(layer.lora_a)
+    base, lora_b = (to_local_if_dtensor(each.detach()).to(lora_a.device) for each in (layer.base, layer.lora_b))
+    assert base.shape == (lora_b.shape[0], lora_a.shape[1]), f"{layer.name}: {base.shape}, {lora_b.shape}"
+    to_local_if_dtensor(out).copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling))
+
+
+def _with_all_rows(lora_a: Tensor) -> Tensor:
+    """A [rank, in] with every row, and of its columns those that this rank's part of W has."""
+    if not is_dtensor(lora_a):
+        return lora_a.detach()
+    from torch.distributed.tensor import DTensor, Replicate
+
+    # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
+    sharded = lora_a.detach().to(lora_a.device_mesh.device_type)
+    assert isinstance(sharded, DTensor)
+    placements = [placed if placed.is_shard(1) else Replicate() for placed in sharded.placements]
+    return sharded.redistribute(placements=placements).to_local()

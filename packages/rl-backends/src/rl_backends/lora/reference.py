@@ -1,0 +1,37 @@
+"""The policy with its adapters off: the model that training began with, at no memory of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from rl_backends.errors import ModelError
+from rl_backends.lora.layers import adapted_layers, trained_whole
+
+__all__ = ["adapters_disabled"]
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards compute W x alone; after it, also after an error, what was before. May be nested.
+
+    No parameter is touched, nor whether it trains, so that it holds under FSDP2 and tensor parallelism. Both the
+    forward and, where there is one, its backward belong inside: recomputed activations would have adapters otherwise.
+
+    Raises:
+        ModelError: the model has no adapters, or trains other parameters too, whose first values are gone.
+    """
+    if whole := trained_whole(model):
+        raise ModelError(
+            f"{next(iter(whole))} is trained whole (modules_to_save), so that the policy without adapters is no longer "
+            f"the model that training began with; freeze a copy as the reference instead"
+        )
+    # `enable_adapters` would also change which parameters train, which FSDP must not meet between two backwards.
+    before = [(layer.module, layer.module.disable_adapters) for layer in adapted_layers(model)]
+    try:
+        for module, _ in before:
+            module._disable_adapters = True  # noqa: SLF001
+        yield
+    finally:
+        for module, disabled in before:
+            module._disable_adapters = disabled  # noqa: SLF001

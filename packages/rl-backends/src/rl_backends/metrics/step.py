@@ -1,0 +1,320 @@
+"""What a training step did and how fast: a meter that the backend wraps around its work, and the figures that it gives.
+
+Knows tokens, FLOPs and seconds; no loss, and no other rank: what all ranks do follows from the cut that each of them
+knows, and they finish a step together, so that this rank's seconds are everybody's. No collective. The steps themselves
+only take the time; figures are worked out, and a GPU is waited for, when `metrics()` is called.
+
+    with meter.forward_backward(examples, cut_of_all_ranks): ...     any number of times a step
+    with meter.optim_step() as outcome: outcome.grad_norm = ...
+    meter.metrics()
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from rl_backends.batching.inputs import Layout
+from rl_backends.batching.microbatch import Microbatch
+from rl_backends.errors import ModelError, NonFiniteGradientError
+from rl_backends.examples import TokenBatch
+from rl_backends.metrics.clock import Clock, Interval
+from rl_backends.metrics.flops import ModelFlops
+from rl_backends.metrics.memory import MemoryUse
+from rl_backends.metrics.work import Work, work_of
+
+__all__ = ["StepMeter", "StepMetrics", "StepOutcome"]
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What only the backend knows of an optimizer step; filled in while it is made."""
+
+    grad_norm: float | None = None
+    """Before clipping."""
+
+    skipped: bool = False
+    """Whether the weights were left as they were. A NonFiniteGradientError says so too."""
+
+    router: Mapping[str, float] = field(default_factory=dict)
+    """Figures of a mixture's router, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Over all microbatches of a batch: what it did, and when."""
+
+    lengths: Tensor
+    asked: Tensor
+    cut: Sequence[Sequence[Microbatch]]
+    taken: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    passes: list[_Pass]
+    taken: Interval
+    outcome: StepOutcome
+    skipped_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
+
+    tokens: int
+    """Of rows, without padding."""
+
+    tokens_read: int
+    """That the model computed: with padding, and with microbatches repeated to keep ranks in step."""
+
+    padding_share: float
+    """Of the tokens that were read, those that no row has, from 0 to 1."""
+
+    asked_tokens: int
+    """Whose log-probability (or value, or score) the loss was given."""
+
+    microbatches: int
+    """Of each rank."""
+
+    repeated_microbatches: int
+    """That did not count."""
+
+    load_balance: float
+    """FLOPs of the most expensive rank over the mean of all: 1 is perfect."""
+
+    forward_backward_s: float
+    """Seconds in `forward_backward`."""
+
+    optim_s: float
+    """Seconds in `optim_step`."""
+
+    tokens_per_s: float
+    """Real tokens over the seconds of both."""
+
+    tokens_per_s_per_rank: float
+    """The same, divided by all ranks of the run."""
+
+    model_flops: float | None
+    """That the mathematics of the step needs; see `ModelFlops`."""
+
+    hardware_flops: float | None
+    """With padding, repetitions, and what is computed again in backward."""
+
+    flops_per_s_per_rank: float | None
+    """Model FLOPs a second, of one rank."""
+
+    mfu: float | None
+    """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
+
+    hfu: float | None
+    """Hardware FLOPs utilisation."""
+
+    mfu_unknown: str | None
+    """Why there is no `mfu`; None where there is."""
+
+    grad_norm: float | None
+    """Before clipping."""
+
+    skipped: bool
+    """Whether this step left the weights as they were."""
+
+    skipped_steps: int
+    """How many have, since the meter was made."""
+
+    router: Mapping[str, float]
+    """Figures of a mixture's router, by name."""
+
+    memory: MemoryUse | None
+    """Of this rank, when the metrics were asked for."""
+
+    def as_dict(self) -> dict[str, float]:
+        """The figures that are known, flat, for a logger; of memory the bytes by category and the peaks."""
+        values = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        values |= {f"router/{name}": value for name, value in self.router.items()}
+        return {name: float(value) for name, value in (values | _flat_memory(self.memory)).items()}
+
+    def as_json(self) -> str:
+        """One line of JSON with every figure."""
+        return json.dumps(asdict(self))
+
+    def render(self) -> str:
+        """One line for people."""
+        speed = "unknown" if self.flops_per_s_per_rank is None else f"{self.flops_per_s_per_rank / 1e12:.3g} TFLOP/s"
+        mfu = self.mfu_unknown if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"{self.tokens:,} tokens in {self.forward_backward_s + self.optim_s:.3g} s: {self.tokens_per_s:,.0f}/s, "
+            f"{speed} a rank, MFU {mfu}; padding {self.padding_share:.1%}, load balance {self.load_balance:.2f}, "
+            f"{self.microbatches} microbatches a rank, {self.repeated_microbatches} repeated"
+            f"{'; SKIPPED' if self.skipped else ''}"
+        )
+
+
+class StepMeter:
+    """Measures steps one after another.
+
+    Args:
+        flops: what a token costs, or why that is not known.
+        device: where the model is.
+        num_ranks: of the run, on all axes of the mesh.
+        layout: of microbatches.
+        token_multiple: what padded rows are rounded up to: 2 · ranks under context parallelism.
+        recomputed: whether backward computes whole layers again (`activation_checkpointing="full"`).
+        peak_flops_per_s: of one device, in the dtype of the computation; None where it is not known.
+        memory: what takes the account of memory, when metrics are asked for.
+    """
+
+    def __init__(
+        self,
+        flops: ModelFlops | ModelError,
+        *,
+        device: torch.device,
+        num_ranks: int,
+        layout: Layout = "padded",
+        token_multiple: int = 1,
+        recomputed: bool = False,
+        peak_flops_per_s: float | None = None,
+        memory: Callable[[], MemoryUse] | None = None,
+    ) -> None:
+        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
+            raise ValueError(f"peak_flops_per_s={peak_flops_per_s} must be > 0, or None where it is not known")
+        self._flops = flops
+        self._clock = Clock(device)
+        self._device = device
+        self._num_ranks = num_ranks
+        self._layout: Layout = layout
+        self._token_multiple = token_multiple
+        self._recomputed = recomputed
+        self._peak = peak_flops_per_s
+        self._memory = memory
+        self._passes: list[_Pass] = []
+        self._step: _Step | None = None
+        self._metrics: StepMetrics | None = None
+        self._skipped_steps = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: Any) -> "StepMeter":
+        """For a model that is not sharded yet; without FLOPs, and with the reason, where its modules do not tell."""
+        try:
+            return cls(ModelFlops.of(model), **options)
+        except ModelError as error:
+            return cls(error, **options)
+
+    @contextmanager
+    def forward_backward(
+        self,
+        examples: TokenBatch,
+        cut: Sequence[Sequence[Microbatch]],
+        *,
+        asked: Int[Tensor, " B"] | None = None,
+    ) -> Iterator[None]:
+        """Around the passes over all microbatches. What raises forgets the step so far, as its gradient is cleared.
+
+        Args:
+            examples: the whole batch, on the host.
+            cut: microbatches of every data-parallel rank.
+            asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
+        """
+        start = self._clock.now()
+        try:
+            yield
+            taken = self._clock.since(start)
+        except BaseException:
+            self._passes.clear()
+            raise
+        self._passes.append(_Pass(examples.lengths, examples.trainable if asked is None else asked, cut, taken))
+
+    @contextmanager
+    def optim_step(self) -> Iterator[StepOutcome]:
+        """Around clipping and the update; the backend fills in what is yielded. Ends the step."""
+        outcome, start = StepOutcome(), self._clock.now()
+        try:
+            yield outcome
+        except NonFiniteGradientError:
+            outcome.skipped = True
+            self._finish(outcome, self._clock.since(start))
+            raise
+        self._finish(outcome, self._clock.since(start))
+
+    def metrics(self) -> StepMetrics | None:
+        """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step."""
+        if self._step is not None:
+            self._metrics, self._step = self._figures(self._step), None
+        return self._metrics
+
+    def _finish(self, outcome: StepOutcome, taken: Interval) -> None:
+        self._skipped_steps += outcome.skipped
+        if self._passes:  # otherwise there was nothing to step along
+            self._step, self._passes = _Step(self._passes, taken, outcome, self._skipped_steps), []
+
+    def _work(self, one: _Pass) -> Work:
+        marked = one.asked.ndim > 1
+        return work_of(
+            one.cut,
+            lengths=one.lengths,
+            asked=one.asked.sum(dim=1, dtype=torch.int32) if marked else one.asked,
+            flops=self._flops if isinstance(self._flops, ModelFlops) else None,
+            layout=self._layout,
+            token_multiple=self._token_multiple,
+            recomputed=self._recomputed,
+        )
+
+    def _figures(self, step: _Step) -> StepMetrics:
+        work = self._work(step.passes[0])
+        for each in step.passes[1:]:
+            work += self._work(each)
+        outcome = step.outcome
+        passed, optim = sum(each.taken.seconds() for each in step.passes), step.taken.seconds()
+        seconds = passed + optim
+        each_rank = None if work.model_flops is None else work.model_flops / seconds / self._num_ranks
+        hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self._num_ranks
+        return StepMetrics(
+            tokens=work.tokens,
+            tokens_read=work.tokens_read,
+            padding_share=work.padding_share,
+            asked_tokens=work.asked_tokens,
+            microbatches=work.microbatches,
+            repeated_microbatches=work.repeated_microbatches,
+            load_balance=work.load_balance,
+            forward_backward_s=passed,
+            optim_s=optim,
+            tokens_per_s=work.tokens / seconds,
+            tokens_per_s_per_rank=work.tokens / seconds / self._num_ranks,
+            model_flops=work.model_flops,
+            hardware_flops=work.hardware_flops,
+            flops_per_s_per_rank=each_rank,
+            mfu=None if each_rank is None or self._peak is None else each_rank / self._peak,
+            hfu=None if hardware is None or self._peak is None else hardware / self._peak,
+            mfu_unknown=self._why_no_mfu(),
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            skipped_steps=step.skipped_steps,
+            router=dict(outcome.router),
+            memory=None if self._memory is None else self._memory(),
+        )
+
+    def _why_no_mfu(self) -> str | None:
+        if isinstance(self._flops, ModelError):
+            return f"unknown: {self._flops}"
+        if self._peak is None:
+            return f"unknown: no data sheet's peak for {self._device}; pass peak_flops_per_s"
+        return None
+
+
+def _flat_memory(memory: MemoryUse | None) -> dict[str, float]:
+    if memory is None:
+        return {}
+    flat = {
+        f"memory/{device}/{category.replace(' ', '_')}_bytes": size
+        for device, categories in memory.by_device.items()
+        for category, size in categories.items()
+    }
+    flat |= {f"memory/cuda_{name}_bytes": size for name, size in (memory.cuda or {}).items()}
+    flat |= {} if memory.resident is None else {"memory/resident_bytes": memory.resident}
+    flat |= {} if memory.peak_resident is None else {"memory/peak_resident_bytes": memory.peak_resident}
+    return {name: float(size) for name, size in flat.items()}

@@ -1,0 +1,179 @@
+"""The load-balancing loss of a mixture's routers, sequence by sequence, so that no cut of a batch changes it.
+
+DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, eq. 17-20). For a sequence of T tokens at a router of N
+experts of which each token takes K,
+
+    L = sum over i of f_i · P_i                                   1 where experts are used evenly, N/K at worst
+    f_i = N / (K·T) · number of the tokens that take expert i     a count, without a gradient
+    P_i = 1 / T · sum over tokens of s'_i                         s' the token's scores, scaled to sum to 1
+
+with s' = s / sum(s) for s = sigmoid(logits), as in the paper, and s' = softmax(logits), which sums to 1 already, where
+the model routes by softmax (also where it normalises over the chosen experts only). L is averaged over the routers of
+the model, and summed over sequences; the backend divides by the step's number of sequences. Hugging Face's own
+`load_balancing_loss_func` multiplies means over all tokens of a microbatch instead, and so depends on the cut.
+
+Does not know microbatches, losses or optimizers. Axes: b rows of a microbatch, t tokens that the model reads at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rl_backends.batching.inputs import ModelInputs
+from rl_backends.errors import ModelError
+from rl_backends.moe.routers import Router, find_routers
+from rl_parallel_plans import ParallelPlan
+from rl_parallel_plans.structure import matching_modules
+
+__all__ = ["RouterWatch"]
+
+
+class RouterWatch:
+    """Reads what the routers of `model` decide in a forward that is recorded, and makes a loss of it.
+
+        watch = RouterWatch(model, plan=plan)
+        with watch.recording():
+            hidden = model(...)
+        (loss + coefficient / num_sequences * watch.loss(inputs, lengths)).backward()
+
+    Under tensor parallelism every rank routes all tokens, and what reaches a router and its input is summed over ranks:
+    the gradient of the loss is divided by their number, its value is not. Recomputation in backward (activation
+    checkpointing) is not recorded. Both losses must go through one backward, before the next recording.
+
+    Args:
+        model: sharded or not; hooks are put on its routers.
+        plan: by which it is tensor parallel.
+
+    Raises:
+        ModelError: the model has no routers, or some that cannot be read, or whose gradients its plan does not sum.
+    """
+
+    def __init__(self, model: nn.Module, *, plan: ParallelPlan | None = None) -> None:
+        self._routers = find_routers(model)
+        self._gradient_share = 1.0 if plan is None or plan.tp == 1 else 1.0 / plan.tp
+        if plan is not None and plan.tp > 1:
+            _require_summed_gradients(model, self._routers, plan)
+        self._recording = False
+        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
+        self._counts: dict[str, Tensor] = {}
+        for router in self._routers:
+            router.module.register_forward_hook(partial(self._note, router))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around one forward, whose routers `loss` will speak of."""
+        self._seen.clear()
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    def loss(
+        self,
+        inputs: ModelInputs,
+        lengths: Int[Tensor, " b"],
+        *,
+        counted: bool = True,
+        context_group: dist.ProcessGroup | None = None,
+    ) -> Float[Tensor, ""]:
+        """The sum over the recorded sequences of their balance loss, differentiable; forgets the recording.
+
+        Args:
+            inputs: what the model read.
+            lengths: tokens of each row that are not padding, on the host.
+            counted: whether these rows are in the statistics; multiply the loss by it too.
+            context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then
+                a term of the sum over them, and so is its gradient.
+
+        Raises:
+            RuntimeError: no forward was recorded.
+        """
+        if missing := [router.path for router in self._routers if router.path not in self._seen]:
+            raise RuntimeError(
+                f"{len(missing)} of {len(self._routers)} routers were not seen ({missing[0]}): run the model inside "
+                f"`with watch.recording():`, once, before each loss"
+            )
+        terms = [self._loss_of(router, inputs, lengths, counted=counted, group=context_group) for router in self._routers]
+        self._seen.clear()
+        return torch.stack(terms).mean()
+
+    def take_counts(self) -> dict[str, Float[Tensor, " experts"]]:
+        """How often this rank's counted rows have chosen each expert since the last call, by router; begins anew.
+
+        Add them up over the ranks that have other rows or tokens (not over tensor-parallel ones) for `router_metrics`.
+        """
+        counts, self._counts = self._counts, {}
+        return counts
+
+    def _loss_of(
+        self,
+        router: Router,
+        inputs: ModelInputs,
+        lengths: Tensor,
+        *,
+        counted: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        logits, chosen = self._seen[router.path]
+        num_experts, top_k = logits.shape[-1], chosen.shape[-1]
+        taken = torch.zeros(logits.shape, device=logits.device).scatter_(1, chosen, 1.0)
+        took = _by_sequence(taken, inputs, lengths)
+        if counted:
+            self._counts[router.path] = self._counts.get(router.path, 0) + took.sum(0)
+        if group is not None:
+            took = took.contiguous()
+            dist.all_reduce(took, group=group)
+        num_tokens = lengths.to(logits.device, torch.float32)[:, None]
+        share = _by_sequence(router.affinities(logits), inputs, lengths) / num_tokens
+        return (took * (num_experts / top_k) / num_tokens * share).sum()
+
+    def _note(self, router: Router, _module: nn.Module, _args: object, output: object) -> None:
+        if not self._recording:
+            return
+        if router.path in self._seen:
+            raise RuntimeError(f"{router.path} ran twice in one recording: record one forward at a time")
+        logits, chosen = router.read(output)
+        if self._gradient_share != 1.0 and logits.requires_grad:
+            logits = logits.view_as(logits)  # only what goes into this loss
+            logits.register_hook(lambda gradient: gradient * self._gradient_share)  # type: ignore[no-untyped-call]
+        self._seen[router.path] = logits, chosen
+
+
+def _by_sequence(
+    values: Float[Tensor, "tokens experts"], inputs: ModelInputs, lengths: Int[Tensor, " b"]
+) -> Float[Tensor, "b experts"]:
+    """The sum over each row's own tokens, padding left out."""
+    on_device = lengths.to(values.device)
+    if inputs.cu_seq_lens is not None:
+        return torch.segment_reduce(values, "sum", lengths=on_device, axis=0)
+    num_rows, num_tokens = inputs.tokens.shape
+    positions = inputs.position_ids
+    if positions is None:
+        positions = torch.arange(num_tokens, device=values.device)[None]
+    real = positions < on_device[:, None]
+    return (values.unflatten(0, (num_rows, num_tokens)) * real[..., None]).sum(1)
+
+
+def _require_summed_gradients(model: nn.Module, routers: Sequence[Router], plan: ParallelPlan) -> None:
+    """Inside a block that is a sum over ranks, whole parameters have partial gradients; elsewhere we do not know."""
+    styles: dict[int, list[object]] = {}
+    for pattern, style in plan.styles.items():
+        for _, module in matching_modules(model, pattern):
+            styles.setdefault(id(module), []).append(style)
+    for router in routers:
+        for module in router.module.modules():
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            found = styles.get(id(module), [])
+            rules = [style.rules(module) for style in found if hasattr(style, "rules")]
+            if names and not any(all(rule.partial_gradient for rule in each.values()) and each for each in rules):
+                raise ModelError(
+                    f"the router {router.path} is under the style {', '.join(map(repr, found)) or 'of no rule'}, which "
+                    f"does not say that its gradient is summed over tensor-parallel ranks: use the built-in plan, or "
+                    f"set router_aux_loss_coef to 0"
+                )

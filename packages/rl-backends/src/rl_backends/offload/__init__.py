@@ -1,0 +1,6 @@
+"""Gives the memory of weights, gradients and optimizer state to others, and brings them back bit for bit."""
+
+from rl_backends.offload.offloader import PARTS, Offloader, Part
+from rl_backends.offload.report import OffloadReport
+
+__all__ = ["PARTS", "OffloadReport", "Offloader", "Part"]

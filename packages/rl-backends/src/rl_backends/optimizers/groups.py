@@ -1,0 +1,115 @@
+"""Which parameters an optimizer treats alike: trained by AdamW or Muon, decaying or not, on one mesh.
+
+Decides by names, shapes and module classes; makes no optimizer. A frozen parameter is in no group. Groups are split by
+mesh because torch's fused and foreach kernels take the tensors of one mesh at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import Tensor, nn
+
+from rl_backends.errors import ModelError
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_parallel_plans import NamedShard, named_shards
+
+__all__ = ["ParameterGroup", "group_parameters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that one optimizer treats alike."""
+
+    trained_by: Literal["adamw", "muon"]
+    """Muon takes the matrices inside layers, where it was asked for; AdamW everything else."""
+    decays: bool
+    """Whether weight decay pulls them towards 0."""
+    names: tuple[str, ...]
+    """In the unsharded model; a tied parameter under its first name."""
+    parameters: tuple[nn.Parameter, ...]
+    """This rank's shards, in the order of the names."""
+
+
+def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
+    """The groups of every trainable parameter of `model`, sharded or not, in the model's order.
+
+    Raises:
+        ModelError: nothing is trainable.
+        ValueError: a pattern of `no_decay` matches no trainable parameter.
+    """
+    shards = [each for each in named_shards(model) if isinstance(each.tensor, nn.Parameter)]
+    trainable = [each for each in shards if each.tensor.requires_grad]
+    if not trainable:
+        raise ModelError(
+            f"none of the {len(shards)} parameters of {type(model).__name__} requires a gradient, so there is nothing "
+            "to optimize: unfreeze some, or add adapters"
+        )
+    _check_patterns(config.no_decay, [each.name for each in trainable])
+    owners = _owners(model)
+    layered = _in_layers(model)
+    members: dict[tuple[bool, bool, object], list[NamedShard]] = {}
+    for each in trainable:
+        owner, decays = owners[id(each.tensor)], _decays(each, config, owner=owners[id(each.tensor)])
+        by_muon = config.name == "muon" and id(each.tensor) in layered and _is_matrix(each, owner)
+        key = (by_muon, decays, getattr(each.tensor, "device_mesh", None))
+        members.setdefault(key, []).append(each)
+    return tuple(
+        ParameterGroup(
+            trained_by="muon" if by_muon else "adamw",
+            decays=decays,
+            names=tuple(each.name for each in group),
+            parameters=tuple(each.tensor for each in group if isinstance(each.tensor, nn.Parameter)),
+        )
+        for (by_muon, decays, _), group in members.items()
+    )
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names[:3])
+            raise ValueError(
+                f"no_decay pattern {pattern!r} matches none of the {len(names)} trainable parameters ({some}, ...): "
+                "`*` stands for anything, and a tied parameter has its first name only"
+            )
+
+
+def _decays(shard: NamedShard, config: OptimizerConfig, *, owner: nn.Module) -> bool:
+    if any(fnmatchcase(shard.name, pattern) for pattern in config.no_decay):
+        return False
+    return config.decay_vectors or not _is_vector(shard, owner)
+
+
+def _is_vector(shard: NamedShard, owner: nn.Module) -> bool:
+    """Norms and biases of several heads or experts are stacks of vectors: two dims, and still no matrix."""
+    own_name = shard.name.rpartition(".")[2]
+    return len(shard.shape) < 2 or own_name.endswith("bias") or "norm" in type(owner).__name__.lower()
+
+
+def _is_matrix(shard: NamedShard, owner: nn.Module) -> bool:
+    """A linear map, or a stack of them, one for each expert; not a table of vectors and not a convolution."""
+    if isinstance(owner, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_vector(shard, owner):
+        return False
+    return len(shard.shape) in {2, 3}
+
+
+def _owners(model: nn.Module) -> Mapping[int, nn.Module]:
+    """The first module that holds each parameter, by the parameter's identity."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+    return owners
+
+
+def _in_layers(model: nn.Module) -> set[int]:
+    """Identities of the parameters inside a list of modules, as decoder layers and experts are."""
+    lists: list[Tensor] = [
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        for parameter in module.parameters()
+    ]
+    return {id(parameter) for parameter in lists}

@@ -1,0 +1,164 @@
+"""Causal attention over packed rows, row by row: no score between two rows is ever computed.
+
+What transformers' AttentionInterface calls in the place of "sdpa". Rows lie one after the other in one sequence, and
+`cu_seq_lens_q` tells where each begins. Sliding windows, soft-capped scores (Gemma 2) and attention sinks (GPT-OSS) are
+those of transformers' own eager attention.
+
+    on CUDA in bfloat16 or float16    torch's varlen_attn, one kernel for all rows
+    elsewhere                         scaled_dot_product_attention, once for neighbours of equal length
+    scores capped, or with sinks      the same, in plain operations: [rows, heads, L, L] of neighbours of equal length
+
+Axes: S tokens of the pack, Q query heads, K key heads, D features of a head; L tokens of each of n rows.
+"""
+
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from rl_backends.errors import ModelError
+
+__all__ = ["packed_attention"]
+
+_LARGEST_HEAD_OF_KERNEL = 256
+_CHANGES_SCORES = ("position_bias", "cache", "block_table", "head_mask", "indexer")
+"""What some attentions hand on to change scores, and this function would leave out."""
+
+
+def packed_attention(  # noqa: PLR0917 - as transformers calls it
+    module: nn.Module,
+    query: Float[Tensor, "1 Q S D"],
+    key: Float[Tensor, "1 K S D"],
+    value: Float[Tensor, "1 K S E"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Int[Tensor, " rows_and_one"] | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Float[Tensor, "1 S Q E"], None]:
+    """Each token's attention to those of its row up to itself, as transformers' attention functions return it.
+
+    Raises:
+        ModelError: the call does not say where rows begin, or asks for what would be left out.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ModelError(
+            f"{type(module).__name__} was called without cu_seq_lens_q and max_length_q, while sequence packing is on: "
+            f"rows would see one another; give both to the base model, or load a model without sequence_packing"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    given = [name for name in _CHANGES_SCORES if others.get(name) is not None]
+    given += [*(["attention_mask"] if attention_mask is not None else []), *([] if causal else ["is_causal=False"])]
+    given += ["dropout"] if dropout else []
+    if given:
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(given)}, which packed attention does not do")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is None and s_aux is None and _has_kernel(query, value):
+        out = _in_one_kernel(
+            (query, key, value), cu_seq_lens_q, longest=max_length_q, scale=scale, window=sliding_window
+        )
+    else:
+        out = _row_by_row(
+            (query, key, value), cu_seq_lens_q, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+    return out[None], None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD_OF_KERNEL
+    )
+
+
+def _in_one_kernel(
+    tensors: tuple[Tensor, Tensor, Tensor], starts: Tensor, *, longest: int, scale: float, window: int | None
+) -> Float[Tensor, "S Q E"]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
+    out: Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out
+
+
+def _row_by_row(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    starts: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Float[Tensor, "S Q E"]:
+    # Neighbours of equal length, as a sorted microbatch has many: (L, n)
+    runs = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist())]
+    # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
+    parts = [tensor[0].split([length * rows for length, rows in runs], dim=1) for tensor in tensors]
+    out = []
+    for (length, rows), *run in zip(runs, *parts, strict=True):
+        query, key, value = (tensor.unflatten(1, (rows, length)).transpose(0, 1) for tensor in run)
+        mask = None if window is None or length <= window else _band(length, window, query.device)
+        if softcap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            attended = _plainly((query, key, value), mask, scale=scale, softcap=softcap, sinks=sinks)
+        out.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
+
+
+def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "L L"]:
+    """Which keys a query sees: itself and the window - 1 before it."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    return seen.tril_().triu_(1 - window)
+
+
+def _plainly(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Bool[Tensor, "L L"] | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Float[Tensor, "n Q L E"]:
+    """Scores first scaled, then capped, then masked; a sink is one more score, which takes part of the sum alone."""
+    query, key, value = tensors
+    length = query.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    seen = _band(length, length, scores.device) if mask is None else mask
+    scores = scores.float().masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(len(scores), -1, length, 1)], dim=-1)
+    return scores.softmax(-1)[..., :length].to(value.dtype) @ value
