@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_algorithms import contracts, dpo, grpo, sft
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_backends import DTensorBackend
-from rl_backends.dtensor.microbatches import TokenBatch
+from rl_backends import DTensorBackend, TokenBatch
 from rl_generation import (
     Rollout,
     Sampling,

@@ -73,7 +73,11 @@ def plain_steps(model, examples, loss, *, steps, lr, max_grad_norm):
     eps is large, so that Adam does not blow the rounding of gradients near 0 up to whole steps.
     """
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
+    groups = [  # norms and biases do not decay
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-4)
     first = None
     for _ in range(steps):
         loss(plain_logp(model, examples), examples)[0].backward()

@@ -159,9 +159,76 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(world):
     assert all(parameter.grad.dtype == parameter.dtype == torch.float32 for parameter in backend.model.parameters())
 
 
-def test_logits_scaled_after_the_head_are_refused(world):
-    with pytest.raises(ModelError, match=r"logits_scaling=8\.0"):
-        make_backend(world.make_model("Granite", logits_scaling=8.0))
+@pytest.mark.parametrize(("family", "scale"), [("Granite", {"logits_scaling": 8.0}), ("Cohere", {"logit_scale": 0.5})])
+def test_logits_that_the_configuration_scales_are_scaled(world, family, scale):
+    examples = world.make_examples()
+    with torch.no_grad():
+        expected = world.plain_logp(world.make_model(family, **scale).eval(), examples)
+    torch.testing.assert_close(make_backend(world.make_model(family, **scale)).logp(examples), expected)
+
+
+def test_a_model_that_does_something_unknown_to_its_logits_is_refused(world):
+    model = world.make_model("Llama")
+    model.register_forward_hook(lambda module, given, output: type(output)(logits=output.logits * 1.5))
+    with pytest.raises(ModelError, match=r"something to its logits that this backend does not know"):
+        make_backend(model)
+
+
+def test_entropy_and_the_most_probable_words_are_those_of_plain_logits(world):
+    examples = world.make_examples()
+    model = world.make_model("Qwen3").eval()
+    with torch.no_grad():
+        logp = torch.stack([model(input_ids=row[None]).logits[0] for row in examples.tokens]).log_softmax(-1)
+    before = torch.cat([logp[:, :1], logp[:, :-1]], dim=1)  # what predicts each token
+    entropy = torch.where(examples.trainable, -(before.exp() * before).sum(-1), 0.0)
+    top = before.topk(3)
+    backend = make_backend(model)
+    torch.testing.assert_close(backend.entropy(examples), entropy, rtol=1e-5, atol=1e-5)
+    found = backend.topk_logits(examples, 3)
+    torch.testing.assert_close(found.logp, top.values * examples.trainable[..., None], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.token_ids, top.indices * examples.trainable[..., None])
+
+
+def test_the_reference_stays_what_the_policy_was(world):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Qwen3"))
+    reference, first = backend.freeze_reference(), backend.logp(examples)
+    backend.forward_backward(examples, loss_for(world, examples))
+    backend.optim_step()
+    torch.testing.assert_close(reference.logp(examples), first, rtol=0, atol=0)
+    assert (backend.logp(examples) - first).abs().max() > 1e-3
+
+
+def test_a_model_without_weights_is_refused(world):
+    with torch.device("meta"), pytest.raises(ModelError, match="without weights: load it by from_pretrained"):
+        DTensorBackend(world.make_model("Llama"), DTensorConfig())
+
+
+def test_nothing_is_computed_with_weights_that_are_away(world, tmp_path):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Llama"))
+    before = backend.logp(examples)
+    report = backend.offload(directory=tmp_path)
+    assert report.freed_bytes > 0
+    with pytest.raises(RuntimeError, match=r"onload\(\)"):
+        backend.logp(examples)
+    with pytest.raises(RuntimeError, match=r"onload\(\)"):
+        backend.forward_backward(examples, loss_for(world, examples))
+    backend.onload()
+    torch.testing.assert_close(backend.logp(examples), before, rtol=0, atol=0)
+
+
+def test_the_metrics_of_a_step_count_its_tokens(world):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Llama"), sequence_packing=True)
+    assert backend.metrics() is None
+    backend.forward_backward(examples, loss_for(world, examples))
+    norm = backend.optim_step()
+    metrics = backend.metrics()
+    assert metrics.tokens == metrics.tokens_read == examples.lengths.sum()
+    assert metrics.asked_tokens == examples.trainable.sum()
+    assert metrics.grad_norm == norm
+    assert metrics.model_flops > 0
 
 
 def test_a_step_without_an_optimizer_says_what_to_call(world):
@@ -196,5 +263,5 @@ def test_the_gpu_agrees_with_the_cpu(world):
 
 def test_explain_names_the_mesh_and_the_plan(world):
     text = make_backend(world.make_model("Qwen3")).explain()
-    assert "1 data-parallel x 1 tensor-parallel" in text
+    assert "1 dp x 1 ep x 1 cp x 1 tp ranks, without FSDP" in text
     assert "float32" in text

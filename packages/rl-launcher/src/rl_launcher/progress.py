@@ -1,6 +1,6 @@
 """Where a run stands between two optimizer steps, saved beside its weights and found again.
 
-    interrupted/   model and tokenizer (a Hugging Face folder), optimizer.*, progress.json, progress.safetensors
+    interrupted/   model and tokenizer (a Hugging Face folder), optimizer/, progress.json, progress.safetensors
 
 Everything else that a run needs is in its recipe: data order and shuffles depend on the seed and the step alone.
 """
@@ -19,9 +19,12 @@ from rl_launcher.building import Parts
 from rl_launcher.errors import LauncherError
 from rl_launcher.observe import RunDirectory
 
-__all__ = ["Progress", "load_progress", "save_model", "save_progress"]
+__all__ = ["OPTIMIZER", "Progress", "load_progress", "save_model", "save_progress"]
 
 NUMBERS, TENSORS, ENGINE_RNG = "progress.json", "progress.safetensors", "engine_rng"
+OPTIMIZER = "optimizer"
+"""The checkpoint of the training backend, without weights: those are beside it."""
+
 NUMBER_FIELDS = ("stage", "step", "version", "before", "wall_s", "reward_errors", "refits", "data", "cwd")
 
 
@@ -134,7 +137,7 @@ def save_progress(progress: Progress, parts: Parts, directory: RunDirectory, *, 
 
 def _write_state(progress: Progress, parts: Parts, folder: Path) -> None:
     if progress.stage is not None:
-        parts.policy.save_training_state(folder)
+        parts.policy.save_checkpoint(folder / OPTIMIZER, weights=False)
     generator = {} if progress.engine_rng is None else {ENGINE_RNG: progress.engine_rng}
     save_file({**progress.tensors, **generator}, folder / TENSORS)
     numbers = {name: getattr(progress, name) for name in NUMBER_FIELDS}

@@ -133,4 +133,3 @@ class GradientAccumulation:
 def last_tokens(examples: TokenBatch) -> Tensor:
     """Where each row ends: bool [B, T]."""
     return torch.arange(examples.tokens.shape[1], device=examples.lengths.device) == examples.lengths[:, None] - 1
-

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -44,6 +43,8 @@ from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, m
 from rl_parallel_plans import NamedShard, TopKLogp, named_shards
 
 __all__ = ["DTensorBackend"]
+
+WEIGHTS: tuple[Part, ...] = ("weights",)
 
 
 class DTensorBackend:
@@ -241,7 +242,7 @@ class DTensorBackend:
         Nothing is gathered but the few rows of adapters. `NamedShard.boxes` tells which parts of the whole they are.
         Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
         """
-        self._require_here("shards", ("weights",))
+        self._require_here("shards", WEIGHTS)
         if self.lora is None:
             return list(named_shards(self.model))
         if self._merged is None:
@@ -281,7 +282,7 @@ class DTensorBackend:
             FileExistsError: `folder` is there already; nothing is overwritten.
             OSError: the disk is full or read-only; `folder` does not exist afterwards.
         """
-        self._require_here("save_pretrained", ("weights",))
+        self._require_here("save_pretrained", WEIGHTS)
         if self.lora is None:
             export_pretrained(self.model, Path(folder))
         else:
@@ -294,7 +295,7 @@ class DTensorBackend:
             folder: where to; it must not exist.
             base_model_name: of the model that they adapt, a folder or hub id, for whoever loads them.
         """
-        self._require_here("save_adapter", ("weights",))
+        self._require_here("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
     def save_checkpoint(
@@ -346,7 +347,7 @@ class DTensorBackend:
         self._sharded.close()
 
     def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
-        self._require_here("reading", ("weights",))
+        self._require_here("reading", WEIGHTS)
         return self._sharded.read_all(examples, reader, **where)
 
     def _held(self) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...]]:

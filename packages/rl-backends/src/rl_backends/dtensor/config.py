@@ -8,7 +8,7 @@ __all__ = ["DTensorConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorConfig:
-    """Ranks = replicate x shard x expert x context x tensor. What is left after the sizes named here is sharded over."""
+    """Ranks = replicate x shard x expert x context x tensor; what is left after the sizes below is sharded over."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -66,8 +66,8 @@ class DTensorConfig:
     """Weight of the load-balancing loss of a mixture of experts, sequence by sequence; 0 leaves it out."""
 
     peak_flops_per_s: float | None = None
-    """What one device could compute a second, for the utilisation that metrics report. None looks up a GPU's data sheet;
-    a CPU has none."""
+    """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
+    of a GPU; a CPU has none."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another in a collective before it gives up with an error."""

@@ -36,9 +36,10 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     apart = float((ours - theirs).abs().max())
     if not apart <= TOLERANCE[sharded.config.precision]:
         raise ModelError(
-            f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by {apart:.3g} "
-            f"nats from lm_head(hidden states) with logit_scale={head.logit_scale} and softcap={head.softcap}: it does "
-            f"something to its logits that this backend does not know; use another architecture, or report this one"
+            f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by "
+            f"{apart:.3g} nats from lm_head(hidden states) with logit_scale={head.logit_scale} and "
+            f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
+            f"architecture, or report this one"
         )
 
 

@@ -58,8 +58,9 @@ def read_logp(head: Head, temperature: float) -> Reader:
     """Log-probability of each asked token: float32 [n]."""
 
     def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
-        options = head.options(temperature)
-        return linear_logp(hidden, model.get_output_embeddings(), inputs.targets, ignore_index=None, **options)
+        options, lm_head = head.options(temperature), model.get_output_embeddings()
+        logp: Tensor = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, **options)
+        return logp
 
     return read
 
@@ -89,4 +90,9 @@ def read_top_k(head: Head, temperature: float, k: int) -> Reader:
 def read_value(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> Float[Tensor, " n"]:
     """What a head of one number says of each asked place: float32 [n]."""
     values: Tensor = model.score(hidden)
+    if values.shape[-1] != 1:
+        raise ModelError(
+            f"{type(model).__qualname__} says {values.shape[-1]} numbers of a token, one for each of its labels, and a "
+            f"value or score is one: load it with num_labels=1"
+        )
     return values.squeeze(-1).to(torch.float32)

@@ -74,7 +74,7 @@ class ShardedModel:
         self._made_process_group = not dist.is_initialized()
         self.mesh = make_mesh(config)
         self.plan = _plan(model, config)
-        self.model = _shard(model if bare else model.to(config.device), self.mesh, self.plan, config)
+        self.model = _shard(model if bare else model.to(config.device), self.mesh, self.plan, config=config)
         if bare and fill is not None:
             materialize(self.model, "cpu" if config.cpu_offload else config.device)
             fill(self.model)
@@ -82,6 +82,7 @@ class ShardedModel:
         setattr(self.model, METHOD, MethodType(_read, self.model))
         register_fsdp_forward_method(self.model, METHOD)
         self._rows = self.mesh[ROW_AXES]._flatten("rows")  # noqa: SLF001 - no public one
+        self._context = self.mesh["cp"]  # once: taking an axis out of a mesh costs a millisecond or two
 
     @property
     def under_fsdp(self) -> bool:
@@ -95,7 +96,7 @@ class ShardedModel:
 
     def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
         """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
-        mesh = self._rows if axis == "rows" else self.mesh[axis]
+        mesh = self._rows if axis == "rows" else self._context
         return mesh.get_group() if mesh.size() > 1 else None
 
     def cut(self, examples: TokenBatch) -> list[list[Microbatch]]:
@@ -124,7 +125,7 @@ class ShardedModel:
 
     def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int = 1) -> ModelInputs:
         """What the model reads of rows on the host, on the device."""
-        context = self.mesh["cp"]
+        context = self._context
         made = make_inputs(
             rows.tokens,
             rows.lengths,
@@ -139,8 +140,8 @@ class ShardedModel:
         """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
         read = getattr(self.model, METHOD)(inputs, reader, num_places=shape[0] * shape[1])
         if isinstance(read, Tensor):
-            return self._whole_rows(read).unflatten(0, shape)
-        return tuple(self._whole_rows(each).unflatten(0, shape) for each in read)
+            return self._in_rows(read, shape)
+        return tuple(self._in_rows(each, shape) for each in read)
 
     @torch.no_grad()
     def read_all(
@@ -152,7 +153,7 @@ class ShardedModel:
         for microbatch in self.cut(examples)[self.rank_of_rows]:
             rows = microbatch.of(examples, device="cpu")
             inputs = self.inputs(rows, wanted[microbatch.rows, : microbatch.width].cpu(), offset=offset)
-            read = self.read(inputs, reader, shape=tuple(rows.tokens.shape))
+            read = self.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))
             for number, each in enumerate([read] if isinstance(read, Tensor) else read):
                 whole = out.setdefault(number, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
                 if microbatch.counted:
@@ -179,9 +180,12 @@ class ShardedModel:
         if self._made_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _whole_rows(self, partial: Tensor) -> Tensor:
+    def _in_rows(self, read: Tensor, shape: tuple[int, int]) -> Tensor:
+        return self._of_all_tokens(read).view(*shape, *read.shape[1:])
+
+    def _of_all_tokens(self, partial: Tensor) -> Tensor:
         """Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own."""
-        context = self.mesh["cp"]
+        context = self._context
         if context.size() == 1:
             return partial
         from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -224,7 +228,7 @@ def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:
     return plan
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, config: DTensorConfig) -> nn.Module:
+def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> nn.Module:
     source = None if any(parameter.is_meta for parameter in model.parameters()) else 0
     if config.sequence_packing:
         enable_packing(model)

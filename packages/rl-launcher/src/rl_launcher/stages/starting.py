@@ -2,7 +2,7 @@
 
 from rl_backends import OptimizerConfig
 from rl_launcher.building import Parts
-from rl_launcher.progress import Progress
+from rl_launcher.progress import OPTIMIZER, Progress
 
 __all__ = ["start_stage"]
 
@@ -20,6 +20,6 @@ def start_stage(
     parts.policy.start_training(optimizer, num_steps=num_steps, temperature=temperature)
     taken = progress.steps_of(name)
     if taken and progress.folder is not None and progress.engine_rng is not None:
-        parts.policy.load_training_state(progress.folder)
+        parts.policy.load_checkpoint(progress.folder / OPTIMIZER, weights=False)
         parts.engine.set_rng_state(progress.engine_rng)
     return taken
