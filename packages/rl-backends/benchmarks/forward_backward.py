@@ -1,112 +1,148 @@
-"""One optimizer step: this backend against a plain loop of transformers and torch, on the quickstart's model.
+"""One optimizer step, forward_backward and optim_step: this backend against a plain loop of transformers and torch.
 
-Both see the same batch in one process, alternating; the plain loop pads to the longest row and makes full logits.
-The last line is JSON with every figure.
+Same model, same batch, same process, one after the other in every round, in changing order; medians, of wall time and
+of CPU seconds, which a busy machine does not change. The plain loop runs all rows at once, padded to the longest, with
+an attention mask and full logits. The backend runs them padded as well, all at once (`padded`), cut by a budget of
+tokens (`dynamic`), and laid end to end (`packed`).
+
+    python benchmarks/forward_backward.py [--device cuda --precision bfloat16 --models 3]
+
+The last line is JSON with every figure, and whether the bars hold: padded at least as fast as the plain loop on even
+rows, and the best layout 1.5 times as fast on ragged ones, in CPU seconds (in wall time on a GPU).
 """
 
+import argparse
 import copy
-import dataclasses
 import json
 import statistics
 import time
-from typing import ClassVar
+from collections.abc import Callable
 
 import torch
 import transformers
+from workloads import MODELS, SHAPES, Examples, make_examples, mean_loss, plain_step
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 
-ROUNDS = 15
-SHAPES = {"short, even": (64, 20, 20), "short, ragged": (64, 11, 21), "long tail": (64, 8, 96)}
+EVEN_BAR, RAGGED_BAR = 1.0, 1.5
+ROWS = {"quickstart, 0.4 M": 64, "hidden 256, 4 layers, V 16k": 16, "hidden 1024, 16 layers, V 128k": 64}
+ROUNDS = {"quickstart, 0.4 M": 21, "hidden 256, 4 layers, V 16k": 5, "hidden 1024, 16 layers, V 128k": 9}
+Figures = dict[str, dict[str, float]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Examples:
-    """Rows as the backend wants them."""
-
-    rows_per_unit: ClassVar[int] = 1
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    trainable: torch.Tensor
-
-
-def make_model() -> torch.nn.Module:
-    """The quickstart's model."""
-    config = transformers.Qwen3Config(
-        vocab_size=51,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    return transformers.Qwen3ForCausalLM(config)
+def arguments() -> argparse.Namespace:
+    """As the head of this file tells."""
+    parser = argparse.ArgumentParser(description="one optimizer step against a plain loop")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--models", type=int, default=2, help="how many of the models, smallest first")
+    parser.add_argument("--scale", type=int, default=1, help="makes rows so many times as long")
+    parser.add_argument("--budget", type=int, default=512, help="tokens of a microbatch, dynamic and packed")
+    return parser.parse_args()
 
 
-def make_examples(rows: int, shortest: int, longest: int) -> Examples:
-    """Ragged rows, most of them short; the second half of each is trainable."""
-    lengths = (shortest + (longest - shortest) * torch.rand(rows) ** 3).long()
-    lengths[0] = longest
-    position = torch.arange(longest)
-    trainable = (position >= lengths[:, None] // 2) & (position < lengths[:, None])
-    return Examples(tokens=torch.randint(5, 51, (rows, longest)), lengths=lengths, trainable=trainable)
-
-
-def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, examples: Examples) -> None:
-    """What one writes by hand."""
-    mask = (torch.arange(examples.tokens.shape[1]) < examples.lengths[:, None]).long()
-    logits = model(input_ids=examples.tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
-    logp = logits.log_softmax(-1).gather(-1, examples.tokens[:, 1:, None])[..., 0]
-    (-(logp * examples.trainable[:, 1:]).sum() / examples.trainable.sum()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def backend_step(backend: DTensorBackend, examples: Examples) -> None:
-    """The same through the backend."""
-    total = examples.trainable.sum()
-    backend.forward_backward(examples, lambda logp, rows: (-(logp * rows.trainable).sum() / total, {}))
-    backend.optim_step()
-
-
-def seconds(function: object, *arguments: object) -> float:
-    """Of one call."""
-    started = time.perf_counter()
-    function(*arguments)  # type: ignore[operator]
-    return time.perf_counter() - started
+def layouts(budget: int) -> dict[str, dict[str, object]]:
+    """How the backend cuts a batch."""
+    return {
+        "padded": {"micro_batch_size": 64},
+        "dynamic": {"micro_batch_tokens": budget},
+        "packed": {"micro_batch_tokens": budget, "sequence_packing": True},
+    }
 
 
 def main() -> None:
-    """Time both, print a table and the figures."""
+    """Time everything, print a table and the figures."""
+    chosen = arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    figures: dict[str, object] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    plain = make_model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
-    variants = {}
-    for size in (64, 16):
-        variants[size] = DTensorBackend(copy.deepcopy(plain), DTensorConfig(micro_batch_size=size))
-        variants[size].start_training(OptimizerConfig(lr=1e-4), num_steps=10_000)
-    print(f"{'rows':>16} {'plain':>10} {'backend, 64 rows':>22} {'backend, 16 rows':>22}")
-    for name, shape in SHAPES.items():
-        examples = make_examples(*shape)
-        times = [
-            [seconds(plain_step, plain, optimizer, examples)]
-            + [seconds(backend_step, backend, examples) for backend in variants.values()]
-            for _ in range(ROUNDS)
-        ]
-        by_hand, *ours = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
-        cells = " ".join(f"{t:>12.1f} ms {by_hand / t:>5.2f}x" for t in ours)
-        print(f"{name:>16} {by_hand:>7.1f} ms {cells}")
-        figures[name] = {
-            "plain_ms": by_hand,
-            **{f"backend_{size}_ms": t for size, t in zip(variants, ours, strict=True)},
+    figures: dict[str, object] = {"torch": torch.__version__, "transformers": transformers.__version__, **vars(chosen)}
+    bars: dict[str, bool] = {}
+    print(f"{'model':<32} {'rows':<10} {'tokens':>7} {'plain':>10}  {'padded':>22} {'dynamic':>22} {'packed':>22}")
+    for name in list(MODELS)[: chosen.models]:
+        steps = candidates(name, chosen)
+        for shape, (shortest, longest) in SHAPES.items():
+            lengths = {"shortest": shortest * chosen.scale, "longest": longest * chosen.scale}
+            examples = make_examples(MODELS[name].vocabulary, rows=ROWS[name], **lengths)
+            measured = timed(steps, examples, rounds=ROUNDS[name], device=chosen.device)
+            figures[f"{name}, {shape}"] = measured
+            bars[f"{name}, {shape}"] = holds(measured, shape, chosen.device)
+            print(line(name, shape, examples, measured), flush=True)
+    print("CPU seconds / wall seconds, as multiples of the plain loop's speed" if chosen.device == "cpu" else "")
+    print(json.dumps({**figures, "bars": bars, "ok": all(bars.values())}))
+
+
+def candidates(name: str, chosen: argparse.Namespace) -> dict[str, Callable[[Examples], object]]:
+    """An optimizer step of each kind, all on copies of one model."""
+    dtype = getattr(torch, chosen.precision)
+    model = MODELS[name].make().to(chosen.device)
+    steps: dict[str, Callable[[Examples], object]] = {}
+    for layout, config in layouts(chosen.budget * chosen.scale).items():
+        options = {"device": chosen.device, "precision": chosen.precision, **config}
+        backend = DTensorBackend(copy.deepcopy(model), DTensorConfig(**options))
+        backend.start_training(OptimizerConfig(lr=1e-4), num_steps=10_000)
+
+        def step(examples: Examples, backend: DTensorBackend = backend) -> None:
+            backend.forward_backward(examples, mean_loss(examples))
+            backend.optim_step()
+
+        steps[layout] = step
+    model.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    return {"plain": lambda examples: plain_step(model, optimizer, examples, dtype=dtype), **steps}
+
+
+def timed(
+    steps: dict[str, Callable[[Examples], object]], examples: Examples, *, rounds: int, device: str
+) -> dict[str, dict[str, float]]:
+    """Median seconds of each, wall and CPU, the order turning with every round."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(rounds + 1):
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            found[name].append(seconds(lambda name=name: steps[name](examples), device))
+    return {
+        name: {
+            "wall_s": statistics.median(wall for wall, _ in each[1:]),  # the first round warms up
+            "cpu_s": statistics.median(cpu for _, cpu in each[1:]),
+            "tokens_per_s": int(examples.lengths.sum()) / statistics.median(wall for wall, _ in each[1:]),
         }
-    print(json.dumps(figures))
+        for name, each in found.items()
+    }
+
+
+def seconds(function: Callable[[], object], device: str) -> tuple[float, float]:
+    """Wall and CPU seconds of one call."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    wall, cpu = time.perf_counter(), time.process_time()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def speed(measured: Figures, layout: str, kind: str) -> float:
+    """As a multiple of the plain loop's."""
+    return measured["plain"][kind] / measured[layout][kind]
+
+
+def holds(measured: Figures, shape: str, device: str) -> bool:
+    """The bar of a shape."""
+    kind = "cpu_s" if device == "cpu" else "wall_s"
+    if shape == "even":
+        return speed(measured, "padded", kind) >= EVEN_BAR
+    return max(speed(measured, layout, kind) for layout in ("padded", "dynamic", "packed")) >= RAGGED_BAR
+
+
+def line(name: str, shape: str, examples: Examples, measured: Figures) -> str:
+    """One line of the table."""
+    cells = [
+        f"{1e3 * measured[layout]['wall_s']:>7.1f} ms {speed(measured, layout, 'cpu_s'):>4.2f}/"
+        f"{speed(measured, layout, 'wall_s'):<4.2f} x"
+        for layout in ("padded", "dynamic", "packed")
+    ]
+    plain = f"{1e3 * measured['plain']['wall_s']:>7.1f} ms"
+    return f"{name:<32} {shape:<10} {int(examples.lengths.sum()):>7} {plain:>10}  {' '.join(f'{c:>22}' for c in cells)}"
 
 
 if __name__ == "__main__":

@@ -8,46 +8,91 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_backends.checkpoints import (
+        CheckpointState,
+        CheckpointWrite,
+        find_latest,
+        load_checkpoint,
+        prune,
+        save_checkpoint,
+    )
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
     from rl_backends.dtensor.reference import ReferenceModel
     from rl_backends.errors import BatchError, CheckpointError, ModelError, NonFiniteGradientError, RankError
     from rl_backends.examples import TokenBatch
-    from rl_backends.loading import check_generation_config, check_vocabulary, load_causal_lm, load_tokenizer
+    from rl_backends.export import export_pretrained
+    from rl_backends.loading import (
+        ModelSource,
+        check_generation_config,
+        check_vocabulary,
+        load_causal_lm,
+        load_tokenizer,
+        open_model,
+    )
+    from rl_backends.lora import LoraConfig, MergedWeights
+    from rl_backends.metrics import StepMetrics
+    from rl_backends.offload import OffloadReport
     from rl_backends.optimizers import OptimizerConfig
 
 _HOMES = {
     "BatchError": "errors",
     "CheckpointError": "errors",
+    "CheckpointState": "checkpoints",
+    "CheckpointWrite": "checkpoints",
     "DTensorBackend": "dtensor.backend",
     "DTensorConfig": "dtensor.config",
+    "LoraConfig": "lora",
+    "MergedWeights": "lora",
     "ModelError": "errors",
+    "ModelSource": "loading",
     "NonFiniteGradientError": "errors",
+    "OffloadReport": "offload",
     "OptimizerConfig": "optimizers",
     "RankError": "errors",
     "ReferenceModel": "dtensor.reference",
+    "StepMetrics": "metrics",
     "TokenBatch": "examples",
     "check_generation_config": "loading",
     "check_vocabulary": "loading",
+    "export_pretrained": "export",
+    "find_latest": "checkpoints",
     "load_causal_lm": "loading",
+    "load_checkpoint": "checkpoints",
     "load_tokenizer": "loading",
+    "open_model": "loading",
+    "prune": "checkpoints",
+    "save_checkpoint": "checkpoints",
 }
 
 __all__ = [
     "BatchError",
     "CheckpointError",
+    "CheckpointState",
+    "CheckpointWrite",
     "DTensorBackend",
     "DTensorConfig",
+    "LoraConfig",
+    "MergedWeights",
     "ModelError",
+    "ModelSource",
     "NonFiniteGradientError",
+    "OffloadReport",
     "OptimizerConfig",
     "RankError",
     "ReferenceModel",
+    "StepMetrics",
     "TokenBatch",
     "check_generation_config",
     "check_vocabulary",
+    "export_pretrained",
+    "find_latest",
     "load_causal_lm",
+    "load_checkpoint",
     "load_tokenizer",
+    "open_model",
+    "prune",
+    "save_checkpoint",
 ]
 
 

@@ -13,7 +13,7 @@ __all__ = ["BatchT", "TokenBatch"]
 
 @runtime_checkable
 class TokenBatch(Protocol):
-    """A dataclass whose fields are tensors `[B, ...]`; those of at least two dims whose second is T are cut along it."""
+    """A dataclass of tensors `[B, ...]`; those whose second dim has T elements are cut along it."""
 
     rows_per_unit: ClassVar[int]
     """How many consecutive rows the loss needs together; cuts fall between such units only."""

@@ -63,7 +63,8 @@ def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[st
     if not dist.is_initialized():
         return [text]
     data = text.encode()
-    device = "cpu" if "gloo" in dist.get_backend(group) else "cuda"
+    backend = dist.get_backend(group)
+    device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
     length = torch.tensor(len(data), device=device)
     dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
     if not length:

@@ -16,8 +16,9 @@ from rl_generation import Sampling, TransformersEngine
 from rl_launcher.errors import LauncherError
 from rl_launcher.recipe import load_object
 from rl_launcher.recipe_schema import DataConfig, GenerationConfig, PolicyConfig, Recipe
+from rl_launcher.weight_source import weight_source
 from rl_launcher.weight_sync import WeightSync
-from rl_refit import ModuleSink, ModuleSource, Refit
+from rl_refit import ModuleSink, Refit
 
 __all__ = ["Parts", "build"]
 
@@ -69,7 +70,7 @@ def build(recipe: Recipe) -> Parts:
     )
     policy = DTensorBackend(model, recipe.policy.dtensor_cfg)
     sink = ModuleSink(engine.model, on_commit=engine.commit_version)
-    refit = Refit(ModuleSource(policy.model), sink, **asdict(recipe.policy.refit))
+    refit = Refit(weight_source(policy), sink, **asdict(recipe.policy.refit))
     return Parts(
         policy=policy,
         engine=engine,

@@ -97,15 +97,21 @@ class StateDictSource:
     Args:
         tensors: Plain tensors or DTensors; two names of the same memory are a tie. They are read at each refit: a
             mapping of copies that nobody updates stays what it is, and so does the engine.
+        bindings: As for `ModuleSource`: which boxes of named tensors lie in storage of the mapping's, such as fused
+            weights whose rows tensor parallelism has put in another order.
         cast: As for `ModuleSource`; a dtype alone is for every floating-point tensor.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], *, cast: Mapping[str, torch.dtype] | torch.dtype | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        bindings: Bindings | None = None,
+        cast: Mapping[str, torch.dtype] | torch.dtype | None = None,
     ) -> None:
         self._tensors = tensors
         patterns = {"*": cast} if isinstance(cast, torch.dtype) else cast
-        self._source = ModuleSource(_Shelf(tensors), cast=patterns)
+        self._source = ModuleSource(_Shelf(tensors), bindings=bindings, cast=patterns)
 
     @property
     def tensors_stay(self) -> bool:

@@ -136,7 +136,8 @@ def _check_rows(examples: TokenBatch, lengths: list[int]) -> None:
                 f"leave out rows without tokens"
             )
     trainable = examples.trainable
-    if (row := _first(trainable[:, 0])) is not None:
+    if bool(trainable[:, 0].any()):
+        row = int(trainable[:, 0].int().argmax())
         raise BatchError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
     if lengths and (place := _trained_padding(trainable, examples.lengths)) is not None:
         row, column = place
@@ -151,7 +152,7 @@ def _trained_padding(trainable: Tensor, lengths: Tensor) -> tuple[int, int] | No
 
     Rows of like length at a time: columns that are padding to all of them need no comparison.
     """
-    for rows in lengths.argsort().split(_ROWS_CHECKED_AT_A_TIME):
+    for rows in torch.split(lengths.argsort(), _ROWS_CHECKED_AT_A_TIME):
         shortest, longest = int(lengths[rows[0]]), int(lengths[rows[-1]])
         padding = torch.arange(shortest, longest, device=lengths.device) >= lengths[rows, None]
         if bool(trainable[rows, longest:].any()) or bool((trainable[rows, shortest:longest] & padding).any()):
@@ -159,10 +160,6 @@ def _trained_padding(trainable: Tensor, lengths: Tensor) -> tuple[int, int] | No
             row, column = (trainable[rows] & beyond).nonzero()[0].tolist()
             return int(rows[row]), column
     return None
-
-
-def _first(marked: Tensor) -> int | None:
-    return int(marked.int().argmax()) if bool(marked.any()) else None
 
 
 def _check_units(num_rows: int, unit: int, limits: MicrobatchLimits) -> None:

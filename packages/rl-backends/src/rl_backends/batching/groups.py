@@ -52,7 +52,7 @@ def packed_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -
 
     def into(number: int) -> Groups:
         wanted = max(number, len(fitted))
-        spread = _spread(units, tokens, bounds, min(wanted, len(units)))
+        spread = _spread(units, tokens, bounds, number=min(wanted, len(units)))
         if spread is None:
             spread = _split_up(fitted, lambda group: sum(tokens[unit] for unit in group), wanted)
         return sorted(spread, key=lambda group: (-sum(tokens[unit] for unit in group), group))
@@ -89,7 +89,7 @@ def _split_up(groups: Groups, size: Callable[[list[int]], int], number: int) -> 
     """Halve the largest groups until there are `number`, or nothing is left to halve."""
     heap = [(-size(group), index, group) for index, group in enumerate(groups)]
     heapq.heapify(heap)
-    whole = []
+    whole: list[tuple[int, list[int]]] = []
     while heap and len(heap) + len(whole) < number:
         _, index, group = heapq.heappop(heap)
         if len(group) == 1:
@@ -120,7 +120,7 @@ def _best_fit(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Gr
     return groups
 
 
-def _spread(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, number: int) -> Groups | None:
+def _spread(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int) -> Groups | None:
     """Exactly `number` groups of like numbers of tokens, longest units first; None where the bounds do not let it."""
     groups: Groups = [[] for _ in range(number)]
     loads = [(0, index) for index in range(number)]

@@ -25,7 +25,13 @@ from rl_backends.checkpoints.manifest import (
     read_json,
     read_manifest,
 )
-from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, check_optimizers, new_state, put_state
+from rl_backends.checkpoints.optimizer_state import (
+    CheckpointedOptimizers,
+    State,
+    check_optimizers,
+    new_state,
+    put_state,
+)
 from rl_backends.checkpoints.pieces import Held, Piece, held_by, mesh_of, rng_pieces, set_rng, this_rank
 from rl_backends.checkpoints.planners import PieceLoadPlanner
 from rl_backends.checkpoints.saving import idle_group
@@ -89,16 +95,13 @@ def load_checkpoint(
         lambda: _check_contents(source, manifest, held, optimizers=optimizers, state=state, weights=weights),
         group=group,
     )
-    states, pieces = on_all(
-        lambda: ([], {}) if optimizers is None else new_state(optimizers, held, state["optimizers"]), group=group
-    )
+    states, pieces = on_all(lambda: _begin(optimizers, held, state), group=group)
     rng = rng_pieces(held) if manifest.mesh["ranks"] == mesh_of(held)["ranks"] else {}
     if weights:
         pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
     _read(source, {**pieces, **rng}, group)
     if optimizers is not None:
-        put_state(optimizers, states, state["optimizers"])
-        optimizers.load_schedule_state(state["schedule"])
+        put_state(optimizers, held, state["optimizers"], states=states)
     set_rng(rng)
     return CheckpointState(
         version=manifest.version,
@@ -142,6 +145,16 @@ def _check_contents(
         check_optimizers(optimizers, held, state["optimizers"], same_mesh=manifest.mesh == mesh_of(held))
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def _begin(
+    optimizers: CheckpointedOptimizers | None, held: dict[str, Held], state: dict[str, Any]
+) -> tuple[list[State], dict[str, Piece]]:
+    """The schedule, which may refuse, and room for the state of the optimizers."""
+    if optimizers is None:
+        return [], {}
+    optimizers.load_schedule_state(state["schedule"])
+    return new_state(optimizers, held, state["optimizers"])
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from rl_backends.errors import CheckpointError
 
 __all__ = [
     "CheckpointedOptimizers",
+    "State",
     "check_optimizers",
     "describe_optimizers",
     "new_state",
@@ -108,11 +109,12 @@ def check_optimizers(
                 f"the state of {each['kind']} is quantized in blocks of each rank's shards and cannot be cut for "
                 f"another mesh: resume on the mesh that wrote it, or load the weights alone by optimizers=None"
             )
-        if _layout(_groups(optimizer, held)) != _layout(each["groups"]):
+        try:
+            _check_groups(_groups(optimizer, held), _options_by_name(each["groups"]))
+        except CheckpointError as error:
             raise CheckpointError(
-                f"the parameter groups of {each['kind']} are not those of the checkpoint (which parameters, or which "
-                f"hyperparameters, are in which group): {advice}"
-            )
+                f"the hyperparameters of {each['kind']} cannot be restored: {error}: {advice}"
+            ) from error
 
 
 def new_state(
@@ -145,13 +147,20 @@ def new_state(
     return states, pieces
 
 
-def put_state(optimizers: CheckpointedOptimizers, states: Sequence[State], saved: Sequence[Mapping[str, Any]]) -> None:
+def put_state(
+    optimizers: CheckpointedOptimizers,
+    held: Mapping[str, Held],
+    saved: Sequence[Mapping[str, Any]],
+    *,
+    states: Sequence[State],
+) -> None:
     """Give the optimizers the state that was read, and the hyperparameters of the checkpoint."""
     for optimizer, state, each in zip(optimizers.each, states, saved, strict=True):
         optimizer.state.clear()
         optimizer.state.update(state)
-        for group, old in zip(optimizer.param_groups, each["groups"], strict=True):
-            for key, value in old["options"].items():
+        old = _options_by_name(each["groups"])
+        for group, here in zip(optimizer.param_groups, _groups(optimizer, held), strict=True):
+            for key, value in old[here["names"][0]].items() if here["names"] else ():
                 if isinstance(group[key], Tensor):
                     group[key].fill_(value)
                 else:
@@ -190,8 +199,24 @@ def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
     )
 
 
-def _layout(groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], list[str]]]:
-    return [(list(group["names"]), sorted(group["options"])) for group in groups]
+def _options_by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: group["options"] for group in groups for name in group["names"]}
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Each parameter has its hyperparameters in the checkpoint; groups may be cut otherwise, as they are by mesh."""
+    here = _options_by_name(groups)
+    if only := [*(here.keys() - saved.keys()), *(saved.keys() - here.keys())]:
+        raise CheckpointError(f"{len(only)} parameters are optimized in one of the two runs only ({min(only)} is one)")
+    for group in groups:
+        first, *others = [saved[name] for name in group["names"]] or [group["options"]]
+        if first.keys() != group["options"].keys():
+            different = sorted(first.keys() ^ group["options"].keys())
+            raise CheckpointError(f"only one of the two runs has {', '.join(different)}")
+        if any(first != other for other in others):
+            raise CheckpointError(
+                f"what is one group here, that of {group['names'][0]}, had not one value for all there"
+            )
 
 
 def _describe(name: str, key: str, value: Any) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """Everything that `explain` says, as plain values with stable keys. Bytes are bytes, of one rank unless said otherwise.
 
-    format          1; another number where a key changed its meaning or went away. Keys may be added.
-    model           class, parameters (elements), config (of transformers, its model_type)
-    versions        of torch, transformers and this package
-    config          every field of DTensorConfig
-    mesh            one object for each axis: axis, ranks, what it does
-    numbers         dtype of weights, computation, gradient reduction, and the optimizer's name
-    batch           rows, tokens, layout, microbatches of a rank, and what bounds them
-    flops           of a step: model (what its mathematics needs), of all ranks; null where the model does not tell
-    memory          a `DryRun`: phases, categories, the largest holders, host memory, collectives, assumptions
-    plan            as `rl_parallel_plans.explain.document` lists it: rules, shapes, what is whole, what is sent
-    plan_text       the same for people
-    seconds         that the dry run took
+format          1; another number where a key changed its meaning or went away. Keys may be added.
+model           class, parameters (elements), config (of transformers, its model_type)
+versions        of torch, transformers and this package
+config          every field of DTensorConfig
+mesh            one object for each axis: axis, ranks, what it does
+numbers         dtype of weights, computation, gradient reduction, and the optimizer's name
+batch           rows, tokens, layout, microbatches of a rank, and what bounds them
+flops           of a step: model (what its mathematics needs), of all ranks; null where the model does not tell
+memory          a `DryRun`: phases, categories, the largest holders, host memory, collectives, assumptions
+plan            as `rl_parallel_plans.explain.document` lists it: rules, shapes, what is whole, what is sent
+plan_text       the same for people
+seconds         that the dry run took
 """
 
 import time

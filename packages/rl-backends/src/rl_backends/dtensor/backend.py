@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.dtensor.accumulation import GradientAccumulation, LossFunction, Output, Sums, last_tokens
+from rl_backends.dtensor.away import PASSES, WEIGHTS, Away
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.head_check import check_head
 from rl_backends.dtensor.metering import make_meter
@@ -38,13 +39,11 @@ from rl_backends.lora import (
     save_adapter,
 )
 from rl_backends.metrics import StepMetrics
-from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
+from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
 from rl_parallel_plans import NamedShard, TopKLogp, named_shards
 
 __all__ = ["DTensorBackend"]
-
-WEIGHTS: tuple[Part, ...] = ("weights",)
 
 
 class DTensorBackend:
@@ -85,7 +84,7 @@ class DTensorBackend:
             check_head(self._sharded, self._head)
         self._accumulation = GradientAccumulation(self._sharded)
         self._meter = make_meter(self._skeleton, self._sharded, memory_of=self._held)
-        self._offloader: Offloader | None = None
+        self._away = Away(self.model)
         self._merged: MergedWeights | None = None
         self._optimizers: Optimizers | None = None
         self._temperature = 1.0
@@ -137,7 +136,7 @@ class DTensorBackend:
 
         `temperature` divides the logits before every log-probability: set it to the engine's, or ratios are wrong.
         """
-        self._require_here("start_training")
+        self._away.require("start_training")
         self._optimizers = make_optimizers(self.model, optimizer, num_steps=num_steps)
         self._optimizer_config = optimizer
         self._temperature = temperature
@@ -188,7 +187,7 @@ class DTensorBackend:
             RankError: another rank's loss raised. Whatever raises, on whichever rank, clears the gradient on all of
                 them, also what earlier calls have left, so that a retry does not start from a part of it.
         """
-        self._require_here("forward_backward")
+        self._away.require("forward_backward", PASSES)
         reader = self._value_reader() if output != "logp" else read_logp(self._require_head(), self._temperature)
         cut = self._sharded.cut(examples)
         asked = torch.ones_like(examples.lengths) if output == "score" else None
@@ -204,7 +203,7 @@ class DTensorBackend:
                 update was made.
             RuntimeError: `start_training` was not called, or there is no gradient.
         """
-        self._require_here("optim_step")
+        self._away.require("optim_step")
         optimizers = self._require_optimizers()
         with self._meter.optim_step() as outcome:
             step = clip_and_step(self.model, optimizers, self._optimizer_config, version=self.version)
@@ -227,7 +226,7 @@ class DTensorBackend:
         Args:
             offload: keep a copy in host memory; each layer visits the device when it runs.
         """
-        self._require_here("freeze_reference")
+        self._away.require("freeze_reference")
         if self.lora is not None and not self.lora.modules_to_save and self.version == 0:
             without = partial(adapters_disabled, self.model)
             return ReferenceModel(
@@ -242,7 +241,7 @@ class DTensorBackend:
         Nothing is gathered but the few rows of adapters. `NamedShard.boxes` tells which parts of the whole they are.
         Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
         """
-        self._require_here("shards", WEIGHTS)
+        self._away.require("shards", WEIGHTS)
         if self.lora is None:
             return list(named_shards(self.model))
         if self._merged is None:
@@ -257,11 +256,14 @@ class DTensorBackend:
         Args:
             parts: of "weights", "gradients" and "optimizer".
             directory: write them there; None copies them to host memory.
+
+        Raises:
+            ValueError: a part that is none, or another place than where some parts are already.
         """
-        if self._offloader is None or not self._offloader.away:
-            to: Literal["host", "disk"] = "host" if directory is None else "disk"
-            self._offloader = Offloader(self.model, to=to, directory=directory)
-        return self._offloader.offload(() if self._optimizers is None else self._optimizers.each, parts=parts)
+        if "weights" in parts:
+            self._merged = None  # made anew from what comes back
+        optimizers = () if self._optimizers is None else self._optimizers.each
+        return self._away.offload(optimizers, parts=parts, directory=None if directory is None else Path(directory))
 
     def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
         """Bring back what `offload` moved, bit for bit.
@@ -269,9 +271,7 @@ class DTensorBackend:
         Raises:
             RuntimeError: nothing was offloaded, or the device's memory is taken by somebody else.
         """
-        if self._offloader is None:
-            raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
-        return self._offloader.onload(parts)
+        return self._away.onload(parts)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face model folder, adapters merged, tensor by tensor; every rank must call it.
@@ -282,7 +282,7 @@ class DTensorBackend:
             FileExistsError: `folder` is there already; nothing is overwritten.
             OSError: the disk is full or read-only; `folder` does not exist afterwards.
         """
-        self._require_here("save_pretrained", WEIGHTS)
+        self._away.require("save_pretrained", WEIGHTS)
         if self.lora is None:
             export_pretrained(self.model, Path(folder))
         else:
@@ -295,7 +295,7 @@ class DTensorBackend:
             folder: where to; it must not exist.
             base_model_name: of the model that they adapt, a folder or hub id, for whoever loads them.
         """
-        self._require_here("save_adapter", WEIGHTS)
+        self._away.require("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
     def save_checkpoint(
@@ -310,7 +310,7 @@ class DTensorBackend:
 
         Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
         """
-        self._require_here("save_checkpoint")
+        self._away.require("save_checkpoint")
         return save_checkpoint(
             self.model,
             self._optimizers,
@@ -327,7 +327,7 @@ class DTensorBackend:
         Raises:
             CheckpointError: it is absent, unfinished, damaged or another model's; nothing has changed.
         """
-        self._require_here("load_checkpoint")
+        self._away.require("load_checkpoint")
         state = load_checkpoint(self.model, self._optimizers, folder, weights=weights)
         self.version = state.version
         return state
@@ -344,18 +344,15 @@ class DTensorBackend:
 
     def close(self) -> None:
         """Leave the process group, if the backend made it; nothing can be computed after."""
+        self._away.close()
         self._sharded.close()
 
     def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
-        self._require_here("reading", WEIGHTS)
+        self._away.require("reading", WEIGHTS)
         return self._sharded.read_all(examples, reader, **where)
 
     def _held(self) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...]]:
         return self.model, () if self._optimizers is None else self._optimizers.each
-
-    def _require_here(self, what: str, parts: Collection[Part] = PARTS) -> None:
-        if self._offloader is not None:
-            self._offloader.require(what, parts)
 
     def _require_optimizers(self) -> Optimizers:
         if self._optimizers is None:

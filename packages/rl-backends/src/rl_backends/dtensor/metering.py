@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import ShardedModel
-from rl_backends.metrics import StepMeter, memory_by_category, peak_flops_per_s
+from rl_backends.metrics import StepMeter, memory_by_category
+from rl_backends.metrics.hardware import peak_of_this_device
 
 __all__ = ["make_meter"]
 
@@ -25,15 +25,6 @@ def make_meter(skeleton: nn.Module, sharded: ShardedModel, *, memory_of: Callabl
         layout="packed" if config.sequence_packing else "padded",
         token_multiple=sharded.token_multiple,
         recomputed=config.activation_checkpointing == "full",
-        peak_flops_per_s=_peak(config),
+        peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(torch.device(config.device), config.precision),
         memory=lambda: memory_by_category(*memory_of()),
     )
-
-
-def _peak(config: DTensorConfig) -> float | None:
-    if config.peak_flops_per_s is not None or config.device == "cpu":
-        return config.peak_flops_per_s
-    if config.precision == "bfloat16":
-        return peak_flops_per_s(torch.cuda.get_device_name(), "bfloat16")
-    fast = torch.backends.cuda.matmul.allow_tf32
-    return peak_flops_per_s(torch.cuda.get_device_name(), "tfloat32" if fast else "float32")

@@ -28,6 +28,7 @@ from rl_backends.dtensor.readers import Reader
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.loading import materialize
+from rl_backends.metrics.modules import decoder_of
 from rl_backends.packing import enable_packing
 from rl_parallel_plans import (
     ParallelPlan,
@@ -205,7 +206,8 @@ def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -
     if inputs.cu_seq_lens is not None:
         given |= {"cu_seq_lens_q": inputs.cu_seq_lens, "cu_seq_lens_k": inputs.cu_seq_lens}
         given |= {"max_length_q": inputs.longest, "max_length_k": inputs.longest}
-    hidden = model.base_model(input_ids=inputs.tokens, use_cache=False, **given).last_hidden_state
+    decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
+    hidden = decoder(input_ids=inputs.tokens, use_cache=False, **given).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     if isinstance(read, Tensor):
         return _placed(read, inputs, num_places)

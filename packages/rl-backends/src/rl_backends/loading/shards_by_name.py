@@ -14,7 +14,7 @@ __all__ = ["first_names", "shards_by_name", "write_whole"]
 ADAPTER = re.compile(r"(^|[._])lora_")
 """In the names of what adapters add to a model."""
 
-WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
+WRAPPED = re.compile(r"(\.(base_layer|original_module|modules_to_save\.[^.]+))+(?=\.)")
 """What adapters put into the names of the parameters that they wrap or copy."""
 
 
@@ -39,7 +39,7 @@ def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[Name
     for shard in named_shards(model):
         if ADAPTER.search(shard.name):
             continue
-        name = WRAPPED.sub(".", shard.name.removeprefix("base_model.model."))
+        name = WRAPPED.sub("", shard.name.removeprefix("base_model.model."))
         if shapes.get(name) != tuple(shard.shape):
             known = f"is {list(shapes[name])} there" if name in shapes else "is unknown there"
             raise ModelError(

@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from rl_backends.errors import ModelError
 
-__all__ = ["make_skeleton", "original_class", "twin_of"]
+__all__ = ["in_float32", "make_skeleton", "original_class", "twin_of"]
 
 
 class _EmptyOnMeta(TorchFunctionMode):
     """Memory without numbers is not taken: what a parameter is made of, and what a computed buffer is not."""
 
-    def __torch_function__(  # noqa: PLR0917 - torch passes them so
+    def __torch_function__(
         self, function: Callable[..., Any], _types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -61,7 +61,16 @@ def twin_of(model: nn.Module) -> nn.Module:
     cls: Any = original_class(model)
     if not hasattr(cls, "_from_config"):
         raise ModelError(f"{cls.__name__} is no model of transformers, whose configuration says how to make another")
-    return make_skeleton(lambda: cls._from_config(copy.deepcopy(model.config), dtype=torch.float32))
+    return make_skeleton(lambda: cls._from_config(in_float32(model.config), dtype=torch.float32))
+
+
+def in_float32(config: Any) -> Any:
+    """A copy of a configuration whose models, and those inside them, are made in float32."""
+    config = copy.deepcopy(config)
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = torch.float32
+    return config
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:

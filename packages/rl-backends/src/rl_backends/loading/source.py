@@ -4,7 +4,6 @@ Knows which class of transformers a configuration means. Does not know how the m
 `load_into` the caller does with it what it likes.
 """
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch import nn
 from rl_backends.errors import ModelError
 from rl_backends.loading.checks import check_generation_config
 from rl_backends.loading.files import model_folder, weight_files
-from rl_backends.loading.skeleton import make_skeleton
+from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, load_weights
 
 __all__ = ["Head", "ModelSource", "open_model"]
@@ -72,8 +71,9 @@ class ModelSource:
         auto = _auto_class(self.config, self.head)
 
         def make() -> nn.Module:
-            options = {"trust_remote_code": True} if self.trust_remote_code else {}
-            model: nn.Module = auto.from_config(copy.deepcopy(self.config), dtype=torch.float32, **options)
+            model: nn.Module = auto.from_config(
+                in_float32(self.config), dtype=torch.float32, trust_remote_code=self.trust_remote_code
+            )
             return model
 
         try:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.errors import CheckpointError
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
-from rl_backends.ranks import raise_together
+from rl_backends.ranks import on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
 
 __all__ = ["load_adapter", "save_adapter"]
@@ -62,48 +61,45 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model_name: str) 
     """
     layers = adapted_layers(model)
     weights = {name: tensor.contiguous() for name, tensor in _gathered(model)}
-    error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            _write(Path(folder), weights, _peft_config(model, layers, base_model_name))
-        except Exception as caught:  # noqa: BLE001 - raised below, once every rank knows
-            error = caught
-    raise_together(error)
+    on_rank_0(lambda: _write(Path(folder), weights, _peft_config(model, layers, base_model_name)))
 
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Put the values of a saved adapter into the model's, in place; every rank must call it, and reads only its part.
 
-    Strict: the same layers, rank, scaling, shapes and names. All is checked before anything is copied.
+    Strict: the same layers, rank, scaling, shapes and names. Nothing is copied before every rank has read its part.
 
     Raises:
         CheckpointError: the folder is not there, is damaged, or holds another adapter than the model has.
         RankError: another rank could not read it.
         ModelError: the model has no adapters.
     """
+    layers = adapted_layers(model)
+    for target, saved in on_every_rank(lambda: _read(model, layers[0], Path(folder))):
+        target.copy_(saved)
+
+
+def _read(model: nn.Module, layer: AdaptedLayer, folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Views of this rank's adapters, and what the folder has for each."""
     from safetensors import SafetensorError, safe_open
 
-    layers = adapted_layers(model)
-    path = Path(folder) / WEIGHTS
-    error: Exception | None = None
+    found = []
     try:
-        _check_config(_read_config(Path(folder)), layers[0], path.parent)
-        with safe_open(str(path), framework="pt") as file:
+        _check_config(_read_config(folder), layer, folder)
+        with safe_open(str(folder / WEIGHTS), framework="pt") as file:
             shards = {peft_name(shard.name): shard for shard in named_shards(model)}
             wanted = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model).items()}
             held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _check_same(wanted, held, path)
+            _check_same(wanted, held, folder / WEIGHTS)
             for name in wanted:
                 shard, saved = shards[name], file.get_slice(name)
                 for box in shard.boxes():
                     cut = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                    box.of_local(shard.local).copy_(saved[cut])
-    except (OSError, SafetensorError, json.JSONDecodeError) as caught:
-        error = CheckpointError(f"{path.parent}: the adapter cannot be read: {type(caught).__name__}: {caught}")
-    except CheckpointError as caught:
-        error = caught
-    raise_together(error)
+                    found.append((box.of_local(shard.local), saved[cut]))
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder}: the adapter cannot be read: {type(error).__name__}: {error}") from error
+    return found
 
 
 def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

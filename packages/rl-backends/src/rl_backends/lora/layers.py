@@ -19,7 +19,7 @@ __all__ = [
     "adapted_layers",
     "adapter_tensors",
     "base_name",
-    "named_tensors",
+    "named_places",
     "peft_name",
     "trained_whole",
     "unwrapped",
@@ -90,14 +90,17 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {peft_name(name): parameter for name, parameter in named if _of_adapter(name) or parameter.requires_grad}
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under the names of the model without adapters, both ends of ties; no adapters."""
-    reshard(model)
-    for items in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for wrapped, tensor in items:
-            name = unwrapped(wrapped)
-            if not _of_adapter(name) and name.rpartition(".")[2] != MARK:
-                yield base_name(name), tensor
+def named_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Where parameters, then buffers, are registered, by name in the model without adapters; both ends of ties.
+
+    As (name, module, attribute): what is found there may be another object after sharding or offloading.
+    """
+    for registered in ("_parameters", "_buffers"):
+        for path, module in model.named_modules(remove_duplicate=False):
+            for own, tensor in getattr(module, registered).items():
+                name = f"{unwrapped(path)}.{own}" if path else own
+                if tensor is not None and own != MARK and not _of_adapter(name):
+                    yield base_name(name), module, own
 
 
 def unwrapped(name: str) -> str:

@@ -7,15 +7,16 @@ computes its own part of W' from its parts of W and B and the columns of A that 
 ranks that FSDP has cut its few rows over.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, final
+from collections.abc import ItemsView, Iterator, Mapping
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from rl_backends.lora.layers import A_TAIL, B_TAIL, AdaptedLayer, adapted_layers, base_name, named_tensors
+from rl_backends.lora.layers import A_TAIL, B_TAIL, AdaptedLayer, adapted_layers, base_name, named_places
 from rl_parallel_plans import NamedShard, export_state_dict, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.export import reshard
 
 __all__ = ["MergedWeights", "export_merged", "merged_weight"]
 
@@ -43,6 +44,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._model = model
+        self._places = {name: (module, own) for name, module, own in named_places(model)}
         self._merged = {
             f"{layer.name}.weight": torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
             for layer in adapted_layers(model)
@@ -69,17 +71,24 @@ class MergedWeights(Mapping[str, Tensor]):
                 yield NamedShard(name=name, tensor=tensor, shape=shard.shape, row_order=shard.row_order)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._merged[name] if name in self._merged else dict(named_tensors(self._model))[name]
+        reshard(self._model)
+        return self._found(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in named_tensors(self._model))
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return sum(1 for _ in named_tensors(self._model))
+        return len(self._places)
 
-    def items(self) -> Any:
-        """Names and tensors, each looked up once."""
-        return {name: self._merged.get(name, tensor) for name, tensor in named_tensors(self._model)}.items()
+    def items(self) -> ItemsView[str, Tensor]:
+        """Names and tensors, all looked up now."""
+        reshard(self._model)
+        return {name: self._found(name) for name in self._places}.items()
+
+    def _found(self, name: str) -> Tensor:
+        module, own = self._places[name]
+        tensor: Tensor = self._merged[name] if name in self._merged else getattr(module, own)
+        return tensor
 
 
 def export_merged(

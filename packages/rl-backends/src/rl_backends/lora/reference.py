@@ -21,13 +21,14 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: the model has no adapters, or trains other parameters too, whose first values are gone.
     """
+    layers = adapted_layers(model)
     if whole := trained_whole(model):
         raise ModelError(
             f"{next(iter(whole))} is trained whole (modules_to_save), so that the policy without adapters is no longer "
             f"the model that training began with; freeze a copy as the reference instead"
         )
     # `enable_adapters` would also change which parameters train, which FSDP must not meet between two backwards.
-    before = [(layer.module, layer.module.disable_adapters) for layer in adapted_layers(model)]
+    before = [(layer.module, layer.module.disable_adapters) for layer in layers]
     try:
         for module, _ in before:
             module._disable_adapters = True  # noqa: SLF001

@@ -21,8 +21,9 @@ from rl_backends.errors import ModelError
 
 __all__ = ["attention_widths", "decoder_of", "head_of", "matmul_parameters"]
 
-_CHOSEN_EXPERTS = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "experts_per_token")
-"""What modules, or else their config, call the number of experts that see a token."""
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "experts_per_token")
+"""What modules, or else their config, call the number of experts that see a token. Modules say `top_k` too, which in a
+config is an option of sampling."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -102,13 +103,14 @@ def _chosen(root: nn.Module, path: str) -> int:
         path = path.rpartition(".")[0]
         ancestors.append(root.get_submodule(path))
     for ancestor in ancestors:
-        for holder in (ancestor, *ancestor.children(), getattr(ancestor, "config", None)):
-            for name in _CHOSEN_EXPERTS:
+        modules = [(each, ("top_k", *_CHOSEN_EXPERTS)) for each in (ancestor, *ancestor.children())]
+        for holder, names in (*modules, (getattr(ancestor, "config", None), _CHOSEN_EXPERTS)):
+            for name in names:
                 if isinstance(found := getattr(holder, name, None), int):
                     return found
     raise ModelError(
         f"{type(ancestors[0]).__name__} holds experts, and no module around it says how many see a token (looked for "
-        f"{', '.join(_CHOSEN_EXPERTS)})"
+        f"top_k, {', '.join(_CHOSEN_EXPERTS)})"
     )
 
 

@@ -216,7 +216,7 @@ class StepMeter:
         """Around the passes over all microbatches. What raises forgets the step so far, as its gradient is cleared.
 
         Args:
-            examples: the whole batch, on the host.
+            examples: the whole batch.
             cut: microbatches of every data-parallel rank.
             asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
         """
@@ -253,11 +253,11 @@ class StepMeter:
             self._step, self._passes = _Step(self._passes, taken, outcome, self._skipped_steps), []
 
     def _work(self, one: _Pass) -> Work:
-        marked = one.asked.ndim > 1
+        asked = one.asked.sum(dim=1, dtype=torch.int32) if one.asked.ndim > 1 else one.asked
         return work_of(
             one.cut,
-            lengths=one.lengths,
-            asked=one.asked.sum(dim=1, dtype=torch.int32) if marked else one.asked,
+            lengths=one.lengths.cpu(),
+            asked=asked.cpu(),
             flops=self._flops if isinstance(self._flops, ModelFlops) else None,
             layout=self._layout,
             token_multiple=self._token_multiple,

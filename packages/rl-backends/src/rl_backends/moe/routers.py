@@ -58,7 +58,7 @@ class Router:
         return logits, logits.detach().topk(self.top_k, dim=-1).indices
 
     def affinities(self, logits: Tensor) -> Tensor:
-        """s' of the paper [N, experts]: of each token, and summing to 1, in float32."""
+        """S' of the paper [N, experts]: of each token, and summing to 1, in float32."""
         if self.affinity == "softmax":
             return logits.float().softmax(-1)
         scores = torch.sigmoid(logits.float())

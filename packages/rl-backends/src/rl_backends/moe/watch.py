@@ -99,7 +99,10 @@ class RouterWatch:
                 f"{len(missing)} of {len(self._routers)} routers were not seen ({missing[0]}): run the model inside "
                 f"`with watch.recording():`, once, before each loss"
             )
-        terms = [self._loss_of(router, inputs, lengths, counted=counted, group=context_group) for router in self._routers]
+        lengths = lengths.to(inputs.tokens.device)
+        terms = [
+            self._loss_of(router, inputs, lengths, counted=counted, group=context_group) for router in self._routers
+        ]
         self._seen.clear()
         return torch.stack(terms).mean()
 
@@ -129,7 +132,7 @@ class RouterWatch:
         if group is not None:
             took = took.contiguous()
             dist.all_reduce(took, group=group)
-        num_tokens = lengths.to(logits.device, torch.float32)[:, None]
+        num_tokens = lengths.float()[:, None]
         share = _by_sequence(router.affinities(logits), inputs, lengths) / num_tokens
         return (took * (num_experts / top_k) / num_tokens * share).sum()
 
@@ -149,15 +152,14 @@ def _by_sequence(
     values: Float[Tensor, "tokens experts"], inputs: ModelInputs, lengths: Int[Tensor, " b"]
 ) -> Float[Tensor, "b experts"]:
     """The sum over each row's own tokens, padding left out."""
-    on_device = lengths.to(values.device)
-    if inputs.cu_seq_lens is not None:
-        return torch.segment_reduce(values, "sum", lengths=on_device, axis=0)
+    if inputs.cu_seq_lens is not None:  # unsafe: without a look at the lengths, for which a GPU would have to wait
+        return torch.segment_reduce(values, "sum", lengths=inputs.cu_seq_lens.diff(), axis=0, unsafe=True)
     num_rows, num_tokens = inputs.tokens.shape
     positions = inputs.position_ids
     if positions is None:
         positions = torch.arange(num_tokens, device=values.device)[None]
-    real = positions < on_device[:, None]
-    return (values.unflatten(0, (num_rows, num_tokens)) * real[..., None]).sum(1)
+    real = positions < lengths[:, None]
+    return (values.view(num_rows, num_tokens, -1) * real[..., None]).sum(1)
 
 
 def _require_summed_gradients(model: nn.Module, routers: Sequence[Router], plan: ParallelPlan) -> None:

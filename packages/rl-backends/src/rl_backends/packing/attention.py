@@ -8,6 +8,8 @@ those of transformers' own eager attention.
     elsewhere                         scaled_dot_product_attention, once for neighbours of equal length
     scores capped, or with sinks      the same, in plain operations: [rows, heads, L, L] of neighbours of equal length
 
+Shapes are in words: this runs inside compiled layers, where nothing can check them.
+
 Axes: S tokens of the pack, Q query heads, K key heads, D features of a head; L tokens of each of n rows.
 """
 
@@ -16,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
@@ -30,9 +31,9 @@ _CHANGES_SCORES = ("position_bias", "cache", "block_table", "head_mask", "indexe
 
 def packed_attention(  # noqa: PLR0917 - as transformers calls it
     module: nn.Module,
-    query: Float[Tensor, "1 Q S D"],
-    key: Float[Tensor, "1 K S D"],
-    value: Float[Tensor, "1 K S E"],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -40,12 +41,30 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cu_seq_lens_q: Int[Tensor, " rows_and_one"] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
-) -> tuple[Float[Tensor, "1 S Q E"], None]:
+) -> tuple[Tensor, None]:
     """Each token's attention to those of its row up to itself, as transformers' attention functions return it.
+
+    Args:
+        module: the attention that calls.
+        query: [1, Q, S, D]; `key` and `value` are [1, K, S, D] and [1, K, S, E], where K divides Q.
+        key: of the same tokens.
+        value: of the same tokens.
+        attention_mask: None; rows need no mask.
+        scaling: of scores; D to the power of -1/2 where it is None.
+        dropout: 0; packing is for exact results.
+        sliding_window: tokens that a query sees, itself among them; None for all of its row.
+        softcap: the bound on scores, by tanh.
+        s_aux: [Q], a score that takes part in each softmax and has no value.
+        cu_seq_lens_q: int32 [rows + 1], where each row begins, and the end of the last.
+        max_length_q: tokens of the longest row.
+        is_causal: overrules the module's own attribute; False is refused.
+        **others: what transformers hands to all its attentions.
+
+    Returns [1, S, Q, E], and None for weights.
 
     Raises:
         ModelError: the call does not say where rows begin, or asks for what would be left out.
@@ -55,12 +74,7 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
             f"{type(module).__name__} was called without cu_seq_lens_q and max_length_q, while sequence packing is on: "
             f"rows would see one another; give both to the base model, or load a model without sequence_packing"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    given = [name for name in _CHANGES_SCORES if others.get(name) is not None]
-    given += [*(["attention_mask"] if attention_mask is not None else []), *([] if causal else ["is_causal=False"])]
-    given += ["dropout"] if dropout else []
-    if given:
-        raise ModelError(f"{type(module).__name__} asks for {', '.join(given)}, which packed attention does not do")
+    _refuse_what_is_left_out(module, attention_mask, dropout=dropout, is_causal=is_causal, others=others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is None and s_aux is None and _has_kernel(query, value):
         out = _in_one_kernel(
@@ -73,21 +87,34 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
     return out[None], None
 
 
+def _refuse_what_is_left_out(
+    module: nn.Module, mask: Tensor | None, *, dropout: float, is_causal: bool | None, others: dict[str, Any]
+) -> None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    given = [name for name in _CHANGES_SCORES if others.get(name) is not None]
+    given += [] if mask is None else ["attention_mask"]
+    given += [] if causal else ["is_causal=False"]
+    given += ["dropout"] if dropout else []
+    if given:
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(given)}, which packed attention does not do")
+
+
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD_OF_KERNEL
+        and query.shape[-1] % 8 == 0
     )
 
 
 def _in_one_kernel(
     tensors: tuple[Tensor, Tensor, Tensor], starts: Tensor, *, longest: int, scale: float, window: int | None
-) -> Float[Tensor, "S Q E"]:
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
-    out: Tensor = varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -99,6 +126,7 @@ def _in_one_kernel(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(out, Tensor)
     return out
 
 
@@ -110,14 +138,14 @@ def _row_by_row(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Float[Tensor, "S Q E"]:
+) -> Tensor:
     # Neighbours of equal length, as a sorted microbatch has many: (L, n)
     runs = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist())]
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
-    parts = [tensor[0].split([length * rows for length, rows in runs], dim=1) for tensor in tensors]
+    parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
     out = []
     for (length, rows), *run in zip(runs, *parts, strict=True):
-        query, key, value = (tensor.unflatten(1, (rows, length)).transpose(0, 1) for tensor in run)
+        query, key, value = (tensor.view(-1, rows, length, tensor.shape[-1]).transpose(0, 1) for tensor in run)
         mask = None if window is None or length <= window else _band(length, window, query.device)
         if softcap is None and sinks is None:
             attended = F.scaled_dot_product_attention(
@@ -135,21 +163,21 @@ def _row_by_row(
     return torch.cat(out)
 
 
-def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "L L"]:
-    """Which keys a query sees: itself and the window - 1 before it."""
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Which keys a query sees, [L, L]: itself and the window - 1 before it."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device)
     return seen.tril_().triu_(1 - window)
 
 
 def _plainly(
     tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Bool[Tensor, "L L"] | None,
+    mask: Tensor | None,
     *,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Float[Tensor, "n Q L E"]:
-    """Scores first scaled, then capped, then masked; a sink is one more score, which takes part of the sum alone."""
+) -> Tensor:
+    """[n, Q, L, E]. Scores are scaled, then capped, then masked; a sink is one more score, without a value."""
     query, key, value = tensors
     length = query.shape[2]
     groups = query.shape[1] // key.shape[1]

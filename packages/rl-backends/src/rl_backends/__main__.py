@@ -1,0 +1,86 @@
+"""`rl-backends`, also `python -m rl_backends`: the backend from the command line.
+
+Each command is a module of `rl_backends.commands` with `add_arguments(parser)` and `run(arguments) -> int`, imported
+when it is chosen and not before. Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, NoReturn, final
+
+__all__ = ["main"]
+
+PROGRAM = "rl-backends"
+COMMANDS = {
+    "explain": "say what the backend would do with a model on so many ranks, and what memory that takes",
+    "verify": "compare the backend on real ranks with plain transformers and AdamW, on a small model of the same kind",
+    "export": "make a Hugging Face folder of a checkpoint",
+}
+INTERRUPTED = 130
+UNKNOWN = "unrecognized arguments"
+"""As argparse says it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    chosen = _parser().parse_args(given[:1]).command
+    summary = COMMANDS[chosen]
+    command = import_module(f"rl_backends.commands.{chosen}")
+    parser = _CommandParser(
+        prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+    )
+    command.add_arguments(parser)
+    arguments = parser.parse_args(given[1:])
+    try:
+        code: int = command.run(arguments)
+        sys.stdout.flush()
+    except ValueError as refusal:  # of ours, and of what ours builds on: PlanError too
+        print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError) as failure:
+        if isinstance(failure, BrokenPipeError):  # the reader of a pipe has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
+            return 0
+        print(f"{PROGRAM} {chosen}: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return code
+
+
+@final
+class _CommandParser(argparse.ArgumentParser):
+    """Says which flag an unknown one may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = [word for word in message.split() if word.startswith("--")] if UNKNOWN in message else []
+        hints = [_hint(word.partition("=")[0], self._option_string_actions) for word in unknown]
+        super().error("".join([message, *hints]))
+
+
+def _hint(flag: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(flag, known, n=1)
+    return f"; for {flag} did you mean {near[0]}?" if near else ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+    parser = _CommandParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description="Train language models over a mesh, and know beforehand what it takes.",
+        epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

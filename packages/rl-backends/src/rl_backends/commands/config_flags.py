@@ -1,0 +1,103 @@
+"""Flags of a configuration's fields, each with the field's docstring as its help, and the configuration from them.
+
+Knows dataclasses, and nothing of what their fields mean.
+"""
+
+import argparse
+import ast
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["add_config_flags", "config_of", "field_docs", "one_of"]
+
+ConfigT = TypeVar("ConfigT")
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    *,
+    leave_out: Sequence[str] = (),
+    short: Mapping[str, str] | None = None,
+    title: str,
+) -> None:
+    """Declare a flag for each field of the dataclass `config`.
+
+    Args:
+        parser: where to.
+        config: whose fields are of bool, int, float, str, Literal, or one of these or None.
+        leave_out: fields that get no flag.
+        short: another flag, by field.
+        title: of the group of flags.
+    """
+    group = parser.add_argument_group(title)
+    docs, hints = field_docs(config), get_type_hints(config)
+    for field in fields(config):
+        if field.name in leave_out:
+            continue
+        names = [*filter(None, [(short or {}).get(field.name)]), f"--{field.name.replace('_', '-')}"]
+        default = None if field.default is MISSING else field.default
+        told = f"{docs[field.name]} (default: {_told(default)})".replace("%", "%%")
+        options = _options(hints[field.name], names[-1])
+        group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, help=told, **options)
+
+
+def config_of(config: type[ConfigT], arguments: argparse.Namespace, **others: Any) -> ConfigT:
+    """The configuration that the flags ask for; `others` go before its defaults, and flags before them.
+
+    Raises:
+        ValueError: what the configuration refuses.
+    """
+    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return config(**{**others, **given})
+
+
+def field_docs(config: type[Any]) -> dict[str, str]:
+    """Field -> the string that stands under it in the source, in one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, under in zip(body.body, body.body[1:], strict=False):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        is_text = isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
+        if is_field and is_text:
+            found[field.target.id] = " ".join(str(under.value.value).split())  # type: ignore[union-attr,attr-defined]
+    return found
+
+
+def one_of(choices: Sequence[str], flag: str) -> Callable[[str], str]:
+    """A type for argparse that takes these words, and names the nearest of them for another."""
+
+    def parse(text: str) -> str:
+        if text in choices:
+            return text
+        near = difflib.get_close_matches(text, choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise argparse.ArgumentTypeError(f"{flag} is {text!r}: it must be one of {', '.join(choices)}{hint}")
+
+    return parse
+
+
+def _options(hint: Any, flag: str) -> dict[str, Any]:
+    """How argparse reads a value of this type."""
+    kinds = [each for each in get_args(hint) if each is not NoneType] if get_origin(hint) in (Union, UnionType) else []
+    if len(kinds) == 1:
+        hint = kinds[0]
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return {"type": one_of(choices, flag), "metavar": "|".join(choices)}
+    return {"type": hint, "metavar": "TEXT" if hint is str else "N"}
+
+
+def _told(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)

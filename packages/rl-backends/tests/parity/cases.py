@@ -1,0 +1,175 @@
+"""The cells of the table: models by meshes by layouts of the batch, cells of their own, and what each must come to.
+
+A cell is exact (every quantity within its bar) or refused in the words that stand here.
+"""
+
+import dataclasses
+
+from parity.problems import Problem
+
+BAR = 1e-5
+BFLOAT16_BAR = 5e-2
+
+MODELS = ("Llama", "Qwen2", "Qwen3", "Gemma-3", "Mistral", "Phi-3", "Qwen3-MoE")
+MESHES = {  # ranks, configuration, the share of the parameters that a rank may hold at most
+    "1": (1, {}, 1.0),
+    "FSDP2": (2, {}, 0.5),
+    "TP2": (2, {"tensor_parallel_size": 2}, 0.5),
+    "TP2+SP": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, 0.5),
+    "CP2": (2, {"context_parallel_size": 2}, 0.5),
+    "EP2": (2, {"expert_parallel_size": 2}, 0.5),
+    "FSDP4": (4, {}, 0.25),
+    "HSDP 2x2": (4, {"data_parallel_replicate_size": 2}, 0.5),
+    "FSDP2×TP2": (4, {"tensor_parallel_size": 2}, 0.25),
+}
+OTHER_MESHES = {  # for cells of their own
+    "FSDP2×CP2": (4, {"context_parallel_size": 2}, 0.25),
+    "CP2×TP2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}, 0.25),
+    "EP2×TP2": (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, 0.25),
+    "FSDP2×EP2": (4, {"expert_parallel_size": 2}, 0.25),
+    "FSDP2×TP2+SP": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}, 0.25),
+}
+LAYOUTS = {
+    "padded": {"micro_batch_size": 2},
+    "packed": {"sequence_packing": True, "micro_batch_tokens": 30},
+    "dynamic": {"micro_batch_tokens": 40},
+}
+
+PACKED_CONTEXT = "context_parallel_size > 1 cannot be combined with sequence_packing"
+WINDOW = "has a sliding window of 6 tokens"
+NO_EXPERTS = "the model has no stacked experts"
+
+
+REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
+    (MESHES["CP2"][1] | LAYOUTS["packed"], PACKED_CONTEXT),
+    (
+        {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
+        "context_parallel_size > 1 cannot be combined with sequence_parallel",
+    ),
+    ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
+    ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be >= 1"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
+    ({"enabled": False}, "enabled=False leaves no training backend"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the backend, and what it must come to."""
+
+    model: str
+    mesh: str
+    layout: str
+    problem: Problem
+    config: dict = dataclasses.field(hash=False)
+    ranks: int = 1
+    calls: int = 1
+    bar: float = BAR
+    most_held: float = 1.0
+    refusal: str | None = None
+
+    @property
+    def name(self):
+        return f"{self.model}, {self.mesh}, {self.layout}"
+
+
+def table():
+    """Models by meshes by layouts."""
+    return [
+        cell(model, mesh, layout, refusal=_refusal(model, mesh, layout))
+        for mesh in MESHES
+        for model in MODELS
+        for layout in LAYOUTS
+        if mesh != "EP2" or model == "Qwen3-MoE"
+    ]
+
+
+def _refusal(model, mesh, layout):
+    if mesh == "CP2" and layout == "packed":
+        return PACKED_CONTEXT
+    return WINDOW if mesh == "CP2" and model == "Gemma-3" else None
+
+
+def apart():
+    """What the table has no column for, one cell each."""
+    pairs, cold = Problem("Qwen3", "pairs"), Problem("Qwen3", temperature=0.7)
+    return [
+        cell("Qwen3", "FSDP2", "padded", note="pairs that stay together", problem=pairs),
+        cell("Qwen3", "FSDP2", "packed", note="pairs that stay together", problem=pairs),
+        cell("Qwen3", "FSDP2", "padded", note="a rank without rows", problem=Problem("Qwen3", "one row")),
+        cell("Qwen3", "FSDP2", "packed", note="a rank without rows", problem=Problem("Qwen3", "one row")),
+        cell("Qwen3", "TP2", "packed", note="temperature 0.7", problem=cold),
+        cell("Qwen3", "1", "padded", note="three calls a step", calls=3),
+        cell("Qwen3", "FSDP2", "packed", note="three calls a step", calls=3),
+        cell("Qwen3", "TP2+SP", "padded", note="three calls a step", calls=3),
+        cell("Qwen3", "FSDP2", "padded", note="reduced at the last microbatch", reduce_gradients="last_microbatch"),
+        cell(
+            "Qwen3",
+            "FSDP2",
+            "packed",
+            note="reduced at the last microbatch, three calls",
+            reduce_gradients="last_microbatch",
+            calls=3,
+        ),
+        cell("Qwen3", "HSDP 2x2", "padded", note="reduced at the last microbatch", reduce_gradients="last_microbatch"),
+        cell("Qwen3", "FSDP2", "padded", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Qwen3", "TP2+SP", "packed", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Qwen3", "CP2", "padded", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Qwen3", "FSDP2", "padded", note="some activations recomputed", activation_checkpointing="selective"),
+        cell("Phi-3", "TP2", "packed", note="some activations recomputed", activation_checkpointing="selective"),
+        cell("Qwen3", "1", "padded", note="offloaded", cpu_offload=True),
+        cell("Gemma-3", "FSDP2", "packed", note="offloaded", cpu_offload=True),
+        cell("Llama", "1", "padded", note="compiled", compile=True),
+        cell("Llama", "FSDP2", "packed", note="compiled", compile=True),
+        cell("Llama", "TP2+SP", "padded", note="compiled", compile=True),
+        cell("Llama", "1", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell("Qwen3", "FSDP2", "packed", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell("Qwen3", "FSDP2×TP2", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell("Mistral, window of 6", "FSDP2", "padded"),
+        cell("Mistral, window of 6", "TP2", "packed"),
+        cell("Mistral, window of 6", "CP2", "padded", refusal="its config has sliding_window=6"),
+        cell("Qwen3", "FSDP2×TP2+SP", "packed"),
+        cell("Qwen3", "FSDP2×CP2", "dynamic"),
+        cell("Qwen3", "CP2×TP2", "padded"),
+        cell("Qwen3-MoE", "FSDP2×EP2", "packed"),
+        cell("Qwen3-MoE", "EP2×TP2", "padded"),
+        cell("Llama", "EP2", "padded", refusal=NO_EXPERTS),
+        cell("Llama, 1 head", "TP2", "padded", refusal="heads"),
+        cell("Llama", "HSDP 2x2", "padded", note="three groups", data_parallel_replicate_size=3, refusal="3"),
+        cell("Llama", "TP2", "padded", note="four", tensor_parallel_size=4, refusal="4"),
+    ]
+
+
+def cell(model, mesh, layout, **options):
+    """A cell of `mesh` and `layout`; other names than those of `Cell` are fields of the configuration."""
+    note = options.pop("note", None)
+    ranks, config, most_held = {**MESHES, **OTHER_MESHES}[mesh]
+    own = {name: options.pop(name) for name in ("calls", "bar", "refusal") if name in options}
+    problem = options.pop("problem", None) or Problem(model)
+    return Cell(
+        model=model,
+        mesh=mesh,
+        layout=f"{layout}, {note}" if note else layout,
+        problem=problem,
+        config={**config, **LAYOUTS[layout], **options},
+        ranks=ranks,
+        most_held=most_held,
+        **own,
+    )
+
+
+SMALL = {  # for each release of transformers but the newest: what such a release could break
+    ("Llama", "1", "packed"),
+    ("Gemma-3", "1", "packed"),
+    ("Gemma-3", "FSDP2", "padded"),
+    ("Phi-3", "TP2", "packed"),
+    ("Qwen2", "CP2", "dynamic"),
+    ("Qwen3", "TP2+SP", "packed"),
+    ("Qwen3-MoE", "TP2", "packed"),
+    ("Qwen3-MoE", "EP2", "padded"),
+}
+
+
+def small():
+    """A selection of two ranks at most."""
+    return [each for each in table() if (each.model, each.mesh, each.layout) in SMALL]

@@ -1,0 +1,130 @@
+"""Run cells on as many processes as they need, and gather what they came to. No rank is waited for in vain.
+
+A rank that dies takes its launch with it at once: its cell has failed with the end of its log, and what comes after it
+is started anew.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from parity import problems
+
+PATIENCE_S = 100
+"""A launch that has come no further for so long is killed, and the cell that it hangs in has failed."""
+
+
+def run(cells, *, folder, launches=3, trace_only=True, say=lambda _: None):
+    """Outcomes by the cells' names, a list over ranks each: as `run_cell` returns them, or `{"died": why}`.
+
+    trace_only: do not generate code for models that are compiled.
+    """
+    problems.answers([cell.problem for cell in cells if cell.refusal is None], folder)
+    outcomes = {}
+    for ranks in sorted({cell.ranks for cell in cells}):
+        todo = [cell.name for cell in cells if cell.ranks == ranks]
+        for _ in range(launches):
+            if todo:
+                outcomes |= _launch(todo, ranks=ranks, folder=folder, trace_only=trace_only)
+                todo = [name for name in todo if name not in outcomes]
+        for name in todo:
+            outcomes[name] = [{"died": f"not run: ranks died in {launches} cells before"}]
+        say(f"{len(outcomes)} of {len(cells)} cells")
+    return outcomes
+
+
+def _launch(names, *, ranks, folder, trace_only):
+    """Outcomes up to the cell in which a rank died, that one included."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    logs = [place / f"rank{rank}.log" for rank in range(ranks)]
+    results = [place / f"rank{rank}.jsonl" for rank in range(ranks)]
+    processes = []
+    for rank in range(ranks):
+        task = {
+            "cells": names,
+            "trace_only": trace_only,
+            "rank": rank,
+            "ranks": ranks,
+            "folder": str(folder),
+            "rendezvous": str(place / "rendezvous"),
+            "outcomes": str(results[rank]),
+        }
+        processes.append(_start(task, logs[rank]))
+    try:
+        dead = _first_to_die(processes, results)
+        if dead is not None:
+            _tell_where_they_are(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return _gathered(names, results, why=None if dead is None else _why(dead, logs, processes))
+
+
+def _start(task, log):
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "parity.program", json.dumps(task)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _first_to_die(processes, results):
+    """The first rank to end with an error, or a rank that hangs; None when all are done."""
+    written, since = None, time.monotonic()
+    while time.monotonic() < since + PATIENCE_S:
+        now = [path.stat().st_size if path.exists() else 0 for path in results]
+        if now != written:
+            written, since = now, time.monotonic()
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                return rank
+        if None not in codes:
+            return None
+        time.sleep(0.02)
+    return next(rank for rank, process in enumerate(processes) if process.poll() is None)
+
+
+def _tell_where_they_are(processes):
+    """A rank that hangs writes its stack into its log; one that is about to raise, has the time to do it."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def _why(first, logs, processes):
+    """The end of every log of a rank that ended with an error, or of the one that hung."""
+    failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
+    if not failed:
+        return f"rank {first} hung or was killed:\n{logs[first].read_text()[-4000:]}"
+    return "\n".join(
+        f"rank {rank} ended with code {processes[rank].returncode}:\n{logs[rank].read_text()[-3000:]}"
+        for rank in failed
+    )
+
+
+def _gathered(names, results, *, why):
+    """Lines of each rank by cell; the first cell that a rank has begun and not ended is the one that failed."""
+    texts = [path.read_text().splitlines(keepends=True) if path.exists() else [] for path in results]
+    lines = [[json.loads(line) for line in text if line.endswith("\n")] for text in texts]
+    ended = [{line["cell"]: line for line in rank if len(line) > 1} for rank in lines]
+    gathered = {}
+    for name in names:
+        if all(name in rank for rank in ended):
+            gathered[name] = [rank[name] for rank in ended]
+        else:
+            return {**gathered, name: [{"died": why}]}
+    if why is not None:  # after the last cell, which must not hide it
+        gathered[names[-1]] = [{"died": why}]
+    return gathered

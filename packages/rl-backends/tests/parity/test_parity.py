@@ -1,0 +1,43 @@
+"""Claims about exactness: however a model and a batch are cut, the steps are those of one plain process, or refused.
+
+The last cell of the package's matrix runs the whole table; older releases of transformers a small selection, one for
+each thing that a release could break. `python -m parity`, beside this folder, runs the whole of it on any release.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import transformers
+
+from rl_backends import DTensorConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # parity, here and in the processes that it starts
+
+from parity import cases, judge, launch
+from parity.document import document
+
+PACKAGE = Path(__file__).parents[2]
+NEWEST = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["tool"]["matrix"]["cells"][-1]["transformers"]
+WHOLE = transformers.__version__.startswith(f"{NEWEST}.")
+CELLS = [*cases.table(), *cases.apart()] if WHOLE else cases.small()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Of all cells, each number of ranks in one launch."""
+    found = launch.run(CELLS, folder=tmp_path_factory.mktemp("parity"))
+    print("", document(found), sep="\n")  # `pytest -s` shows it
+    return found
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_steps_are_those_of_one_plain_process_or_refused_by_name(outcomes, cell):
+    assert judge.complaints(cell, outcomes[cell.name]) == []
+
+
+@pytest.mark.parametrize(("config", "words"), cases.REFUSED_CONFIGURATIONS, ids=str)
+def test_configurations_that_cannot_be_are_refused_by_name(config, words):
+    with pytest.raises(ValueError, match=words):
+        DTensorConfig(**config)

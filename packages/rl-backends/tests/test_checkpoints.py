@@ -1,0 +1,458 @@
+"""Claims about checkpoints of one process: a run in two parts is the run in one, and nothing wrong is ever loaded."""
+
+import copy
+import importlib.util
+import json
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint, storage
+from rl_backends.checkpoints.files import FileRecord, TensorEntry, write_safetensors
+from rl_backends.checkpoints.manifest import read_manifest, write_manifest
+from rl_backends.errors import CheckpointError
+
+
+class Optimizers:
+    def __init__(self, *each):
+        self.each = each
+        self.steps = 0
+
+    def schedule_state(self):
+        return {"steps": self.steps}
+
+    def load_schedule_state(self, state):
+        self.steps = state["steps"]
+
+
+@pytest.fixture
+def process_group():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture
+def start(world):
+    """A model and its optimizers: AdamW over matrices, SGD with momentum over the rest."""
+
+    def start(seed=0, *, family="Qwen3", **overrides):
+        model = world.make_model(family, seed=seed, **overrides)
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        adam = torch.optim.AdamW([{"params": matrices[:3], "weight_decay": 0.0}, {"params": matrices[3:]}], lr=1e-2)
+        return model, Optimizers(adam, torch.optim.SGD(others, lr=1e-2, momentum=0.9))
+
+    return start
+
+
+def train(world, model, optimizers, steps):
+    examples = world.make_examples()
+    for _ in range(steps):
+        loss = world.token_loss(world.plain_logp(model, examples), examples, num_tokens=examples.trainable.sum())[0]
+        (loss * torch.rand(())).backward()  # so that the generator of random numbers matters
+        optimizers.steps += 1
+        for optimizer in optimizers.each:
+            optimizer.param_groups[0]["lr"] = 1e-2 / optimizers.steps
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def numbers_of(model, optimizers):
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers.each:
+        for parameter, state in optimizer.state.items():
+            found |= {f"{names[id(parameter)]}/{key}": value.clone() for key, value in state.items()}
+    return found
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def hyperparameters(optimizers):
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for optimizer in optimizers.each
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(world, start, tmp_path, tied):
+    torch.manual_seed(5)
+    model, optimizers = start(tie_word_embeddings=tied)
+    train(world, model, optimizers, 2)
+    write = save_checkpoint(model, optimizers, tmp_path / "step-2", version=2, extra={"best": [0.1, None], "é": "π"})
+    assert write.done
+    assert write.waited_s == 0
+    train(world, model, optimizers, 2)
+    torch.manual_seed(6)
+    again, its_optimizers = start(seed=1, tie_word_embeddings=tied)
+    train(world, again, its_optimizers, 1)  # what it has learned is forgotten
+    state = load_checkpoint(again, its_optimizers, tmp_path / "step-2")
+    assert (state.version, state.extra, state.rng_restored) == (2, {"best": [0.1, None], "é": "π"}, True)
+    assert its_optimizers.steps == 2
+    train(world, again, its_optimizers, 2)
+    assert_same(numbers_of(again, its_optimizers), numbers_of(model, optimizers))
+    assert hyperparameters(its_optimizers) == hyperparameters(optimizers)
+
+
+def test_a_checkpoint_from_before_the_first_step_counts_none(world, start, tmp_path):
+    torch.manual_seed(5)
+    model, optimizers = start()
+    save_checkpoint(model, optimizers, tmp_path / "step-0", version=0)
+    assert not any(optimizer.state for optimizer in optimizers.each)
+    again, its_optimizers = start(seed=1)
+    train(world, again, its_optimizers, 1)
+    load_checkpoint(again, its_optimizers, tmp_path / "step-0")
+    train(world, again, its_optimizers, 2)
+    torch.manual_seed(5)
+    plain, its = start()
+    train(world, plain, its, 2)
+    assert_same(numbers_of(again, its_optimizers), numbers_of(plain, its))
+
+
+def test_how_a_step_is_computed_is_not_taken_from_the_checkpoint(world, tmp_path):
+    model = world.make_model("Llama")
+    optimizers = Optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9), fused=True))
+    train(world, model, optimizers, 1)
+    save_checkpoint(model, optimizers, tmp_path / "step-1", version=1)
+    again = world.make_model("Llama", seed=1)
+    its_optimizers = Optimizers(torch.optim.AdamW(again.parameters(), lr=5e-2, foreach=True))
+    load_checkpoint(again, its_optimizers, tmp_path / "step-1")
+    [group] = its_optimizers.each[0].param_groups
+    assert (group["foreach"], group["fused"]) == (True, None)
+    assert (group["lr"], group["betas"]) == (1e-2, (0.8, 0.9))
+    train(world, again, its_optimizers, 1)
+
+
+def test_weights_may_be_left_out_and_optimizers_too(world, start, tmp_path):
+    model, optimizers = start()
+    train(world, model, optimizers, 1)
+    save_checkpoint(model, optimizers, tmp_path / "there" / "optimizer", version=1, weights=False)
+    save_checkpoint(model, None, tmp_path / "weights", version=1)
+    again, its_optimizers = start(seed=1)
+    before = copy.deepcopy(dict(again.named_parameters()))
+    load_checkpoint(again, its_optimizers, tmp_path / "there" / "optimizer", weights=False)
+    assert_same(dict(again.named_parameters()), before)
+    load_checkpoint(again, None, tmp_path / "weights")
+    assert_same(numbers_of(again, its_optimizers), numbers_of(model, optimizers))
+    with pytest.raises(CheckpointError, match=r"holds no weights.*weights=False"):
+        load_checkpoint(again, its_optimizers, tmp_path / "there" / "optimizer")
+    with pytest.raises(CheckpointError, match=r"holds no state of optimizers.*optimizers=None"):
+        load_checkpoint(again, its_optimizers, tmp_path / "weights")
+
+
+# -- Asynchronous ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds back the writing of every file of tensors until it is set."""
+    gate = threading.Event()
+
+    def write_later(path, entries):
+        assert gate.wait(timeout=60)
+        return write_safetensors(path, entries)
+
+    monkeypatch.setattr(storage, "write_safetensors", write_later)
+    yield gate
+    gate.set()
+
+
+def test_training_on_while_it_is_written_does_not_tear_it(world, start, tmp_path, process_group, gate):
+    model, optimizers = start()
+    train(world, model, optimizers, 1)
+    expected = numbers_of(model, optimizers)
+    write = save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True)
+    assert not write.done
+    train(world, model, optimizers, 2)
+    assert find_latest(tmp_path) is None
+    gate.set()
+    write.wait()
+    assert write.done
+    write.wait()
+    again, its_optimizers = start(seed=1)
+    load_checkpoint(again, its_optimizers, find_latest(tmp_path))
+    assert_same(numbers_of(again, its_optimizers), expected)
+
+
+def test_a_second_save_waits_for_the_first_and_says_so(world, start, tmp_path, process_group, gate):
+    model, optimizers = start()
+    first = save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True)
+    main = threading.main_thread().ident
+
+    def open_when_it_waits():
+        while all(frame != "_after_the_save_before" for frame in names_of_frames(main)):
+            pass
+        gate.set()
+
+    opener = threading.Thread(target=open_when_it_waits)
+    opener.start()
+    second = save_checkpoint(model, optimizers, tmp_path / "step-2", version=2, asynchronous=True)
+    opener.join()
+    assert first.done
+    assert second.waited_s > 0
+    second.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def names_of_frames(thread):
+    frame = sys._current_frames()[thread]
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+
+def test_a_background_failure_is_told_by_wait_or_by_the_next_save(start, tmp_path, process_group, monkeypatch):
+    model, optimizers = start()
+
+    def refuse(path, entries):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "write_safetensors", refuse)
+        save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True)
+        with pytest.raises(CheckpointError, match=r"step-1 was not written.*No space left"):
+            save_checkpoint(model, optimizers, tmp_path / "step-2", version=2, asynchronous=True)
+        write = save_checkpoint(model, optimizers, tmp_path / "step-3", version=3, asynchronous=True)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"step-3 was not written.*No space left"):
+                write.wait()
+    assert list(tmp_path.iterdir()) == []
+    save_checkpoint(model, optimizers, tmp_path / "step-4", version=4)
+    assert find_latest(tmp_path) == tmp_path / "step-4"
+
+
+# -- What is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(world, start, tmp_path):
+    model, optimizers = start()
+    train(world, model, optimizers, 1)
+    save_checkpoint(model, optimizers, tmp_path / "step-1", version=1)
+    return tmp_path / "step-1"
+
+
+def refused(start, folder, match, *, optimizers=True, **options):
+    """The message, after showing that nothing was changed."""
+    model, its_optimizers = start(seed=1)
+    before = numbers_of(model, its_optimizers)
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load_checkpoint(model, its_optimizers if optimizers else None, folder, **options)
+    assert_same(numbers_of(model, its_optimizers), before)
+    assert str(folder) in str(caught.value)
+
+
+def test_an_absent_checkpoint_is_refused(start, tmp_path):
+    refused(start, tmp_path / "none", "no such checkpoint")
+
+
+def test_an_unfinished_checkpoint_is_refused_and_not_found(start, saved):
+    (saved / "checkpoint.json").unlink()
+    refused(start, saved, "unfinished.*checkpoint.json")
+    assert find_latest(saved.parent) is None
+
+
+@pytest.mark.parametrize("name", ["rank-00000-of-00001.safetensors", "state.json", "tensors.json"])
+def test_a_truncated_or_missing_file_is_refused(start, saved, name):
+    data = (saved / name).read_bytes()
+    (saved / name).write_bytes(data[:-1])
+    refused(start, saved, rf"{name}: {len(data) - 1} bytes, and {len(data)} were written: truncated", verify=False)
+    (saved / name).unlink()
+    refused(start, saved, f"{name}: missing")
+
+
+@pytest.mark.parametrize("name", ["rank-00000-of-00001.safetensors", "state.json", "tensors.json"])
+def test_a_flipped_bit_is_refused_unless_nobody_looks(start, saved, name):
+    flip(saved / name, at=-100)
+    refused(start, saved, f"{name}: damaged: its SHA-256")
+    if name.endswith("safetensors"):
+        load_checkpoint(*start(seed=1), saved, verify=False)
+
+
+def test_a_damaged_marker_is_refused(start, saved):
+    flip(saved / "checkpoint.json", at=60)
+    refused(start, saved, "checkpoint.json: damaged")
+
+
+def flip(path, *, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_unknown_format_is_refused(start, saved):
+    marker = saved / "checkpoint.json"
+    body = json.loads(marker.read_text())
+    marker.write_text(json.dumps({**body, "format_version": 2}))
+    refused(start, saved, "format version 2, and this release reads 1")
+    marker.write_text(json.dumps({**body, "format": "other"}))
+    refused(start, saved, "not the marker of a checkpoint of rl-backends")
+
+
+def test_another_models_checkpoint_is_refused_with_the_first_differences(start, saved):
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model: model.embed_tokens.weight is float32 \[67, 32\] in the "
+        r"checkpoint and float32 \[68, 32\] here; lm_head.weight is",
+    ):
+        load_checkpoint(*start(vocab_size=68), saved)
+    with pytest.raises(CheckpointError, match=r"another model: model.layers.1.\S+ is only in the checkpoint.* more"):
+        load_checkpoint(*start(num_hidden_layers=1), saved)
+    with pytest.raises(CheckpointError, match=r"float32.* in the checkpoint and bfloat16"):
+        load_checkpoint(start()[0].bfloat16(), None, saved)
+
+
+def test_other_optimizers_are_refused(world, saved):
+    model = world.make_model("Qwen3")
+    with pytest.raises(
+        CheckpointError, match=r"AdamW', 'torch.optim.sgd.SGD'\], and this run optimizes by \['torch.op"
+    ):
+        load_checkpoint(model, Optimizers(torch.optim.AdamW(model.parameters())), saved)
+    halves = list(model.parameters())[:3], list(model.parameters())[3:]
+    others = Optimizers(torch.optim.AdamW(halves[0]), torch.optim.SGD(halves[1], lr=1e-2, momentum=0.9))
+    with pytest.raises(
+        CheckpointError, match=r"of torch.optim.adamw.AdamW cannot be restored: \d+ parameters are optimized in one"
+    ):
+        load_checkpoint(model, others, saved)
+
+
+def test_groups_may_be_cut_otherwise_but_not_mix_what_differed(world, saved, start):
+    model, optimizers = start(seed=1)
+    adam, sgd = optimizers.each
+    first, *rest = [p for group in adam.param_groups[1:] for p in group["params"]]
+    thirds = [adam.param_groups[0]["params"], [first], rest]
+    load_checkpoint(model, Optimizers(torch.optim.AdamW([{"params": each} for each in thirds]), sgd), saved)
+    mixed = Optimizers(torch.optim.AdamW([*adam.param_groups[0]["params"], first, *rest]), sgd)
+    with pytest.raises(CheckpointError, match=r"one group here, that of \S+weight, had not one value"):
+        load_checkpoint(model, mixed, saved)
+
+
+def test_a_schedule_that_refuses_its_state_leaves_the_model_as_it_was(start, saved):
+    model, optimizers = start(seed=1)
+
+    def refuse(state):
+        raise CheckpointError("the stage is over by then")
+
+    optimizers.load_schedule_state = refuse
+    before = numbers_of(model, optimizers)
+    with pytest.raises(CheckpointError, match=r"the stage is over"):
+        load_checkpoint(model, optimizers, saved)
+    assert_same(numbers_of(model, optimizers), before)
+
+
+def test_what_is_complete_is_never_overwritten(start, saved):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    with pytest.raises(CheckpointError, match=r"is there already, a complete checkpoint"):
+        save_checkpoint(*start(seed=2), saved, version=2)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    other = saved.parent / "notes"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"is there already, something else"):
+        save_checkpoint(*start(seed=2), other, version=2)
+
+
+@pytest.mark.parametrize("extra", [{"pair": (1, 2)}, {"ids": {1: "one"}}, {"tensor": torch.ones(2)}])
+def test_extra_that_json_would_change_is_refused(start, tmp_path, extra):
+    with pytest.raises(CheckpointError, match=r"extra .* JSON"):
+        save_checkpoint(*start(), tmp_path / "step-1", version=1, extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_cannot_be_cut_is_refused_by_name(world, tmp_path):
+    model = world.make_model("Llama")
+    factored = torch.optim.Adafactor(model.parameters())
+    train(world, model, Optimizers(factored), 1)
+    with pytest.raises(CheckpointError, match=r"row_var of model.embed_tokens.weight has the shape \[67, 1\]"):
+        save_checkpoint(model, Optimizers(factored), tmp_path / "step-1", version=1)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused(start, tmp_path):
+    model, _ = start()
+    strange = Optimizers(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
+    with pytest.raises(CheckpointError, match=r"1 parameters that are not the model's .* \[3\]"):
+        save_checkpoint(model, strange, tmp_path / "step-1", version=1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written to"):
+        save_checkpoint(*start(), tmp_path / "file" / "step-1", version=1)
+
+
+# -- 8 bits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao, of the extra 8bit, is not installed")
+def test_state_of_8_bits_comes_back_bit_for_bit(world, tmp_path):
+    from torchao.optim import AdamW8bit
+
+    def start(seed):
+        model = world.make_model("Llama", seed=seed, vocab_size=256)
+        return model, Optimizers(AdamW8bit(model.parameters(), lr=1e-2))
+
+    def train(model, optimizers):
+        model(input_ids=torch.arange(12)[None]).logits.square().mean().backward()
+        optimizers.each[0].step()
+        optimizers.each[0].zero_grad()
+
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, a minute for every shape
+        model, optimizers = start(0)
+        train(model, optimizers)
+        save_checkpoint(model, optimizers, tmp_path / "step-1", version=1)
+        again, its_optimizers = start(1)
+        load_checkpoint(again, its_optimizers, tmp_path / "step-1")
+        for each in (model, optimizers), (again, its_optimizers):
+            train(*each)
+    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
+
+
+# -- Folders --------------------------------------------------------------------------------------
+
+
+def test_the_newest_is_the_one_written_last_and_the_oldest_are_pruned(start, tmp_path):
+    model, _ = start()
+    assert find_latest(tmp_path) is None
+    for step in (1, 9, 5):
+        save_checkpoint(model, None, tmp_path / f"step-{step}", version=step)
+    (tmp_path / "other").mkdir()
+    assert find_latest(str(tmp_path)) == tmp_path / "step-5"
+    assert prune(tmp_path, keep=2) == [tmp_path / "step-1"]
+    assert prune(tmp_path, keep=2) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-5", "step-9"]
+    with pytest.raises(ValueError, match=r"keep=0"):
+        prune(tmp_path, keep=0)
+
+
+def test_a_marker_that_is_written_is_read_as_it_was(tmp_path):
+    records = (FileRecord(name="a", num_bytes=3, sha256="ff"),)
+    fields = {"mesh": {"ranks": 1, "axes": {"dp": 1}}, "model": {"w": ["float32", [2, 3]]}, "files": records}
+    manifest = storage.Manifest(version=3, written_at_ns=4, torch="2.13.0", weights=True, **fields)
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_the_file_of_tensors_is_one_that_safetensors_reads(tmp_path):
+    from safetensors.torch import load_file
+
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.float8_e4m3fn]
+    tensors = {str(dtype): torch.randn(3, 5).to(dtype).t() for dtype in dtypes}
+    tensors |= {"number": torch.tensor(7), "nothing": torch.zeros(0, 4)}
+    entries = [
+        TensorEntry(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), read=lambda tensor=tensor: tensor)
+        for key, tensor in tensors.items()
+    ]
+    record = write_safetensors(tmp_path / "file.safetensors", entries)
+    assert record.num_bytes == (tmp_path / "file.safetensors").stat().st_size
+    read = load_file(tmp_path / "file.safetensors")
+    assert read.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert read[key].dtype == tensor.dtype
+        assert torch.equal(read[key].to(torch.float64), tensor.to(torch.float64))

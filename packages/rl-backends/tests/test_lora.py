@@ -1,0 +1,388 @@
+"""Claims about adapters on one process: where they go, what they change, how they are merged, saved and refused."""
+
+import copy
+import json
+import math
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_backends.errors import CheckpointError, ModelError
+from rl_backends.lora import (
+    LoraConfig,
+    MergedWeights,
+    adapter_size,
+    adapter_tensors,
+    adapters_disabled,
+    add_lora,
+    export_merged,
+    load_adapter,
+    save_adapter,
+)
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+CONFIG = LoraConfig(rank=4, alpha=8)
+TOKENS = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(0))
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+
+
+def trained(world, config=CONFIG, family="Qwen3", **changes):
+    """A model whose adapters have seen training: B is not zero."""
+    model = add_lora(world.make_model(family, **changes), config, seed=1).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+def adapted_names(model):
+    return [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
+
+
+def test_adapters_go_into_every_linear_layer_of_the_decoder_and_change_nothing_at_first(world):
+    bare = world.make_model("Llama").eval()
+    model = add_lora(copy.deepcopy(bare), CONFIG)
+    linears = [n for n, m in bare.model.layers.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert adapted_names(model) == [f"model.layers.{name}" for name in linears]
+    assert type(model) is type(bare)
+    assert torch.equal(model(TOKENS).logits, bare(TOKENS).logits)
+    assert all((".lora_" in name) == p.requires_grad for name, p in model.named_parameters())
+
+
+def test_experts_and_what_routes_to_them_stay_frozen(world):
+    model = add_lora(world.make_model("Qwen3Moe", **MIXTURE), CONFIG)
+    assert {name.split(".")[-2:][0] for name in adapted_names(model)} == {"self_attn"}
+    assert len(adapted_names(model)) == 8
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (("q_proj",), ["0.self_attn.q_proj", "1.self_attn.q_proj"]),
+        (("layers.1.mlp.*_proj",), ["1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj"]),
+        (("o_proj", "layers.0.mlp.up_proj"), ["0.self_attn.o_proj", "0.mlp.up_proj", "1.self_attn.o_proj"]),
+    ],
+)
+def test_patterns_are_ends_of_names(world, patterns, expected):
+    model = add_lora(world.make_model("Qwen3"), LoraConfig(target_modules=patterns))
+    assert adapted_names(model) == [f"model.layers.{name}" for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("q_prj",), "'q_prj' is the end of no module's name.*self_attn.q_proj"),
+        (("q_proj", "proj"), "'proj' is the end of no module's name"),
+        (("lm_head",), "lm_head, which cannot be adapted: it is outside of the decoder layers"),
+        (("input_layernorm",), "input_layernorm, which cannot be adapted: it is a Qwen3MoeRMSNorm"),
+        (("mlp.gate",), "mlp.gate, which cannot be adapted: experts of a mixture, and what routes to them"),
+        (("*",), "cannot be adapted"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_or_the_wrong_thing_is_refused(world, patterns, message):
+    model = world.make_model("Qwen3Moe", **MIXTURE)
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ModelError, match=message):
+        add_lora(model, LoraConfig(target_modules=patterns))
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "rank=0 must be >= 1"),
+        ({"alpha": 0}, "alpha=0 must be >= 1"),
+        ({"target_modules": "q_proj"}, "target_modules='q_proj' must be 'all-linear' or a tuple"),
+        ({"target_modules": ()}, "must hold names"),
+        ({"modules_to_save": ("",)}, "must hold names"),
+    ],
+)
+def test_a_configuration_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**fields)
+
+
+def test_the_scaling_is_that_of_lora_or_of_rslora():
+    assert LoraConfig(rank=4, alpha=8).scaling == 2
+    assert LoraConfig(rank=4, alpha=8, use_rslora=True).scaling == 4
+
+
+def test_a_model_with_adapters_and_a_quantized_one_are_refused(world):
+    with pytest.raises(ModelError, match="has adapters already"):
+        add_lora(trained(world), CONFIG)
+    model = world.make_model("Qwen3")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.requires_grad_(requires_grad=False).data = weight.data.to(torch.int8)
+    with pytest.raises(ModelError, match=r"up_proj.weight is torch.int8: the model is quantized"):
+        add_lora(model, CONFIG)
+
+
+def test_functions_for_adapters_refuse_a_model_without(world, tmp_path):
+    model = world.make_model("Qwen3")
+    for function in (MergedWeights, adapter_tensors, adapter_size):
+        with pytest.raises(ModelError, match="has no adapters; call add_lora"):
+            function(model)
+    with pytest.raises(ModelError, match="has no adapters"), adapters_disabled(model):
+        pass
+    with pytest.raises(ModelError, match="has no adapters"):
+        save_adapter(model, tmp_path / "a", base_model_name="base")
+
+
+def test_without_peft_the_refusal_says_how_to_install_it(world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match=r"pip install 'rl-backends\[lora\]'"):
+        add_lora(world.make_model("Qwen3"), CONFIG)
+
+
+def test_first_values_are_uniform_in_the_bound_of_peft_and_leave_the_random_state_alone(world):
+    model = world.make_model("Qwen3")
+    state = torch.get_rng_state()
+    add_lora(model, LoraConfig(rank=8), seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    values = {name: p.detach() for name, p in model.named_parameters() if ".lora_A." in name}
+    for name, value in values.items():
+        bound = 1 / math.sqrt(value.shape[1])
+        assert value.abs().max() <= bound, name
+        assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+    assert len({value.flatten()[0].item() for value in values.values()}) == len(values)
+    other = add_lora(world.make_model("Qwen3"), LoraConfig(rank=8), seed=6)
+    assert not torch.equal(dict(other.named_parameters())[name], values[name])
+
+
+def test_frozen_weights_are_stored_in_bfloat16_and_adapters_in_float32(world):
+    model = add_lora(world.make_model("Qwen3", tie_word_embeddings=True), LoraConfig(base_dtype="bfloat16"))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_hundred_refreshes_leave_the_frozen_weights_bit_for_bit_and_do_not_drift(world):
+    model = trained(world, LoraConfig(rank=4, alpha=8, base_dtype="bfloat16"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    merged = MergedWeights(model)
+    objects = {name: (id(tensor), tensor.data_ptr()) for name, tensor in merged.items()}
+    for _ in range(100):
+        merged.refresh()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in merged.items()} == objects
+    for layer in adapted_names(model):
+        base, a, b = (before[f"{layer}.{end}.weight"] for end in ("base_layer", "lora_A.default", "lora_B.default"))
+        assert torch.equal(merged[f"{layer}.weight"], (base.float() + (b @ a) * 2.0).bfloat16())
+
+
+def test_a_refresh_follows_training_and_is_what_peft_merges(world):
+    model = trained(world)
+    merged = MergedWeights(model)
+    stale = {name: tensor.clone() for name, tensor in merged.items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.mul_(-1.5)
+    merged.refresh()
+    for layer in adapted_names(model):
+        peft_layer = model.get_submodule(layer)
+        expected = peft_layer.base_layer.weight + peft_layer.get_delta_weight("default")
+        assert torch.equal(merged[f"{layer}.weight"], expected)
+        assert not torch.equal(merged[f"{layer}.weight"], stale[f"{layer}.weight"])
+
+
+def test_merged_weights_have_the_names_of_the_bare_model_and_memory_only_for_what_is_merged(world):
+    bare = world.make_model("Qwen2", tie_word_embeddings=True)
+    model = trained(world, family="Qwen2", tie_word_embeddings=True)
+    merged = MergedWeights(model)
+    names = [name for name, _ in bare.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in bare.named_buffers(remove_duplicate=False)]
+    assert list(merged) == names == list(dict(merged.items()))
+    assert len(merged) == len(names)
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert {name for name in merged if id(merged[name]) not in own} == {f"{n}.weight" for n in adapted_names(model)}
+    assert merged["lm_head.weight"] is merged["model.embed_tokens.weight"]
+    assert merged.extra_bytes == adapter_size(model).merged_bytes
+    assert [shard.name for shard in merged.shards()] == list(bare.state_dict())[:-1]  # a tie once
+    with pytest.raises(KeyError):
+        merged["model.layers.0.mlp.up_proj.lora_A.default.weight"]
+
+
+def test_a_bare_model_with_merged_weights_has_the_policys_logits(world):
+    model, bare = trained(world, family="Phi3"), world.make_model("Phi3").eval()
+    bare.load_state_dict(dict(export_merged(model)))
+    torch.testing.assert_close(bare(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    exported = dict(export_merged(model, dtype=torch.bfloat16))
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+
+
+def test_without_adapters_the_policy_is_the_bare_model_and_errors_and_nesting_put_them_back(world):
+    model, bare = trained(world), world.make_model("Qwen3").eval()
+    with_adapters = model(TOKENS).logits
+    with adapters_disabled(model):
+        assert torch.equal(model(TOKENS).logits, bare(TOKENS).logits)
+        with adapters_disabled(model):
+            pass
+        assert torch.equal(model(TOKENS).logits, bare(TOKENS).logits)
+    with pytest.raises(RuntimeError, match="boom"), adapters_disabled(model):
+        raise RuntimeError("boom")
+    assert torch.equal(model(TOKENS).logits, with_adapters)
+    assert all((".lora_" in name) == p.requires_grad for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe"])
+def test_a_saved_adapter_loads_into_peft_with_the_same_logits(world, tmp_path, family):
+    import peft
+
+    changes = MIXTURE if family == "Qwen3Moe" else {}
+    model = trained(world, LoraConfig(rank=4, alpha=6, use_rslora=True), family, **changes)
+    save_adapter(model, tmp_path / "adapter", base_model_name="org/base")
+    bare = world.make_model(family, **changes).eval()
+    loaded = peft.PeftModel.from_pretrained(bare, tmp_path / "adapter").eval()
+    assert isinstance(loaded, peft.PeftModelForCausalLM)
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    held = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    assert (
+        held.keys() == adapter_tensors(model).keys() == load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
+    )
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/base"
+    assert config["target_modules"] == sorted({name.split(".")[-1] for name in adapted_names(model)})
+
+
+def test_an_adapter_of_some_layers_names_them_whole(world, tmp_path):
+    import peft
+
+    model = trained(world, LoraConfig(target_modules=("layers.1.self_attn.q_proj",)))
+    save_adapter(model, tmp_path / "adapter", base_model_name="base")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["target_modules"] == ["model.layers.1.self_attn.q_proj"]
+    loaded = peft.PeftModel.from_pretrained(world.make_model("Qwen3").eval(), tmp_path / "adapter")
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_a_head_is_trained_whole_and_saved_with_the_adapter(world, tmp_path):
+    import peft
+    import transformers
+
+    def reward_model():
+        torch.manual_seed(0)
+        config = world.make_model("Qwen3").config
+        config.num_labels = 1
+        return transformers.Qwen3ForSequenceClassification(config).eval()
+
+    config = LoraConfig(rank=4, modules_to_save=("score",), base_dtype="bfloat16")
+    model = add_lora(reward_model(), config, seed=1)
+    assert model.score.weight.requires_grad
+    assert model.score.weight.dtype == torch.float32
+    model.float()
+    with torch.no_grad():
+        model.score.weight.add_(0.3)
+    with pytest.raises(ModelError, match=r"score.weight is trained whole.*freeze a copy"), adapters_disabled(model):
+        pass
+    save_adapter(model, tmp_path / "adapter", base_model_name="base")
+    bare = reward_model()
+    for parameter in bare.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    loaded = peft.PeftModel.from_pretrained(bare, tmp_path / "adapter").eval()
+    assert isinstance(loaded, peft.PeftModelForSequenceClassification)
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    again = add_lora(reward_model(), config, seed=2)
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (("scores",), "'scores' is the end of no name of a module with parameters"),
+        (("lm_head",), "lm_head.weight is tied to another parameter"),
+        (("self_attn",), "self_attn is to be trained whole, and .*q_proj to have an adapter"),
+    ],
+)
+def test_what_cannot_be_trained_whole_is_refused(world, modules, message):
+    with pytest.raises(ModelError, match=message):
+        add_lora(world.make_model("Qwen3", tie_word_embeddings=True), LoraConfig(modules_to_save=modules))
+
+
+def test_a_saved_adapter_comes_back_bit_for_bit_and_is_never_overwritten(world, tmp_path):
+    model = trained(world)
+    save_adapter(model, tmp_path / "adapter", base_model_name="base")
+    other = add_lora(world.make_model("Qwen3"), CONFIG, seed=9)
+    load_adapter(other, tmp_path / "adapter")
+    for (name, found), (_, wanted) in zip(other.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        save_adapter(other, tmp_path / "adapter", base_model_name="base")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        save_adapter(model, tmp_path / "file" / "adapter", base_model_name="base")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "file"]
+
+
+def drop_a_tensor(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def cut_a_tensor(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file({**tensors, name: tensors[name][1:].contiguous()}, folder / "adapter_model.safetensors")
+
+
+def truncate(folder):
+    held = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(held[:-100])
+
+
+def change(**fields):
+    def edit(folder):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_a_tensor, "lacks 1 tensors of the model's adapters"),
+        (cut_a_tensor, r"lora_B.weight is \[\d+, 4\] and the model's \[\d+, 4\]"),
+        (truncate, "the adapter cannot be read"),
+        (shutil.rmtree, "the adapter cannot be read: FileNotFoundError"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "the adapter cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "holds no JSON object"),
+        (change(r=8), "r is 8, and the model's adapters have 4"),
+        (change(lora_alpha=16), "lora_alpha is 16, and the model's adapters have 8"),
+        (change(peft_type="IA3"), "peft_type is 'IA3'"),
+        (change(use_dora=True), "'use_dora': True.*another model of A and B"),
+        (change(init_lora_weights="pissa"), "'pissa'"),
+    ],
+)
+def test_a_damaged_or_foreign_adapter_is_refused_before_anything_is_copied(world, tmp_path, damage, message):
+    save_adapter(trained(world), tmp_path / "adapter", base_model_name="base")
+    damage(tmp_path / "adapter")
+    model = add_lora(world.make_model("Qwen3"), CONFIG, seed=9)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(model, tmp_path / "adapter")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_cost_is_counted_without_weights(world):
+    bare = world.make_model("Qwen3")
+    with torch.device("meta"):
+        skeleton = type(bare)(bare.config)
+    size = adapter_size(add_lora(skeleton, LoraConfig(rank=4, base_dtype="bfloat16")))
+    linears = [m for m in bare.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert size.layers == len(linears)
+    assert size.trainable == sum(4 * (m.in_features + m.out_features) for m in linears)
+    assert size.trainable_bytes == 4 * size.trainable
+    assert size.training_bytes == 12 * size.trainable
+    assert size.frozen_bytes == 2 * sum(p.numel() for p in bare.parameters())
+    assert size.merged_bytes == 2 * sum(m.weight.numel() for m in linears)
+    assert f"{size.trainable:,} of {size.total:,} parameters train" in size.explain()

@@ -1,0 +1,33 @@
+"""A sharded trainer feeds an engine of another layout: each rank sends its own shards, and nothing is gathered."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+PROGRAM = Path(__file__).parent / "programs" / "refit_from_backend.py"
+CASES = {
+    "fused weights, tensor parallel": {"family": "Phi3", "config": {"tensor_parallel_size": 2}},
+    "tied weights, FSDP": {"family": "Qwen2", "config": {}},
+    "adapters merged, FSDP": {"family": "Llama", "config": {}, "lora": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_an_engine_has_the_weights_that_two_ranks_trained(tmp_path, case):
+    task = {"lora": False, "folder": str(tmp_path), **case}
+    processes = [
+        subprocess.Popen([sys.executable, str(PROGRAM), json.dumps({**task, "rank": rank})]) for rank in (0, 1, None)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in processes] == [0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    received = torch.load(tmp_path / "received.pt", weights_only=True)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(received, {name: p.detach() for name, p in saved.named_parameters()}, rtol=0, atol=0)
