@@ -168,16 +168,20 @@ def test_training_on_while_it_is_written_does_not_tear_it(world, start, tmp_path
     model, optimizers = start()
     train(world, model, optimizers, 1)
     expected = numbers_of(model, optimizers)
-    write = save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True)
+    extra = {"rewards": [0.5]}
+    write = save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True, extra=extra)
     assert not write.done
     train(world, model, optimizers, 2)
+    extra["rewards"].append(1.0)
     assert find_latest(tmp_path) is None
     gate.set()
     write.wait()
     assert write.done
     write.wait()
     again, its_optimizers = start(seed=1)
-    load_checkpoint(again, its_optimizers, find_latest(tmp_path))
+    state = load_checkpoint(again, its_optimizers, find_latest(tmp_path))
+    assert state.extra == {"rewards": [0.5]}
+    assert its_optimizers.steps == 1
     assert_same(numbers_of(again, its_optimizers), expected)
 
 

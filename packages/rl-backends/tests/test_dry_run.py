@@ -12,7 +12,12 @@ import torch.distributed as dist
 PROGRAM = Path(__file__).parent / "programs" / "dry_run.py"
 RAGGED = [180, 17, 96, 144, 61, 180, 33, 120]
 WIDE = {"vocab_size": 131072, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
-LONG_ROWS = {"family": "Qwen3", "largest": True, "model": {**WIDE, "max_position_embeddings": 512}, "lengths": [512] * 2}
+LONG_ROWS = {
+    "family": "Qwen3",
+    "largest": True,
+    "model": {**WIDE, "max_position_embeddings": 512},
+    "lengths": [512] * 2,
+}
 
 
 def case(config=None, *, family="Qwen3", lengths=RAGGED, **others):

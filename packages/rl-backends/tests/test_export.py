@@ -78,9 +78,14 @@ def test_other_tensors_can_be_written_under_the_names_of_the_model(world, tmp_pa
     doubled = [(name, 2 * tensor) for name, tensor in model.state_dict().items()]
     export_pretrained(model, tmp_path / "model", tensors=doubled)
     torch.testing.assert_close(load_file(tmp_path / "model" / "model.safetensors"), dict(doubled), rtol=0, atol=0)
+    export_pretrained(model, tmp_path / "shuffled", tensors=reversed(doubled), max_shard_bytes=20_000)
+    found = {
+        name: each for file in (tmp_path / "shuffled").glob("*.safetensors") for name, each in load_file(file).items()
+    }
+    torch.testing.assert_close(found, dict(doubled), rtol=0, atol=0)
     with pytest.raises(ModelError, match=r"1 tensors were not given to be written, the first is lm_head\.weight"):
         export_pretrained(model, tmp_path / "less", tensors=doubled[:-1])
-    assert listed(tmp_path) == ["model"]
+    assert listed(tmp_path) == ["model", "shuffled"]
 
 
 def test_adapters_are_not_written_as_if_they_were_the_model(world, tmp_path):

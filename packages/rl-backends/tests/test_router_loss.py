@@ -197,9 +197,8 @@ def test_a_router_that_hides_its_logits_is_refused_by_name():
 RANKS = 2
 CASES = [
     "tp",
-    "tp, sequence parallel",
-    "tp, packed",
-    "tp, sequence parallel, packed, recomputed",
+    "tp, packed, recomputed",
+    "tp, sequence parallel, packed",
     "fsdp",
     "fsdp, packed, recomputed",
     "cp",

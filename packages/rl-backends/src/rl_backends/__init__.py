@@ -31,9 +31,9 @@ if TYPE_CHECKING:
         open_model,
     )
     from rl_backends.lora import LoraConfig, MergedWeights
-    from rl_backends.metrics import StepMetrics
-    from rl_backends.offload import OffloadReport
-    from rl_backends.optimizers import OptimizerConfig
+    from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
+    from rl_backends.offload import OffloadReport, Offloader
+    from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
 
 _HOMES = {
     "BatchError": "errors",
@@ -42,12 +42,17 @@ _HOMES = {
     "CheckpointWrite": "checkpoints",
     "DTensorBackend": "dtensor.backend",
     "DTensorConfig": "dtensor.config",
+    "GradientStep": "optimizers",
     "LoraConfig": "lora",
+    "MemoryUse": "metrics",
     "MergedWeights": "lora",
     "ModelError": "errors",
+    "ModelFlops": "metrics",
     "ModelSource": "loading",
+    "MuonConfig": "optimizers",
     "NonFiniteGradientError": "errors",
     "OffloadReport": "offload",
+    "Offloader": "offload",
     "OptimizerConfig": "optimizers",
     "RankError": "errors",
     "ReferenceModel": "dtensor.reference",
@@ -55,12 +60,16 @@ _HOMES = {
     "TokenBatch": "examples",
     "check_generation_config": "loading",
     "check_vocabulary": "loading",
+    "clip_and_step": "optimizers",
     "export_pretrained": "export",
     "find_latest": "checkpoints",
     "load_causal_lm": "loading",
     "load_checkpoint": "checkpoints",
     "load_tokenizer": "loading",
+    "make_optimizers": "optimizers",
+    "memory_by_category": "metrics",
     "open_model": "loading",
+    "peak_flops_per_s": "metrics",
     "prune": "checkpoints",
     "save_checkpoint": "checkpoints",
 }
@@ -72,12 +81,17 @@ __all__ = [
     "CheckpointWrite",
     "DTensorBackend",
     "DTensorConfig",
+    "GradientStep",
     "LoraConfig",
+    "MemoryUse",
     "MergedWeights",
     "ModelError",
+    "ModelFlops",
     "ModelSource",
+    "MuonConfig",
     "NonFiniteGradientError",
     "OffloadReport",
+    "Offloader",
     "OptimizerConfig",
     "RankError",
     "ReferenceModel",
@@ -85,12 +99,16 @@ __all__ = [
     "TokenBatch",
     "check_generation_config",
     "check_vocabulary",
+    "clip_and_step",
     "export_pretrained",
     "find_latest",
     "load_causal_lm",
     "load_checkpoint",
     "load_tokenizer",
+    "make_optimizers",
+    "memory_by_category",
     "open_model",
+    "peak_flops_per_s",
     "prune",
     "save_checkpoint",
 ]

@@ -3,6 +3,7 @@
 Started by launch.py with one argument, a task in JSON. It also runs cells of one rank in the process of the tests.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -18,11 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parity import cases
-from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY, world
-
-world()  # checks shapes from here on, so it comes before what it checks
-
-from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
+from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY
+from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig  # before conftest, which would check all shapes
 
 SMALLEST_SHARE = 1e-4
 """A gradient that is zero but for rounding has no size of its own: it counts as this share of the largest of all."""
@@ -141,17 +139,24 @@ def watch(model):
 def main(task):
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)  # launch.py asks a rank that hangs where it is
-    folder = Path(task["folder"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{task['rendezvous']}", rank=task["rank"], world_size=task["ranks"]
-    )
     if task["trace_only"]:  # generating code takes a minute, and is torch's affair; graphs and autograd are the model's
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
     todo = {cell.name: cell for cell in [*cases.table(), *cases.apart()]}
     with Path(task["outcomes"]).open("w") as outcomes:
-        for name in task["cells"]:
+        for number, name in enumerate(task["cells"]):
             print(json.dumps({"cell": name}), file=outcomes, flush=True)  # what it died in, if it dies
-            print(json.dumps(run_cell(todo[name], folder)), file=outcomes, flush=True)
+            with process_group(task, number):
+                outcome = run_cell(todo[name], Path(task["folder"]))
+            print(json.dumps(outcome), file=outcomes, flush=True)
+
+
+@contextlib.contextmanager
+def process_group(task, number):
+    """One for each cell: every group of gloo has threads that wake up all the time, whether it is used or not."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{task['rendezvous']}{number}", rank=task["rank"], world_size=task["ranks"]
+    )
+    yield
     dist.barrier()  # a rank that leaves early tears connections that another still reads
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """One rank: predict the memory of steps, then take those steps for real and measure. Started by test_dry_run.py.
 
-    python dry_run.py TASK      (JSON: folder, rank, ranks, cases)
+python dry_run.py TASK      (JSON: folder, rank, ranks, cases)
 """
 
 import json

@@ -65,7 +65,7 @@ def run(world, case, rank):
     plan, mesh = sharded(model, case)
     watch = RouterWatch(model, plan=plan)
     by_rows = 2 if case.startswith("fsdp") else 1
-    parts = cut_all(examples, limits=MicrobatchLimits(rows=2, layout=layout), num_ranks=by_rows, token_multiple=4)
+    parts = cut_all(examples, limits=MicrobatchLimits(rows=3, layout=layout), num_ranks=by_rows, token_multiple=4)
     shard = SequenceShard(rank, 2) if case == "cp" else None
     total = torch.zeros(())
     for microbatch in parts[rank % by_rows]:

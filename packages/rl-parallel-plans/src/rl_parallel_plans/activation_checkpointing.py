@@ -43,6 +43,7 @@ SAVED = frozenset(
         "flex_attention",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
+        "torch_attn::_varlen_attn",
         "_c10d_functional::all_reduce",
         "_c10d_functional::all_gather_into_tensor",
         "_c10d_functional::reduce_scatter_tensor",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from rl_parallel_plans.adapters import has_adapters, with_adapters, without_adapters
 from rl_parallel_plans.custom import CustomPlan, built, resolve
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.expert_parallel import with_expert_parallel
@@ -93,7 +94,10 @@ def _by_structure(model: nn.Module, asked: Asked) -> "Made":
     from rl_parallel_plans.families.decoder import decoder_plan, departures
 
     sequence_parallel = asked.sequence_parallel and asked.tp > 1
-    styles = decoder_plan(model, sequence_parallel=sequence_parallel, projections=asked.output_projections)
+    adapted = has_adapters(model)
+    bare = without_adapters(model) if adapted else model
+    styles = decoder_plan(bare, sequence_parallel=sequence_parallel, projections=asked.output_projections)
+    styles = with_adapters(model, styles) if adapted else styles
     notes = tuple(departures(model, styles)) if asked.tp > 1 else ()
     return (styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)), notes
 
@@ -103,6 +107,8 @@ def _own_plan(model: nn.Module, asked: Asked) -> "Made":
 
     if asked.ep > 1:
         raise PlanError("a tp_plan says nothing of expert parallelism")
+    if has_adapters(model):
+        raise PlanError("a tp_plan says nothing of adapters inside of linear layers")
     if asked.sequence_parallel:
         raise PlanError("a tp_plan keeps the residual stream whole on every rank: it has no sequence parallelism")
     if asked.output_projections != "rowwise":

@@ -15,7 +15,7 @@ Axes: b rows of a microbatch, w tokens of its longest, t tokens that the model r
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -74,7 +74,7 @@ class ModelInputs:
 
     def to(self, device: str | torch.device) -> "ModelInputs":
         """The same on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
             for field in fields(self)
         }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backends.examples import BatchT
 
-__all__ = ["Microbatch"]
+__all__ = ["Microbatch", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,16 @@ class Microbatch:
         }
         cut: BatchT = replace(instance, **taken)
         return cut
+
+
+def moved(examples: BatchT, *, device: str) -> BatchT:
+    """The same examples on `device`; themselves where they are there."""
+    instance = cast("Any", examples)
+    tensors = {field.name: getattr(instance, field.name) for field in fields(instance)}
+    if all(tensor.device.type == device for tensor in tensors.values()):
+        return examples
+    there: BatchT = replace(instance, **{name: tensor.to(device) for name, tensor in tensors.items()})
+    return there
 
 
 def _take(tensor: Tensor, rows: Tensor, *, width: int, length: int) -> Tensor:

@@ -199,7 +199,7 @@ def _collect(
             pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
         if optimizers is not None:
             pieces |= optimizer_pieces(optimizers, held, bound=bound)
-            state["optimizers"] = describe_optimizers(optimizers, held, bound=bound)
+            state["optimizers"] = _as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
             state["schedule"] = _as_json("the schedule's state", optimizers.schedule_state())
         contents = Contents(version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights, state=state)
         return pieces, contents
@@ -218,7 +218,7 @@ def _as_json(what: str, value: Any, *, exact: bool = False) -> Any:
         raise CheckpointError(
             f"{what} would not come back from JSON as it is: give lists for tuples, text for keys, and no NaN"
         )
-    return value
+    return again  # a copy, which the caller cannot change while it is written
 
 
 def _make_room(target: Path, unfinished: Path) -> None:

@@ -122,10 +122,8 @@ def _numbers(document: Mapping[str, Any]) -> Iterator[str]:
 def _batch(document: Mapping[str, Any]) -> Iterator[str]:
     batch, flops = document["batch"], document["flops"]
     yield "batch"
-    yield (
-        f"  {batch['rows']:,} rows, {batch['tokens']:,} tokens, {batch['layout']}: {batch['microbatches']} microbatches "
-        f"on each rank"
-    )
+    cut = f"{batch['microbatches']} microbatches on each rank"
+    yield f"  {batch['rows']:,} rows, {batch['tokens']:,} tokens, {batch['layout']}: {cut}"
     bound = f"at most {batch['micro_batch_size']} rows"
     if batch["micro_batch_tokens"] is not None:
         bound += f" and {batch['micro_batch_tokens']:,} tokens"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.batching.inputs import ModelInputs
-from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.microbatch import Microbatch, moved
 from rl_backends.dtensor.agreement import add_up
 from rl_backends.dtensor.readers import Reader
 from rl_backends.dtensor.sharded_model import ShardedModel
@@ -65,11 +65,12 @@ class GradientAccumulation:
         failure: Exception | None = None
         try:
             for number, microbatch in enumerate(microbatches):
-                outputs, router_loss = self._forward(microbatch, examples, reader=reader, output=output)
+                rows = microbatch.of(examples, device="cpu")
+                outputs, router_loss = self._forward(rows, microbatch, reader=reader, output=output)
                 total, parts = outputs.sum() * 0.0, dict[str, Tensor]()
                 if failure is None:
                     try:
-                        total, parts = loss(outputs, microbatch.of(examples, device=self._sharded.config.device))
+                        total, parts = loss(outputs, moved(rows, device=self._sharded.config.device))
                     except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
                         failure = error
                 if router_loss is not None:
@@ -102,9 +103,8 @@ class GradientAccumulation:
         return router_metrics(counts)
 
     def _forward(
-        self, microbatch: Microbatch, examples: TokenBatch, *, reader: Reader, output: Output
+        self, rows: TokenBatch, microbatch: Microbatch, *, reader: Reader, output: Output
     ) -> tuple[Tensor, Tensor | None]:
-        rows = microbatch.of(examples, device="cpu")
         at_the_end = output == "score"
         asked = last_tokens(rows) if at_the_end else rows.trainable
         inputs = self._sharded.inputs(rows, asked, offset=0 if at_the_end else 1)

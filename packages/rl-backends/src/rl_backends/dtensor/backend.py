@@ -218,7 +218,7 @@ class DTensorBackend:
         return self._meter.metrics()
 
     def freeze_reference(self, *, offload: bool = False) -> ReferenceModel:
-        """The policy as it is now, frozen: `reference.logp(examples)`.
+        """The policy as it is now, frozen: `reference.logp(examples)`. Call it before `load_checkpoint`.
 
         With adapters, and before any of them has trained, it is the policy itself with its adapters off, and has no
         memory of its own. Otherwise it is a copy, sharded as the policy is.
@@ -337,10 +337,12 @@ class DTensorBackend:
         mesh, config = self._sharded.mesh, self.config
         axes = " x ".join(f"{size} {name}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         wrapped = "under FSDP2" if self._sharded.under_fsdp else "without FSDP, which has nothing to shard here"
-        return (
+        head = (
             f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, weights "
-            f"and optimizer in float32\n{self._sharded.plan.explain()}"
+            f"and optimizer in float32"
         )
+        optimizers = [] if self._optimizers is None else [self._optimizers.explain()]
+        return "\n".join([head, self._sharded.plan.explain(), *optimizers])
 
     def close(self) -> None:
         """Leave the process group, if the backend made it; nothing can be computed after."""

@@ -95,6 +95,11 @@ class DTensorConfig:
         self._refuse_what_cannot_go_together()
 
     def _refuse_what_cannot_go_together(self) -> None:
+        if self.compile and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "compile=True cannot be combined with tensor_parallel_size > 1: torch.compile cannot trace the hooks "
+                "that complete gradients over tensor-parallel ranks; switch one of them off"
+            )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel=True needs tensor_parallel_size > 1, whose ranks share the sequence between blocks"

@@ -20,7 +20,8 @@ class ShardFiles:
 
     Args:
         folder: where they go; it exists and is empty.
-        outputs: every tensor that will be added, as meta tensors, in the order in which it will be.
+        outputs: every tensor that will be added, as meta tensors, in the order in which it will be,
+            more or less: a file is held from its first tensor to its last.
         max_shard_bytes: of one file, where a single tensor is not larger.
     """
 
@@ -28,47 +29,45 @@ class ShardFiles:
         self._folder = folder
         self._total_size = sum(tensor.nbytes for tensor in outputs.values())
         self._file_of = _assign(outputs, max_shard_bytes)
-        self._held: dict[str, Tensor] = {}
-        self._written: set[str] = set()
+        self._absent: dict[str, set[str]] = {}
+        for name, file in self._file_of.items():
+            self._absent.setdefault(file, set()).add(name)
+        self._held: dict[str, dict[str, Tensor]] = {file: {} for file in self._absent}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor; write the file before it, which is full then.
+        """Take a tensor; write the file that it is the last of.
 
         Raises:
             OSError: the disk is full or read-only.
         """
-        if self._held and self._file_of[name] != self._file_of[next(iter(self._held))]:
-            self._write()
-        self._held[name] = _alone(tensor)
+        file = self._file_of[name]
+        self._held[file][name] = _alone(tensor)
+        self._absent[file].remove(name)
+        if not self._absent[file]:
+            self._write(file)
 
     def finish(self) -> None:
-        """Write the last file, and the index where there are several.
+        """Write the index where there are several files.
 
         Raises:
             ModelError: tensors that were to be added were not.
             OSError: the disk is full or read-only.
         """
-        self._write()
-        if absent := sorted(self._file_of.keys() - self._written):
+        if absent := sorted(set().union(*self._absent.values())):
             raise ModelError(f"{len(absent)} tensors were not given to be written, the first is {absent[0]}")
-        if len(set(self._file_of.values())) > 1:
+        if len(self._absent) > 1:
             index = {"metadata": {"total_size": self._total_size}, "weight_map": self._file_of}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def _write(self) -> None:
+    def _write(self, file: str) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        if not self._held:
-            return
-        file = self._folder / self._file_of[next(iter(self._held))]
         try:
-            save_file(self._held, file, metadata={"format": "pt"})
+            save_file(self._held.pop(file), self._folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # its own name for what the operating system says
-            raise OSError(f"{file} cannot be written: {error}") from error
-        self._written |= self._held.keys()
-        self._held = {}
+            raise OSError(f"{self._folder / file} cannot be written: {error}") from error
 
 
 def sync(paths: Iterable[Path]) -> None:

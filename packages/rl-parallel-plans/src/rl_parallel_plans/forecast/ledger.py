@@ -5,7 +5,7 @@ make-ups are computed when asked for, so that the last word counts for its whole
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,6 +35,8 @@ class Ledger:
     def __init__(self) -> None:
         self._events: list[tuple[Holding, int]] = []
         self._phases: dict[str, tuple[int, int]] = {}
+        self.running = ""
+        """Name of the phase that is running, the innermost; empty outside of all."""
 
     def open(self, num_bytes: int, *, category: str, owner: str) -> Holding:
         """A new holding, alive until resized to 0."""
@@ -51,24 +53,35 @@ class Ledger:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name what happens inside."""
-        start = len(self._events)
-        yield
+        start, outer, self.running = len(self._events), self.running, name
+        try:
+            yield
+        finally:
+            self.running = outer
         self._phases[name] = (start, len(self._events))
 
     def moment(self, name: str) -> None:
         """Name the present state."""
         self._phases[name] = (len(self._events), len(self._events))
 
-    def peaks(self) -> dict[str, Peak]:
-        """The peak of each phase, earliest start first. What a phase begins with counts too."""
-        totals = [0, *accumulate(delta for _, delta in self._events)]
-        spans = sorted(self._phases.items(), key=lambda item: item[1])
-        return {name: self._peak(max(range(start, end + 1), key=totals.__getitem__)) for name, (start, end) in spans}
+    def peaks(self, *, without: Collection[str] = ()) -> dict[str, Peak]:
+        """The peak of each phase, earliest start first. What a phase begins with counts too.
 
-    def _peak(self, num_events: int) -> Peak:
+        without: categories that are left out, such as those that lie in another memory.
+        """
+        totals = [0, *accumulate(0 if each.category in without else delta for each, delta in self._events)]
+        spans = sorted(self._phases.items(), key=lambda item: item[1])
+        return {
+            name: self._peak(max(range(start, end + 1), key=totals.__getitem__), without)
+            for name, (start, end) in spans
+        }
+
+    def _peak(self, num_events: int, without: Collection[str]) -> Peak:
         by_category: Counter[str] = Counter()
         by_owner: Counter[tuple[str, str]] = Counter()
         for holding, delta in self._events[:num_events]:
+            if holding.category in without:
+                continue
             by_category[holding.category] += delta
             by_owner[holding.category, holding.owner] += delta
         return Peak(

@@ -6,8 +6,8 @@ The state that an optimizer has after its first step is there from the beginning
 Needs a process group of tp x dp ranks that moves nothing.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rl_parallel_plans.apply import parallelize
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast import tracker as kinds
 from rl_parallel_plans.forecast.attention import Calls, fused_attention, nothing_packed
+from rl_parallel_plans.forecast.gathered import gathered_labels
 from rl_parallel_plans.forecast.ledger import Ledger
 from rl_parallel_plans.forecast.losses import Forward, make_forward
 from rl_parallel_plans.forecast.optimizers import MAKERS, LocalOptimizer
@@ -23,7 +24,7 @@ from rl_parallel_plans.forecast.options import MemoryOptions
 from rl_parallel_plans.forecast.tracker import MemoryTracker
 from rl_parallel_plans.lookup import plan_for
 from rl_parallel_plans.plan import ParallelPlan
-from rl_parallel_plans.structure import collapsed, output_head
+from rl_parallel_plans.structure import collapsed
 from rl_parallel_plans.ties import retie, tied_names
 
 BETWEEN_STEPS = "between steps"
@@ -56,7 +57,7 @@ def run_step(model: nn.Module, options: MemoryOptions) -> tuple[ParallelPlan, Le
             ids = torch.zeros(options.batch_size, options.sequence_length, dtype=torch.int64)
             with MemoryTracker(ledger, names) as tracker:
                 _label_what_lasts(tracker, model, optimizer=optimizer, ids=ids)
-                with _gathered_labels(tracker, model):
+                with gathered_labels(tracker, model):
                     _step(tracker, model, optimizer=optimizer, forward=forward, ids=ids)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise PlanError(
@@ -121,33 +122,3 @@ def _step(
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-@contextmanager
-def _gathered_labels(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
-    """Tell gathered parameters and their gradients from what else a forward and a backward make.
-
-    Each module is asked when it runs, and the lm_head whenever any does, since `linear_logp` reads it without a call.
-    """
-    path = output_head(model)
-    head = [] if path is None else [model.get_submodule(path)]
-    seen: set[int] = set()
-
-    def running(module: nn.Module, _: object) -> None:
-        for owner in (module, *head):
-            parameters = [parameter for parameter in owner.parameters(recurse=False) if parameter.is_leaf]
-            tracker.label(parameters, kinds.UNSHARDED_PARAMETERS, unless=kinds.PARAMETERS)
-            for parameter in parameters:
-                if id(parameter) not in seen and parameter.requires_grad:
-                    seen.add(id(parameter))
-                    parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-
-    def accumulated(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            tracker.label([parameter.grad], kinds.UNSHARDED_GRADIENTS)
-
-    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    handles = [owner.register_forward_pre_hook(running) for owner in owners]
-    yield
-    for handle in handles:
-        handle.remove()

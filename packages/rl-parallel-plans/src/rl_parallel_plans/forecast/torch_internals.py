@@ -6,7 +6,7 @@ Checked with torch 2.9 to 2.13. Each function says what it would mean if torch c
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
 NUMBER_IN_TENSOR = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -24,6 +25,27 @@ EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 def fake_mode() -> object:
     """The fake tensor mode that is active; None where there is none."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether it is a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_device(tensor: object) -> torch.device | None:
+    """Where a fake tensor says that it lies; None for any other. Autograd asks of every gradient, through all modes."""
+    found: torch.device | None = getattr(tensor, "fake_device", None)
+    return found
+
+
+def no_fake_mode() -> AbstractContextManager[object]:
+    """While active, operators run for real; without it, indices would hold no numbers."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    manager: AbstractContextManager[object] = unset_fake_temporarily()
+    return manager
 
 
 def in_backward() -> bool:
@@ -68,17 +90,22 @@ class ShapePropagation:
     """`active` while DTensor runs operators only to learn the shapes that they return.
 
     It does so on fake tensors of global shape, which hold nothing: in a fake mode of its own, or in the active one,
-    where only its lock tells. Unseen, they would be counted, gigabytes at a time.
+    where only its lock tells. Unseen, they would be counted, gigabytes at a time. Several may watch at once.
     """
 
     def __init__(self) -> None:
         self.active = False
+        self._outer: ShapePropagation | None = None
 
     def __enter__(self) -> None:
         self.active = True
+        if self._outer is not None:
+            self._outer.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self.active = False
+        if self._outer is not None:
+            self._outer.__exit__()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -89,6 +116,7 @@ class ShapePropagation:
         if original is None:
             yield
             return
+        self._outer = original if isinstance(original, ShapePropagation) else None
         ShardingPropagator._fake_mode_lock = self  # type: ignore[assignment]
         try:
             yield

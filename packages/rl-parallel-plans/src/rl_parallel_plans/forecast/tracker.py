@@ -6,7 +6,7 @@ backward; fragmentation and the allocator's rounding it does not know.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -36,9 +36,19 @@ REDUCE_SCATTER = "reduce-scatter buffers"
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, every storage is in `ledger` from its birth to its death. `names`: what to call which module."""
+    """While active, every storage is in `ledger` from its birth to its death.
 
-    def __init__(self, ledger: Ledger, names: Mapping[nn.Module, str]) -> None:
+    names: what to call which module.
+    also: called with each operator, its arguments and its result.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        names: Mapping[nn.Module, str],
+        *,
+        also: Callable[[Any, Any, Any], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.tensor import DTensor
@@ -46,6 +56,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.outside_backward = ACTIVATIONS
         self._names = names
+        self._also = also
         self._wrappers: set[type] = {DTensor, AsyncCollectiveTensor}
         self._alive: dict[int, tuple[Holding, weakref.ref[torch.UntypedStorage]]] = {}
         self._running: list[str] = []
@@ -84,6 +95,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(  # noqa: PLR0917 - torch's signature
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function is torch_internals.DEVICE and (device := torch_internals.fake_device(args[0])) is not None:
+            return device
         if not self._wrappers.isdisjoint(types):
             return NotImplemented  # these call the operator again with their local tensors, which then comes by here
         fake = torch_internals.fake_mode()
@@ -92,6 +105,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         if self._shapes.active or fake is not self._mode:
             return result
+        if self._also is not None:
+            self._also(function, args, result)
         if function is torch_internals.ALL_GATHER:
             self.label([args[0]], ALL_GATHER)
         elif function is torch_internals.REDUCE_SCATTER:
@@ -103,7 +118,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, result: object) -> None:
         if isinstance(result, Tensor):
-            self._holding(result)
+            if torch_internals.is_fake(result) or not result.is_meta:
+                self._holding(result)
         elif isinstance(result, list | tuple):
             for each in result:
                 self._see(each)

@@ -1,0 +1,120 @@
+"""`rl-backends export`: a Hugging Face folder of a checkpoint, in one process that never holds the whole model.
+
+Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be read; 2 refused.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_backends.commands.config_flags import one_of
+from rl_backends.commands.console import CommandError, say, show, show_json
+
+__all__ = ["add_arguments", "run"]
+
+GIB = 2**30
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder that save_checkpoint has written")
+    parser.add_argument("--model", required=True, metavar="SOURCE", help="folder or hub id that training began from")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="where to; it must not exist")
+    parser.add_argument(
+        "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
+    )
+    parser.add_argument("--max-shard-gib", type=float, default=5.0, metavar="X", help="of a file (default %(default)s)")
+    parser.add_argument(
+        "--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="copy the source's, if it has one"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export, and return the exit code."""
+    from rl_backends.checkpoints.manifest import check_digest, check_model, check_sizes, read_manifest
+    from rl_backends.export import export_pretrained
+    from rl_backends.loading import open_model
+
+    if not arguments.max_shard_gib > 0:
+        raise CommandError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
+    started = time.monotonic()
+    checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
+    manifest = read_manifest(checkpoint)
+    if not manifest.weights:
+        raise CommandError(f"{checkpoint} holds no weights, which were left out when it was saved")
+    source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    skeleton = source.skeleton()
+    check_model(checkpoint, manifest.model, _fingerprint(skeleton))
+    check_sizes(checkpoint, manifest)
+    for record in manifest.files:
+        check_digest(checkpoint, record)
+    export_pretrained(
+        skeleton,
+        target,
+        dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
+        max_shard_bytes=int(arguments.max_shard_gib * GIB),
+        tokenizer=_tokenizer(source.folder, arguments) if arguments.tokenizer else None,
+        tensors=_tensors(checkpoint, list(manifest.model), dtype=arguments.dtype),
+    )
+    written = sum(path.stat().st_size for path in target.iterdir())
+    show(f"{target}: {len(manifest.model)} tensors of version {manifest.version}, {written / GIB:.3f} GiB")
+    if arguments.json:
+        show_json(
+            {
+                "folder": str(target),
+                "version": manifest.version,
+                "tensors": len(manifest.model),
+                "bytes": written,
+                "seconds": round(time.monotonic() - started, 3),
+                "holds": True,
+            }
+        )
+    return 0
+
+
+def _fingerprint(skeleton: Any) -> Mapping[str, list[Any]]:
+    from rl_backends.checkpoints.pieces import held_by
+    from rl_backends.checkpoints.together import fingerprint
+
+    return fingerprint(held_by(skeleton))
+
+
+def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from rl_backends.checkpoints.manifest import INDEX, read_json
+    from rl_backends.checkpoints.pieces import whole_piece
+    from rl_backends.checkpoints.planners import PieceLoadPlanner
+    from rl_backends.checkpoints.storage import CheckpointReader
+
+    index = read_json(checkpoint / INDEX)
+    for name in names:
+        piece = f"weights/{name}"
+        entry = index[piece]
+        tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
+            reader = CheckpointReader(checkpoint, {piece: entry})
+            load({piece: whole_piece(tensor)}, storage_reader=reader, planner=PieceLoadPlanner())
+        asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
+        yield name, tensor.to(asked)
+
+
+def _tokenizer(folder: Path, arguments: argparse.Namespace) -> Any:
+    from rl_backends.loading import load_tokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        say(f"{arguments.model} has no tokenizer, so the folder gets none")
+        return None
+    return load_tokenizer(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)

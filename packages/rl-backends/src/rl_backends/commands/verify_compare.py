@@ -1,0 +1,84 @@
+"""What ranks have written, put together again and compared with the truth. Knows files and tensors, no model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_backends.commands.verify_plain import STEPS, Plain
+
+__all__ = ["Check", "compare"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One comparison."""
+
+    name: str
+    """What is compared."""
+    difference: float
+    """The largest one, relative to the largest number of its tensor; 1e300 where numbers are missing or not finite."""
+    where: str
+    """The tensor that has it."""
+    holds: bool
+    """Whether it is within the tolerance."""
+
+
+def compare(folder: Path, truth: Plain, *, ranks: int, tolerance: float) -> list[Check]:
+    """Every check, over what all ranks have written into `folder`."""
+    files = [load_file(folder / f"{rank}.safetensors") for rank in range(ranks)]
+    logps = {f"rank {rank}": each["logp"] for rank, each in enumerate(files)}
+    norm, plain_norm = files[0]["grad_norm"], torch.tensor([truth.grad_norm])
+    weights = _whole(files, "weights", truth.weights)
+    checks = [
+        _check("log-probabilities", logps, dict.fromkeys(logps, truth.logp), tolerance),
+        _check("gradients", _whole(files, "gradients", truth.gradients), truth.gradients, tolerance),
+        _check("gradient norm", {"": norm}, {"": plain_norm}, tolerance),
+        _check(f"weights after {STEPS} steps", weights, truth.weights, tolerance),
+    ]
+    return [*checks, _saved(folder / "saved", weights)]
+
+
+def _whole(files: list[dict[str, Tensor]], kind: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors from the boxes of all ranks; NaN where no rank has any."""
+    whole = {name: torch.full_like(tensor, float("nan")) for name, tensor in like.items()}
+    for each in files:
+        for key, box in each.items():
+            if key.startswith(f"{kind}|"):
+                _, name, offsets = key.split("|")
+                starts = [int(offset) for offset in offsets.split(",") if offset]
+                if name in whole:
+                    place = tuple(slice(start, start + size) for start, size in zip(starts, box.shape, strict=True))
+                    whole[name][place] = box.to(whole[name].dtype)
+    return whole
+
+
+def _check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> Check:
+    floor = max(float(tensor.abs().max()) for tensor in truth.values()) * 1e-3
+    worst, where = -1.0, ""
+    for key, expected in truth.items():
+        scale = max(float(expected.abs().max()), floor)
+        apart = float((found[key] - expected).abs().max()) / scale if scale else 0.0
+        apart = apart if apart == apart and apart != float("inf") else 1e300  # noqa: PLR0124 - NaN
+        if apart > worst:
+            worst, where = apart, key
+    return Check(name=name, difference=worst, where=where, holds=worst <= tolerance)
+
+
+def _saved(folder: Path, weights: Mapping[str, Tensor]) -> Check:
+    """What from_pretrained makes of the saved folder has the ranks' weights, bit for bit."""
+    from transformers import AutoModelForCausalLM
+
+    name = "saved and loaded again"
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    loaded = dict(model.named_parameters())
+    if loaded.keys() != weights.keys():
+        missing = sorted(loaded.keys() ^ weights.keys())
+        return Check(name=name, difference=1e300, where=", ".join(missing[:3]), holds=False)
+    differing = [key for key, tensor in weights.items() if not torch.equal(tensor, loaded[key])]
+    apart = max((float((loaded[key] - weights[key]).abs().max()) for key in differing), default=0.0)
+    return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
