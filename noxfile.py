@@ -199,9 +199,9 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(name="integration-vllm", python=PYTHON, tags=["quick"])
 def integration_vllm(session: nox.Session) -> None:
-    """Test that the sink of rl-refit and the engines of rl-generation fit together, on real vLLM."""
+    """Test that refits of rl-refit and folders of rl-backends fit the engines of rl-generation, on real vLLM."""
     (cell,) = (cell for cell in HOUSE.packages["rl-generation"].cells if "vllm" in cell)
-    install(session, HOUSE, ["rl-generation", "rl-refit"], cell=cell, groups=["test"])
+    install(session, HOUSE, ["rl-generation", "rl-refit", "rl-backends"], cell=cell, groups=["test"])
     session.run("pytest", "tests-integration/with_vllm", *session.posargs, env=OFFLINE)
 
 

@@ -263,5 +263,5 @@ def test_the_gpu_agrees_with_the_cpu(world):
 
 def test_explain_names_the_mesh_and_the_plan(world):
     text = make_backend(world.make_model("Qwen3")).explain()
-    assert "1 dp x 1 ep x 1 cp x 1 tp ranks, without FSDP" in text
+    assert "1 dp_replicate x 1 dp x 1 ep x 1 cp x 1 tp ranks, without FSDP" in text
     assert "float32" in text

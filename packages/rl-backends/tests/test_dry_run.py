@@ -12,12 +12,7 @@ import torch.distributed as dist
 PROGRAM = Path(__file__).parent / "programs" / "dry_run.py"
 RAGGED = [180, 17, 96, 144, 61, 180, 33, 120]
 WIDE = {"vocab_size": 131072, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
-LONG_ROWS = {
-    "family": "Qwen3",
-    "largest": True,
-    "model": {**WIDE, "max_position_embeddings": 512},
-    "lengths": [512] * 2,
-}
+LONG_ROWS = {"family": "Qwen3", "largest": True, "model": WIDE, "lengths": [512] * 2}
 
 
 def case(config=None, *, family="Qwen3", lengths=RAGGED, **others):
@@ -42,8 +37,7 @@ TWO_RANKS = {
     "TP, sequence parallel, checkpointing": case(
         {"tensor_parallel_size": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}
     ),
-    "TP, fused weights": case({"tensor_parallel_size": 2, "sequence_packing": True}, family="Phi3"),
-    "CP": case({"context_parallel_size": 2}),
+    "CP, adapters": case({"context_parallel_size": 2}, lora={"rank": 4}),
     "largest tensor": {**LONG_ROWS, "config": {"tensor_parallel_size": 2}},
 }
 
@@ -74,7 +68,7 @@ def test_the_predicted_peak_is_the_measured_one(found, ranks, name):
     predicted = {phase["name"]: phase["num_bytes"] for phase in each["predicted"]["phases"]}
     measured = {phase: values["num_bytes"] for phase, values in each["measured"].items()}
     assert predicted.keys() == measured.keys() >= {"between steps", "logp", "forward_backward", "optim_step"}
-    assert predicted == pytest.approx(measured, rel=0.1)
+    assert predicted == pytest.approx(measured, rel=0.1)  # 0.00002 as of this writing
     assert predicted["between steps"] == pytest.approx(measured["between steps"], rel=0.001)
     assert predicted["forward_backward"] > 1.5 * predicted["between steps"]  # else there is nothing to predict
 

@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
     from rl_backends.loading import (
+        LoadReport,
         ModelSource,
         check_generation_config,
         check_vocabulary,
+        initialise,
         load_causal_lm,
         load_tokenizer,
+        materialize,
         open_model,
     )
     from rl_backends.lora import LoraConfig, MergedWeights
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
-    from rl_backends.offload import OffloadReport, Offloader
+    from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
 
 _HOMES = {
@@ -43,6 +46,7 @@ _HOMES = {
     "DTensorBackend": "dtensor.backend",
     "DTensorConfig": "dtensor.config",
     "GradientStep": "optimizers",
+    "LoadReport": "loading",
     "LoraConfig": "lora",
     "MemoryUse": "metrics",
     "MergedWeights": "lora",
@@ -63,10 +67,12 @@ _HOMES = {
     "clip_and_step": "optimizers",
     "export_pretrained": "export",
     "find_latest": "checkpoints",
+    "initialise": "loading",
     "load_causal_lm": "loading",
     "load_checkpoint": "checkpoints",
     "load_tokenizer": "loading",
     "make_optimizers": "optimizers",
+    "materialize": "loading",
     "memory_by_category": "metrics",
     "open_model": "loading",
     "peak_flops_per_s": "metrics",
@@ -82,6 +88,7 @@ __all__ = [
     "DTensorBackend",
     "DTensorConfig",
     "GradientStep",
+    "LoadReport",
     "LoraConfig",
     "MemoryUse",
     "MergedWeights",
@@ -102,10 +109,12 @@ __all__ = [
     "clip_and_step",
     "export_pretrained",
     "find_latest",
+    "initialise",
     "load_causal_lm",
     "load_checkpoint",
     "load_tokenizer",
     "make_optimizers",
+    "materialize",
     "memory_by_category",
     "open_model",
     "peak_flops_per_s",

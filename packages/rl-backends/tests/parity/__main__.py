@@ -13,11 +13,12 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m parity")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, as Markdown")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose names have all these words")
+    parser.add_argument("--usual", action="store_true", help="what the tests run: one layout of three on four ranks")
     parser.add_argument("--small", action="store_true", help="the selection for older releases of transformers")
     parser.add_argument("--generate-code", action="store_true", help="compile with inductor, and do not only trace")
     parser.add_argument("--launches", type=int, default=20, help="how often to start anew after a rank has died")
     arguments = parser.parse_args()
-    cells = cases.small() if arguments.small else [*cases.table(), *cases.apart()]
+    cells = cases.small() if arguments.small else cases.usual() if arguments.usual else cases.whole()
     cells = [cell for cell in cells if all(word in f"{cell.name}," for word in arguments.only)]
     with tempfile.TemporaryDirectory() as folder:
         outcomes = launch.run(
@@ -33,9 +34,10 @@ def main():
     print(text)
     wrong = [complaint for cell in cells for complaint in judge.complaints(cell, outcomes[cell.name])]
     print(*wrong, sep="\n", file=sys.stderr)
-    seconds = {name: max(each.get("seconds", 0.0) for each in ranks) for name, ranks in outcomes.items()}
+    seconds = {name: sum(each.get("cpu_s", 0.0) for each in ranks) for name, ranks in outcomes.items()}
     for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:8]:
-        print(f"{seconds[name]:.1f} s: {name}", file=sys.stderr)
+        print(f"{seconds[name]:.1f} CPU seconds: {name}", file=sys.stderr)
+    print(f"{sum(seconds.values()):.0f} CPU seconds", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -161,6 +161,21 @@ def cell(model, mesh, layout, **options):
     )
 
 
+def whole():
+    """All of them."""
+    return [*table(), *apart()]
+
+
+def usual():
+    """All on one and two ranks; on four, a layout of each model on each mesh, so that each mesh sees each layout."""
+    layouts, chosen = list(LAYOUTS), []
+    for each in table():
+        turn = MODELS.index(each.model) + list(MESHES).index(each.mesh)
+        if each.ranks < 4 or each.layout == layouts[turn % len(layouts)]:
+            chosen.append(each)
+    return [*chosen, *apart()]
+
+
 SMALL = {  # for each release of transformers but the newest: what such a release could break
     ("Llama", "1", "packed"),
     ("Gemma-3", "1", "packed"),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rl_backends import DTensorBackend, DTensorConfig
 from rl_backends.dry_run.predict import predict
 from rl_backends.dry_run.step import StepAsked, rows_of, run_step
+from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans.forecast import Ledger
 
@@ -56,7 +57,12 @@ def model_of(case):
 
 def asked(case):
     optimizer = OptimizerConfig(lr=1e-3, **case.get("optimizer", {}))
-    return {"optimizer": optimizer, **{key: case[key] for key in ("reference", "offload_reference") if key in case}}
+    lora = LoraConfig(**case["lora"]) if "lora" in case else None
+    return {
+        "optimizer": optimizer,
+        "lora": lora,
+        **{key: case[key] for key in ("reference", "offload_reference") if key in case},
+    }
 
 
 def predicted(case, ranks):
@@ -67,7 +73,8 @@ def predicted(case, ranks):
 def measured(case):
     ledger = Ledger()
     step = StepAsked(lengths=tuple(case["lengths"]), **asked(case))
-    run_step(lambda: DTensorBackend(model_of(case), DTensorConfig(**case["config"])), step, ledger=ledger)
+    config = DTensorConfig(**case["config"])
+    run_step(lambda: DTensorBackend(model_of(case), config, lora=step.lora), step, ledger=ledger)
     return {name: {"num_bytes": peak.total, **peak.by_category} for name, peak in ledger.peaks().items()}
 
 

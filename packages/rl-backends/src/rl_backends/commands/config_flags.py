@@ -67,7 +67,7 @@ def field_docs(config: type[Any]) -> dict[str, str]:
         is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         is_text = isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
         if is_field and is_text:
-            found[field.target.id] = " ".join(str(under.value.value).split())  # type: ignore[union-attr,attr-defined]
+            found[field.target.id] = " ".join(str(under.value.value).split())  # type: ignore[attr-defined]
     return found
 
 

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="|".join((*_optimizers(), "none")),
         help="whose state and step count (default %(default)s)",
     )
+    group.add_argument("--lora-rank", type=int, metavar="N", help="train adapters on all linear layers (default: no)")
     group.add_argument("--reference", action="store_true", help="keep a frozen copy of the policy")
     group.add_argument("--offload-reference", action="store_true", help="keep that copy in host memory")
     group.add_argument("--device-memory-gib", type=float, metavar="X", help="of one device: exit 1 if it does not fit")
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> dict[str, Any]:
     from rl_backends.dry_run.predict import request_of, step_asked
+    from rl_backends.lora import LoraConfig
     from rl_backends.optimizers import OptimizerConfig
 
     config = config_of(DTensorConfig, arguments)
@@ -80,6 +82,7 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
         config,
         world_size=arguments.ranks,
         optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
+        lora=None if arguments.lora_rank is None else LoraConfig(rank=arguments.lora_rank),
         rows=arguments.rows,
         length=arguments.length,
         lengths=None,

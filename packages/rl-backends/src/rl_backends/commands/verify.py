@@ -1,7 +1,7 @@
 """`rl-backends verify`: is the backend, sharded and cut as asked, the same as plain transformers and AdamW in float32?
 
-On a small model of the same kind as MODEL, with random weights: real ranks over gloo take the same steps as this process
-does without the backend. Compared are log-probabilities, gradients, weights after three steps, and the saved folder
+On a small model of the same kind as MODEL, with random weights: real ranks over gloo take the steps that this process
+takes without the backend. Compared are log-probabilities, gradients, weights after three steps, and the saved folder
 with those weights, bit for bit.
 Exit codes: 0 it is; 1 it is not, or a rank failed; 2 refused.
 """

@@ -1,5 +1,6 @@
 """What ranks have written, put together again and compared with the truth. Knows files and tensors, no model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import Tensor
 from rl_backends.commands.verify_plain import STEPS, Plain
 
 __all__ = ["Check", "compare"]
+
+NOT_A_NUMBER = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +38,10 @@ def compare(folder: Path, truth: Plain, *, ranks: int, tolerance: float) -> list
     norm, plain_norm = files[0]["grad_norm"], torch.tensor([truth.grad_norm])
     weights = _whole(files, "weights", truth.weights)
     checks = [
-        _check("log-probabilities", logps, dict.fromkeys(logps, truth.logp), tolerance),
-        _check("gradients", _whole(files, "gradients", truth.gradients), truth.gradients, tolerance),
-        _check("gradient norm", {"": norm}, {"": plain_norm}, tolerance),
-        _check(f"weights after {STEPS} steps", weights, truth.weights, tolerance),
+        _check("log-probabilities", logps, dict.fromkeys(logps, truth.logp), tolerance=tolerance),
+        _check("gradients", _whole(files, "gradients", truth.gradients), truth.gradients, tolerance=tolerance),
+        _check("gradient norm", {"": norm}, {"": plain_norm}, tolerance=tolerance),
+        _check(f"weights after {STEPS} steps", weights, truth.weights, tolerance=tolerance),
     ]
     return [*checks, _saved(folder / "saved", weights)]
 
@@ -57,16 +60,21 @@ def _whole(files: list[dict[str, Tensor]], kind: str, like: Mapping[str, Tensor]
     return whole
 
 
-def _check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> Check:
+def _check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, tolerance: float) -> Check:
     floor = max(float(tensor.abs().max()) for tensor in truth.values()) * 1e-3
     worst, where = -1.0, ""
     for key, expected in truth.items():
         scale = max(float(expected.abs().max()), floor)
-        apart = float((found[key] - expected).abs().max()) / scale if scale else 0.0
-        apart = apart if apart == apart and apart != float("inf") else 1e300  # noqa: PLR0124 - NaN
+        apart = _apart(found[key], expected) / scale if scale else 0.0
         if apart > worst:
             worst, where = apart, key
     return Check(name=name, difference=worst, where=where, holds=worst <= tolerance)
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference; a number, since JSON has no NaN."""
+    apart = float((found - expected).abs().max())
+    return apart if math.isfinite(apart) else NOT_A_NUMBER
 
 
 def _saved(folder: Path, weights: Mapping[str, Tensor]) -> Check:
@@ -78,7 +86,7 @@ def _saved(folder: Path, weights: Mapping[str, Tensor]) -> Check:
     loaded = dict(model.named_parameters())
     if loaded.keys() != weights.keys():
         missing = sorted(loaded.keys() ^ weights.keys())
-        return Check(name=name, difference=1e300, where=", ".join(missing[:3]), holds=False)
+        return Check(name=name, difference=NOT_A_NUMBER, where=", ".join(missing[:3]), holds=False)
     differing = [key for key, tensor in weights.items() if not torch.equal(tensor, loaded[key])]
-    apart = max((float((loaded[key] - weights[key]).abs().max()) for key in differing), default=0.0)
+    apart = max((_apart(loaded[key].detach(), weights[key]) for key in differing), default=0.0)
     return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)

@@ -78,7 +78,7 @@ def save_small_model(
     from rl_parallel_plans.model_source import build, read_config
     from rl_parallel_plans.verification.shrink import shrunk
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
     if shrink:
         config = shrunk(config, tp=max(2, tp))
@@ -116,7 +116,7 @@ def plain_result(folder: Path, *, rows: int, seed: int) -> Plain:
     """Three steps without the backend."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)  # in eval mode
     batch = make_rows(rows=rows, seed=seed, vocabulary=model.get_input_embeddings().weight.shape[0])
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
@@ -132,7 +132,7 @@ def plain_result(folder: Path, *, rows: int, seed: int) -> Plain:
     norm = 0.0
     for step in range(STEPS):
         value, _ = loss_of(_logp(model, batch), batch, num_tokens=int(batch.trainable.sum()))
-        value.backward()
+        torch.autograd.backward(value)
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))

@@ -82,7 +82,8 @@ def _ranks_of(args: Any) -> tuple[int, ...]:
             except RuntimeError:  # the operation of a reduction is an object too
                 continue
     names = [value for value in args if isinstance(value, str)]
-    group = dist.distributed_c10d._resolve_process_group(names[-1])  # noqa: SLF001 - no public one
+    registry: Any = dist.distributed_c10d
+    group = registry._resolve_process_group(names[-1])  # noqa: SLF001 - no public one
     return tuple(dist.get_process_group_ranks(group))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from rl_backends.dry_run.predict import ask_child, request_of, step_asked
 from rl_backends.dry_run.report import Collective, DryRun, aligned, gib
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
 
 __all__ = ["Explanation", "explain"]
@@ -54,6 +55,7 @@ def explain(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None = ANY_OPTIMIZER,
+    lora: LoraConfig | None = None,
     rows: int | None = None,
     length: int = 2048,
     lengths: Sequence[int] | None = None,
@@ -71,6 +73,7 @@ def explain(
         config,
         world_size=world_size,
         optimizer=optimizer,
+        lora=lora,
         rows=rows,
         length=length,
         lengths=lengths,

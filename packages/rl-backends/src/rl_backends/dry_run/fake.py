@@ -19,6 +19,7 @@ from rl_backends.dry_run.report import Collective, DryRun, Phase
 from rl_backends.dry_run.step import REFERENCE, StepAsked, rows_of, run_step
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.forecast import Ledger, Peak, fake_floats, fake_process_group, fused_attention
@@ -92,7 +93,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
     _forget_floats(skeleton)
 
     def make() -> DTensorBackend:
-        backends.append(DTensorBackend(skeleton, on_cpu, fill=lambda _: None))
+        backends.append(DTensorBackend(skeleton, on_cpu, lora=asked.lora, fill=lambda _: None))
         return backends[-1]
 
     try:
@@ -108,7 +109,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
     mesh = sharded.mesh
     return _Told(
         ledger=ledger,
-        mesh=dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        mesh=sizes_of(mesh),
         num_microbatches=len(sharded.cut(rows_of(asked.lengths))[0]),
         collectives=counter.found(mesh),
         attention_calls=len(calls),

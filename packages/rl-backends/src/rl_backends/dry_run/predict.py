@@ -21,6 +21,7 @@ from rl_backends.dry_run.source import config_of_module
 from rl_backends.dry_run.step import StepAsked
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
+from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import MuonConfig, OptimizerConfig
 
 __all__ = ["ask_child", "config_from_dict", "predict", "request_of", "step_asked", "step_from_dict"]
@@ -36,6 +37,7 @@ def predict(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None = None,
+    lora: LoraConfig | None = None,
     rows: int | None = None,
     length: int = 2048,
     lengths: Sequence[int] | None = None,
@@ -46,13 +48,14 @@ def predict(
     trust_remote_code: bool = False,
     timeout_s: float = 600.0,
 ) -> DryRun:
-    """Run a step of `DTensorBackend` on fake tensors and fake ranks, and count what one of them holds.
+    """Run a step of `DTensorBackend` on fake tensors and ranks, and count what one of them holds.
 
     Args:
         model: a causal LM, which is not changed; or a folder, a config.json or a hub id, of which no weights are read.
         config: as for the backend.
         world_size: ranks of the run; none of them is started.
         optimizer: None leaves the optimizer out: no state, no step.
+        lora: train adapters.
         rows: of the whole batch, all of `length` tokens; None takes two microbatches for each rank.
         length: tokens of a row.
         lengths: of each row of the batch, instead of `rows` and `length`.
@@ -64,8 +67,7 @@ def predict(
         timeout_s: after which another process is given up.
 
     Raises:
-        ModelError: the model cannot be built or run so; for a module with a process group around, it has no
-            configuration to build it anew from.
+        ModelError: the model cannot be built or run so; or this process has a process group, and a module no `config`.
         PlanError, ValueError: what the backend would refuse.
         TimeoutError: the other process took too long.
     """
@@ -73,6 +75,7 @@ def predict(
         config,
         world_size=world_size,
         optimizer=optimizer,
+        lora=lora,
         rows=rows,
         length=length,
         lengths=lengths,
@@ -85,14 +88,8 @@ def predict(
         from rl_backends.dtensor.reference import without_weights
 
         return dry_run_here(without_weights(model), config, asked, world_size=world_size)[0]
-    request = request_of(
-        model,
-        config,
-        asked,
-        world_size=world_size,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    request = request_of(model, config, asked, world_size=world_size, **options)
     return DryRun.from_dict(ask_child({"what": "predict", **request}, timeout_s=timeout_s)["dry_run"])
 
 
@@ -101,6 +98,7 @@ def step_asked(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None,
+    lora: LoraConfig | None,
     rows: int | None,
     length: int,
     lengths: Sequence[int] | None,
@@ -123,6 +121,7 @@ def step_asked(
     return StepAsked(
         lengths=tuple(lengths),
         optimizer=optimizer,
+        lora=lora,
         temperature=temperature,
         reference=reference,
         offload_reference=offload_reference,
@@ -166,7 +165,10 @@ def step_from_dict(values: Mapping[str, Any]) -> StepAsked:
     if optimizer is not None:
         tuples = {name: tuple(value) for name, value in optimizer.items() if isinstance(value, list)}
         optimizer = OptimizerConfig(**{**optimizer, **tuples, "muon": MuonConfig(**optimizer["muon"])})
-    return StepAsked(**{**values, "lengths": tuple(values["lengths"]), "optimizer": optimizer})
+    lora = values["lora"]
+    if lora is not None:
+        lora = LoraConfig(**{name: tuple(each) if isinstance(each, list) else each for name, each in lora.items()})
+    return StepAsked(**{**values, "lengths": tuple(values["lengths"]), "optimizer": optimizer, "lora": lora})
 
 
 def ask_child(request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.reference import ReferenceModel
+from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans.forecast import Ledger, MemoryTracker, gathered_labels
 from rl_parallel_plans.forecast.tracker import (
@@ -46,6 +47,9 @@ class StepAsked:
 
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
+
+    lora: LoraConfig | None = None
+    """Train adapters."""
 
     temperature: float = 1.0
     """Of the log-probabilities."""

@@ -21,6 +21,7 @@ from rl_backends.dtensor.accumulation import GradientAccumulation, LossFunction,
 from rl_backends.dtensor.away import PASSES, WEIGHTS, Away
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.head_check import check_head
+from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.metering import make_meter
 from rl_backends.dtensor.readers import Head, Reader, read_entropy, read_logp, read_top_k, read_value
 from rl_backends.dtensor.reference import ReferenceModel, copy_of, without_weights
@@ -36,6 +37,7 @@ from rl_backends.lora import (
     add_lora,
     export_merged,
     initialise_adapters,
+    load_adapter,
     save_adapter,
 )
 from rl_backends.metrics import StepMetrics
@@ -87,6 +89,7 @@ class DTensorBackend:
         self._away = Away(self.model)
         self._merged: MergedWeights | None = None
         self._optimizers: Optimizers | None = None
+        self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
         self.version = 0
         """Optimizer steps that the weights have seen."""
@@ -99,6 +102,7 @@ class DTensorBackend:
         *,
         head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
         weights: Literal["pretrained", "random"] = "pretrained",
+        new_head: bool = False,
         lora: LoraConfig | None = None,
         seed: int = 0,
         revision: str | None = None,
@@ -112,8 +116,9 @@ class DTensorBackend:
             head: what the model ends in; "sequence_classification" is a reward or value model of one number.
             weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
                 same weights on every mesh.
+            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
             lora: train low-rank adapters and freeze the rest; None trains all weights.
-            seed: of random weights and of adapters.
+            seed: of random weights, of a new head and of adapters.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
 
@@ -121,9 +126,8 @@ class DTensorBackend:
             ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
         """
         source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
-        fill: Callable[[nn.Module], object] = source.load_into
-        if weights == "random":
-            fill = partial(initialise, seed=seed)
+        load = partial(source.load_into, new_head=new_head, seed=seed)
+        fill: Callable[[nn.Module], object] = partial(initialise, seed=seed) if weights == "random" else load
         return cls(source.skeleton(), config, lora=lora, seed=seed, fill=fill)
 
     @property
@@ -217,23 +221,26 @@ class DTensorBackend:
         """Tokens, FLOPs, seconds, padding, balance and memory of the last step; None before the first."""
         return self._meter.metrics()
 
-    def freeze_reference(self, *, offload: bool = False) -> ReferenceModel:
-        """The policy as it is now, frozen: `reference.logp(examples)`. Call it before `load_checkpoint`.
-
-        With adapters, and before any of them has trained, it is the policy itself with its adapters off, and has no
-        memory of its own. Otherwise it is a copy, sharded as the policy is.
+    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
+        """The policy as it is now, frozen: `reference.logp(examples)`.
 
         Args:
-            offload: keep a copy in host memory; each layer visits the device when it runs.
+            without_adapters: the model that low-rank adapters were put into, whenever it is asked for: the policy with
+                its adapters off, without memory of its own. Otherwise a copy is made, sharded as the policy is.
+            offload: keep the copy in host memory; each layer visits the device when it runs.
+
+        Raises:
+            ModelError: `without_adapters` of a policy that has none, or that trains other weights too.
         """
-        self._away.require("freeze_reference")
-        if self.lora is not None and not self.lora.modules_to_save and self.version == 0:
-            without = partial(adapters_disabled, self.model)
-            return ReferenceModel(
-                self._sharded, self._require_head(), temperature=lambda: self._temperature, as_reference=without
-            )
+        self._away.require("freeze_reference", WEIGHTS)
+        temperature = lambda: self._temperature  # noqa: E731 - of the stage that is being trained
+        if without_adapters:
+            with adapters_disabled(self.model):  # refuses now, and not at the first question
+                pass
+            off = partial(adapters_disabled, self.model)
+            return ReferenceModel(self._sharded, self._require_head(), temperature=temperature, as_reference=off)
         copied = copy_of(self._sharded, without_weights(self._skeleton), offload=offload)
-        return ReferenceModel(copied, self._require_head(), temperature=lambda: self._temperature)
+        return ReferenceModel(copied, self._require_head(), temperature=temperature)
 
     def shards(self) -> "list[NamedShard]":
         """This rank's part of every weight under its Hugging Face name, adapters merged: what an engine is fed from.
@@ -298,6 +305,15 @@ class DTensorBackend:
         self._away.require("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
+    def load_adapter(self, folder: str | Path) -> None:
+        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
+
+        Raises:
+            CheckpointError: they are damaged, or another model's; nothing has changed.
+        """
+        self._away.require("load_adapter", WEIGHTS)
+        load_adapter(self.model, Path(folder))
+
     def save_checkpoint(
         self,
         folder: str | Path,
@@ -311,7 +327,7 @@ class DTensorBackend:
         Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
         """
         self._away.require("save_checkpoint")
-        return save_checkpoint(
+        self._last_write = save_checkpoint(
             self.model,
             self._optimizers,
             folder,
@@ -320,22 +336,25 @@ class DTensorBackend:
             asynchronous=asynchronous,
             extra=extra,
         )
+        return self._last_write
 
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True) -> CheckpointState:
+    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, verify: bool = True) -> CheckpointState:
         """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
+
+        Arguments are those of `rl_backends.checkpoints.load_checkpoint`.
 
         Raises:
             CheckpointError: it is absent, unfinished, damaged or another model's; nothing has changed.
         """
         self._away.require("load_checkpoint")
-        state = load_checkpoint(self.model, self._optimizers, folder, weights=weights)
+        state = load_checkpoint(self.model, self._optimizers, folder, weights=weights, verify=verify)
         self.version = state.version
         return state
 
     def explain(self) -> str:
         """The mesh, and which rule shards which parameter and why."""
-        mesh, config = self._sharded.mesh, self.config
-        axes = " x ".join(f"{size} {name}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        config = self.config
+        axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(self._sharded.mesh).items())
         wrapped = "under FSDP2" if self._sharded.under_fsdp else "without FSDP, which has nothing to shard here"
         head = (
             f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, weights "
@@ -345,7 +364,13 @@ class DTensorBackend:
         return "\n".join([head, self._sharded.plan.explain(), *optimizers])
 
     def close(self) -> None:
-        """Leave the process group, if the backend made it; nothing can be computed after."""
+        """Leave the process group, if the backend made it; nothing can be computed after.
+
+        Raises:
+            CheckpointError: the asynchronous save that was awaited first could not be written.
+        """
+        if self._last_write is not None:
+            self._last_write.wait()
         self._away.close()
         self._sharded.close()
 

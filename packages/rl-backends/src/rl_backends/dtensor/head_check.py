@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backends.batching.inputs import ModelInputs, SequenceShard
+from rl_backends.batching.inputs import ModelInputs
 from rl_backends.dtensor.readers import Head, read_logp
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
@@ -47,21 +47,19 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
 
 
 def _inputs(sharded: ShardedModel) -> ModelInputs:
-    context = sharded.mesh["cp"]
-    length = -(-NUM_TOKENS // (2 * context.size())) * 2 * context.size()
+    shard, packed = sharded.sequence_shard, sharded.config.sequence_packing
+    length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
     embeddings: Any = sharded.model.get_input_embeddings()  # type: ignore[operator]
     tokens = (torch.arange(length) * 7 + 3) % embeddings.weight.shape[0]
-    cut = context.size() > 1
-    shard = SequenceShard(context.get_local_rank(), context.size()).positions(length) if cut else torch.arange(length)
-    packed = sharded.config.sequence_packing
+    own = torch.arange(length) if shard is None else shard.positions(length)
     return ModelInputs(
-        tokens=tokens[shard][None],
-        position_ids=shard[None] if cut or packed else None,
+        tokens=tokens[own][None],
+        position_ids=own[None] if shard is not None or packed else None,
         cu_seq_lens=torch.tensor([0, length], dtype=torch.int32) if packed else None,
         longest=length,
-        at=torch.arange(len(shard)),
-        targets=tokens[shard],
-        into=shard,
+        at=torch.arange(len(own)),
+        targets=tokens[own],
+        into=own,
     ).to(sharded.config.device)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of this run as a mesh; a lone process is a mesh of one.
+"""The ranks of this run as a mesh; a lone process is a mesh of one. Axes of one rank are left out, but for dp and tp.
 
     dp_replicate    copies of the shards (HSDP); rows of its own
     dp              parameters are sharded over it; rows of its own
@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_backends.dtensor.config import DTensorConfig
 
-__all__ = ["AXES", "ROW_AXES", "make_mesh", "sharding_axes"]
+__all__ = ["AXES", "axis_of", "make_mesh", "rows_of", "sharding_axes", "sizes_of"]
 
 AXES = ("dp_replicate", "dp", "ep", "cp", "tp")
 ROW_AXES = ("dp_replicate", "dp", "ep")
 """Axes each rank of which has rows of its own."""
+ALWAYS = ("dp", "tp")
+"""What sharding asks a mesh for, whatever its sizes."""
 
 
 def make_mesh(config: DTensorConfig) -> DeviceMesh:
@@ -40,7 +42,27 @@ def make_mesh(config: DTensorConfig) -> DeviceMesh:
         )
     if not dist.is_initialized():
         _init_process_group("cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo", timeout_s=config.timeout_s)
-    return init_device_mesh(config.device, _shape(config, dist.get_world_size()), mesh_dim_names=AXES)
+    sizes = dict(zip(AXES, _shape(config, dist.get_world_size()), strict=True))
+    # Each axis is a process group, with a thread of its own that wakes up a hundred times a second.
+    needed = {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
+    return init_device_mesh(config.device, tuple(needed.values()), mesh_dim_names=tuple(needed))
+
+
+def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Ranks of every axis, those that were left out too."""
+    present = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return {axis: present.get(axis, 1) for axis in AXES}
+
+
+def axis_of(mesh: DeviceMesh, axis: str) -> DeviceMesh | None:
+    """The axis as a mesh; None where it has one rank."""
+    return mesh[axis] if sizes_of(mesh)[axis] > 1 else None
+
+
+def rows_of(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks that have rows of their own, as one axis."""
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ROW_AXES)
+    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("rows")  # noqa: SLF001 - no public one
 
 
 def sharding_axes(config: DTensorConfig) -> tuple[str, ...]:

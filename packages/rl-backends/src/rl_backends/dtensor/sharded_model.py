@@ -9,6 +9,7 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -23,13 +24,14 @@ from rl_backends.batching.cut import MicrobatchLimits, cut_all
 from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
 from rl_backends.batching.microbatch import Microbatch
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import ROW_AXES, make_mesh, sharding_axes
+from rl_backends.dtensor.mesh import axis_of, make_mesh, rows_of, sharding_axes, sizes_of
 from rl_backends.dtensor.readers import Reader
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.loading import materialize
 from rl_backends.metrics.modules import decoder_of
 from rl_backends.packing import enable_packing
+from rl_backends.ranks import on_every_rank
 from rl_parallel_plans import (
     ParallelPlan,
     apply_activation_checkpointing,
@@ -77,13 +79,12 @@ class ShardedModel:
         self.plan = _plan(model, config)
         self.model = _shard(model if bare else model.to(config.device), self.mesh, self.plan, config=config)
         if bare and fill is not None:
-            materialize(self.model, "cpu" if config.cpu_offload else config.device)
-            fill(self.model)
+            on_every_rank(partial(fill, materialize(self.model, config.device)))
         self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
         setattr(self.model, METHOD, MethodType(_read, self.model))
         register_fsdp_forward_method(self.model, METHOD)
-        self._rows = self.mesh[ROW_AXES]._flatten("rows")  # noqa: SLF001 - no public one
-        self._context = self.mesh["cp"]  # once: taking an axis out of a mesh costs a millisecond or two
+        self._rows = rows_of(self.mesh)
+        self._context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
 
     @property
     def under_fsdp(self) -> bool:
@@ -98,7 +99,13 @@ class ShardedModel:
     def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
         """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
         mesh = self._rows if axis == "rows" else self._context
-        return mesh.get_group() if mesh.size() > 1 else None
+        return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+
+    @property
+    def sequence_shard(self) -> SequenceShard | None:
+        """This rank's part of every row; None without context parallelism."""
+        context = self._context
+        return None if context is None else SequenceShard(context.get_local_rank(), context.size())
 
     def cut(self, examples: TokenBatch) -> list[list[Microbatch]]:
         """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
@@ -126,14 +133,13 @@ class ShardedModel:
 
     def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int = 1) -> ModelInputs:
         """What the model reads of rows on the host, on the device."""
-        context = self._context
         made = make_inputs(
             rows.tokens,
             rows.lengths,
             asked,
             layout="packed" if self.config.sequence_packing else "padded",
             offset=offset,
-            shard=SequenceShard(context.get_local_rank(), context.size()) if context.size() > 1 else None,
+            shard=self.sequence_shard,
         )
         return made.to(self.config.device)
 
@@ -187,7 +193,7 @@ class ShardedModel:
     def _of_all_tokens(self, partial: Tensor) -> Tensor:
         """Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own."""
         context = self._context
-        if context.size() == 1:
+        if context is None:
             return partial
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -236,22 +242,31 @@ def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DT
         enable_packing(model)
     apply_expert_parallel(model, mesh, plan, src_data_rank=source)
     apply_tensor_parallel(model, mesh, plan, src_data_rank=source)
-    apply_context_parallel(model, mesh, plan=plan)
+    if config.context_parallel_size > 1:
+        apply_context_parallel(model, mesh, plan=plan)
     if config.activation_checkpointing is not None:
         apply_activation_checkpointing(model, config.activation_checkpointing)
     if config.compile:
         for layer in stacked_layers(model).values():
             layer.compile()
     axes, copies = sharding_axes(config), config.data_parallel_replicate_size
-    alone = copies * math.prod(mesh[axis].size() for axis in axes) == 1
-    if alone and config.precision == "float32" and not config.cpu_offload:
+    alone = copies * math.prod(sizes_of(mesh)[axis] for axis in axes) == 1
+    param_dtype = _dtype_of_computation(model, config)
+    if alone and param_dtype is None and not config.cpu_offload:
         return model
     return apply_fsdp(
         model,
         mesh,
         dp_axis=axes,
         dp_replicate_axis="dp_replicate" if copies > 1 else None,
-        param_dtype=torch.bfloat16 if config.precision == "bfloat16" else None,
+        param_dtype=param_dtype,
         reduce_dtype=torch.float32,
         offload_policy=CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
     )
+
+
+def _dtype_of_computation(model: nn.Module, config: DTensorConfig) -> torch.dtype | None:
+    """What gathered parameters are cast to; None where all are stored in it already."""
+    asked = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    stored = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return None if stored == {asked} else asked

@@ -33,7 +33,7 @@ def fake_floats() -> Iterator[None]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _RealIntegers():  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True), _RealIntegers():
         yield
 
 
@@ -55,7 +55,7 @@ class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
@@ -101,6 +101,8 @@ def _is_real(function: Any, args: Any, kwargs: Any, *, tensors: list[Tensor]) ->
         return _dtype_made(function, args, kwargs) in WHOLE and _elements_made(args) <= LARGEST_REAL_ELEMENTS
     if all(tensor.is_meta for tensor in tensors):
         return device is None
+    if (asked := kwargs.get("dtype")) is not None and asked not in WHOLE:
+        return False
     plain = all(type(tensor) is Tensor and not tensor.is_meta and tensor.dtype in PLAIN for tensor in tensors)
     return plain and _elements_of(tensors) <= LARGEST_REAL_ELEMENTS
 
@@ -125,7 +127,7 @@ def _elements_made(args: Any) -> int:
 def _elements_of(tensors: list[Tensor]) -> int:
     """As many as the result has where shapes are broadcast; the most of one tensor where they are not."""
     try:
-        return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+        return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
     except RuntimeError:
         return max(tensor.numel() for tensor in tensors)
 
