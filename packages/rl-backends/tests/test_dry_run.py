@@ -37,6 +37,11 @@ TWO_RANKS = {
     "TP, sequence parallel, checkpointing": case(
         {"tensor_parallel_size": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}
     ),
+    "EP": case(
+        {"expert_parallel_size": 2},
+        family="Qwen3Moe",
+        model={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "CP, adapters": case({"context_parallel_size": 2}, lora={"rank": 4}),
     "largest tensor": {**LONG_ROWS, "config": {"tensor_parallel_size": 2}},
 }

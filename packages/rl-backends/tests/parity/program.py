@@ -3,7 +3,6 @@
 Started by launch.py with one argument, a task in JSON. It also runs cells of one rank in the process of the tests.
 """
 
-import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -21,6 +20,14 @@ from torch.distributed.tensor import DTensor
 from parity import cases
 from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig  # before conftest, which would check all shapes
+from rl_backends.dtensor import sharded_model
+
+SIZES_OF_MESH = (
+    "data_parallel_replicate_size",
+    "expert_parallel_size",
+    "context_parallel_size",
+    "tensor_parallel_size",
+)
 
 SMALLEST_SHARE = 1e-4
 """A gradient that is zero but for rounding has no size of its own: it counts as this share of the largest of all."""
@@ -141,24 +148,30 @@ def main(task):
     faulthandler.register(signal.SIGUSR1)  # launch.py asks a rank that hangs where it is
     if task["trace_only"]:  # generating code takes a minute, and is torch's affair; graphs and autograd are the model's
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    todo = {cell.name: cell for cell in [*cases.table(), *cases.apart()]}
-    with Path(task["outcomes"]).open("w") as outcomes:
-        for number, name in enumerate(task["cells"]):
-            print(json.dumps({"cell": name}), file=outcomes, flush=True)  # what it died in, if it dies
-            with process_group(task, number):
-                outcome = run_cell(todo[name], Path(task["folder"]))
-            print(json.dumps(outcome), file=outcomes, flush=True)
-
-
-@contextlib.contextmanager
-def process_group(task, number):
-    """One for each cell: every group of gloo has threads that wake up all the time, whether it is used or not."""
+    share_meshes()
     dist.init_process_group(
-        "gloo", init_method=f"file://{task['rendezvous']}{number}", rank=task["rank"], world_size=task["ranks"]
+        "gloo", init_method=f"file://{task['rendezvous']}", rank=task["rank"], world_size=task["ranks"]
     )
-    yield
+    todo = {cell.name: cell for cell in cases.whole()}
+    with Path(task["outcomes"]).open("w") as outcomes:
+        for name in task["cells"]:
+            print(json.dumps({"cell": name}), file=outcomes, flush=True)  # what it died in, if it dies
+            print(json.dumps(run_cell(todo[name], Path(task["folder"]))), file=outcomes, flush=True)
     dist.barrier()  # a rank that leaves early tears connections that another still reads
     dist.destroy_process_group()
+
+
+def share_meshes():
+    """Make each mesh once: every group of gloo has a thread that wakes up a hundred times a second, used or not."""
+    make_mesh, made = sharded_model.make_mesh, {}
+
+    def mesh_of(config):
+        sizes = tuple(getattr(config, name) for name in SIZES_OF_MESH)
+        if sizes not in made:
+            made[sizes] = make_mesh(config)
+        return made[sizes]
+
+    sharded_model.make_mesh = mesh_of
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from rl_backends import DTensorBackend
-from rl_parallel_plans import NamedShard
 from rl_refit import Binding, Region, StateDictSource
 
 __all__ = ["weight_source"]

@@ -21,6 +21,7 @@ from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
+from rl_backends.lora import add_lora
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.forecast import Ledger, Peak, fake_floats, fake_process_group, fused_attention
 from rl_parallel_plans.forecast.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
@@ -91,10 +92,14 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
     counter = CollectiveCounter(lambda: ledger.running)
 
     _forget_floats(skeleton)
+    if asked.lora is not None:  # here, since peft moves modules about, which fake tensors do not bear
+        add_lora(skeleton, asked.lora, seed=0)
 
     def make() -> DTensorBackend:
-        backends.append(DTensorBackend(skeleton, on_cpu, lora=asked.lora, fill=lambda _: None))
-        return backends[-1]
+        backend = DTensorBackend(skeleton, on_cpu, fill=lambda _: None)
+        backend.lora = asked.lora
+        backends.append(backend)
+        return backend
 
     try:
         with fake_floats(), attention as calls:

@@ -167,7 +167,8 @@ def step_from_dict(values: Mapping[str, Any]) -> StepAsked:
         optimizer = OptimizerConfig(**{**optimizer, **tuples, "muon": MuonConfig(**optimizer["muon"])})
     lora = values["lora"]
     if lora is not None:
-        lora = LoraConfig(**{name: tuple(each) if isinstance(each, list) else each for name, each in lora.items()})
+        given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in lora.items()}
+        lora = LoraConfig(**given)
     return StepAsked(**{**values, "lengths": tuple(values["lengths"]), "optimizer": optimizer, "lora": lora})
 
 

@@ -34,6 +34,9 @@ from rl_parallel_plans.forecast.tracker import (
 
 __all__ = ["BETWEEN_STEPS", "REFERENCE", "StepAsked", "rows_of", "run_step"]
 
+DIFFERENT_TOKENS = 32
+"""So many that a mixture's experts all get some; every vocabulary is larger."""
+
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
 
@@ -133,7 +136,7 @@ def rows_of(lengths: Sequence[int]) -> _Rows:
     each = torch.tensor(lengths)
     place = torch.arange(width)
     return _Rows(
-        tokens=torch.zeros(len(lengths), width, dtype=torch.int64),
+        tokens=(place + each[:, None]) % DIFFERENT_TOKENS,
         lengths=each,
         trainable=(place > 0) & (place < each[:, None]),
     )

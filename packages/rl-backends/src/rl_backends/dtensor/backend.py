@@ -20,10 +20,18 @@ from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_check
 from rl_backends.dtensor.accumulation import GradientAccumulation, LossFunction, Output, Sums, last_tokens
 from rl_backends.dtensor.away import PASSES, WEIGHTS, Away
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.dtensor.describing import describe
 from rl_backends.dtensor.head_check import check_head
-from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.metering import make_meter
-from rl_backends.dtensor.readers import Head, Reader, read_entropy, read_logp, read_top_k, read_value
+from rl_backends.dtensor.readers import (
+    Head,
+    Reader,
+    has_language_model_head,
+    read_entropy,
+    read_logp,
+    read_top_k,
+    read_value,
+)
 from rl_backends.dtensor.reference import ReferenceModel, copy_of, without_weights
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
@@ -36,7 +44,7 @@ from rl_backends.lora import (
     adapters_disabled,
     add_lora,
     export_merged,
-    initialise_adapters,
+    fill_with_adapters,
     load_adapter,
     save_adapter,
 )
@@ -78,10 +86,10 @@ class DTensorBackend:
         self.lora = lora
         if lora is not None:
             add_lora(model, lora, seed=seed)
-            fill = None if fill is None else partial(_fill_with_adapters, fill=fill, seed=seed)
+            fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
         self._skeleton = without_weights(model)
         self._sharded = ShardedModel(model, config, fill=fill)
-        self._head = Head.of(self.model) if _has_language_model_head(self.model) else None
+        self._head = Head.of(self.model) if has_language_model_head(self.model) else None
         if self._head is not None:
             check_head(self._sharded, self._head)
         self._accumulation = GradientAccumulation(self._sharded)
@@ -352,16 +360,8 @@ class DTensorBackend:
         return state
 
     def explain(self) -> str:
-        """The mesh, and which rule shards which parameter and why."""
-        config = self.config
-        axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(self._sharded.mesh).items())
-        wrapped = "under FSDP2" if self._sharded.under_fsdp else "without FSDP, which has nothing to shard here"
-        head = (
-            f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, weights "
-            f"and optimizer in float32"
-        )
-        optimizers = [] if self._optimizers is None else [self._optimizers.explain()]
-        return "\n".join([head, self._sharded.plan.explain(), *optimizers])
+        """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""
+        return describe(self._sharded, optimizers=self._optimizers)
 
     def close(self) -> None:
         """Leave the process group, if the backend made it; nothing can be computed after.
@@ -396,13 +396,3 @@ class DTensorBackend:
                 f"head='sequence_classification'"
             )
         return read_value
-
-
-def _has_language_model_head(model: nn.Module) -> bool:
-    embeddings = getattr(model, "get_output_embeddings", None)
-    return embeddings is not None and embeddings() is not None
-
-
-def _fill_with_adapters(model: nn.Module, *, fill: Callable[[nn.Module], object], seed: int) -> None:
-    fill(model)
-    initialise_adapters(model, seed=seed)

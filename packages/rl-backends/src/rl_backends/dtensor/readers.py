@@ -18,9 +18,15 @@ from rl_backends.batching.inputs import ModelInputs
 from rl_backends.errors import ModelError
 from rl_parallel_plans import TopKLogp, linear_logp, top_k_logp
 
-__all__ = ["Head", "Reader", "read_entropy", "read_logp", "read_top_k", "read_value"]
+__all__ = ["Head", "Reader", "has_language_model_head", "read_entropy", "read_logp", "read_top_k", "read_value"]
 
 Reader = Callable[[nn.Module, Tensor, ModelInputs], Any]
+
+
+def has_language_model_head(model: nn.Module) -> bool:
+    """Whether the model ends in logits over a vocabulary."""
+    embeddings = getattr(model, "get_output_embeddings", None)
+    return embeddings is not None and embeddings() is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ class Head:
         Raises:
             ModelError: the model has no language-model head.
         """
-        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        if not has_language_model_head(model):
             raise ModelError(
                 f"{type(model).__qualname__} has no language-model head, so it has no log-probabilities; load it with "
                 f"head='causal_lm', or read value(examples) or score(examples)"

@@ -5,7 +5,7 @@ Needs the extra `rl-backends[lora]`; importing it imports no peft.
 
 from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.files import load_adapter, save_adapter
-from rl_backends.lora.inject import add_lora, initialise_adapters
+from rl_backends.lora.inject import add_lora, fill_with_adapters, initialise_adapters
 from rl_backends.lora.layers import adapter_tensors
 from rl_backends.lora.merged import MergedWeights, export_merged
 from rl_backends.lora.reference import adapters_disabled
@@ -20,6 +20,7 @@ __all__ = [
     "adapters_disabled",
     "add_lora",
     "export_merged",
+    "fill_with_adapters",
     "initialise_adapters",
     "load_adapter",
     "save_adapter",

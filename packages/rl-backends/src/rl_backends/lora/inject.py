@@ -6,6 +6,7 @@ values are drawn whole from a seed and a name, and each rank keeps its part.
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from rl_backends.lora.targets import find_targets, find_trained_whole
 from rl_parallel_plans import named_shards
 from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
 
-__all__ = ["add_lora", "initialise_adapters", "require_peft"]
+__all__ = ["add_lora", "fill_with_adapters", "initialise_adapters", "require_peft"]
 
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Module:
@@ -69,6 +70,12 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
             whole = torch.empty(shard.shape).uniform_(-bound, bound, generator=generator)
             for box in shard.boxes():
                 box.of_local(shard.local).copy_(box.of_whole(whole))
+
+
+def fill_with_adapters(model: nn.Module, *, fill: Callable[[nn.Module], object], seed: int) -> None:
+    """Let `fill` put weights into a sharded model, then give its adapters their first values."""
+    fill(model)
+    initialise_adapters(model, seed=seed)
 
 
 def require_peft() -> None:
