@@ -19,7 +19,9 @@ from torch import Tensor
 from rl_backends.batching.inputs import ModelInputs
 from rl_backends.batching.microbatch import Microbatch, moved
 from rl_backends.dtensor.agreement import add_up
+from rl_backends.dtensor.loss_result import ROUTER_LOSS, checked
 from rl_backends.dtensor.readers import Reader
+from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.moe import RouterWatch, router_metrics
@@ -30,9 +32,6 @@ __all__ = ["GradientAccumulation", "LossFunction", "Output", "last_tokens"]
 Sums = dict[str, Tensor]
 Output = Literal["logp", "value", "score"]
 LossFunction = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]
-
-ROUTER_LOSS = "router_aux_loss"
-"""The name under which the auxiliary loss of a mixture is among the sums."""
 
 
 class GradientAccumulation:
@@ -70,15 +69,16 @@ class GradientAccumulation:
                 total, parts = outputs.sum() * 0.0, dict[str, Tensor]()
                 if failure is None:
                     try:
-                        total, parts = loss(outputs, moved(rows, device=self._sharded.config.device))
+                        found, parts = self._ask(loss, outputs, rows)
+                        total = found if microbatch.counted else total
                     except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
                         failure = error
                 if router_loss is not None:
-                    parts = {**parts, ROUTER_LOSS: router_loss.detach() / len(examples.lengths)}
-                    total = total + router_loss * (self._coefficient / len(examples.lengths))
-                self._backward(total * microbatch.counted, last=number == len(microbatches) - 1)
+                    parts[ROUTER_LOSS] = router_loss.detach() / len(examples.lengths)
+                    total = total + router_loss * (microbatch.counted * self._coefficient / len(examples.lengths))
+                self._backward(total, last=number == len(microbatches) - 1)
                 for name, part in parts.items():
-                    sums[name] = sums.get(name, 0.0) + part.detach() * microbatch.counted
+                    sums[name] = sums.get(name, 0.0) + (part if microbatch.counted else torch.zeros_like(part))
             raise_together(failure)
             return self._added_up(sums)
         except BaseException:
@@ -86,10 +86,15 @@ class GradientAccumulation:
             raise
 
     def discard(self) -> None:
-        """Forget the gradient, and what a failure has left gathered."""
-        self._sharded.reshard()
+        """Forget the gradient, and what a failure has left half done."""
+        forget_pass(self._sharded.model)
         self._sharded.reduce_gradients(now=True)
-        self._sharded.model.zero_grad()
+        if self._watch is not None:
+            self._watch.take_counts()
+
+    def _ask(self, loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT) -> tuple[Tensor, Sums]:
+        result = loss(outputs, moved(rows, device=self._sharded.config.device))
+        return checked(result, outputs=outputs, reserved=() if self._watch is None else (ROUTER_LOSS,))
 
     def router_metrics(self) -> dict[str, float]:
         """How evenly experts were used since the last call; every rank must call it. Empty without a router's loss."""
@@ -127,7 +132,8 @@ class GradientAccumulation:
         context = self._sharded.group("cp")
         if ROUTER_LOSS in sums and context is not None:
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each holds the term of its own tokens
-        return add_up(sums, self._sharded.rows_group)
+        device = torch.device(self._sharded.config.device)
+        return add_up(sums, self._sharded.rows_group, device=device)
 
 
 def last_tokens(examples: TokenBatch) -> Tensor:

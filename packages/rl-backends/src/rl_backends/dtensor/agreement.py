@@ -10,20 +10,20 @@ from torch import Tensor
 __all__ = ["add_up"]
 
 
-def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Numbers by name, added over the ranks of `group`; float32.
+def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Tensor]:
+    """Scalars by name, added over the ranks of `group`; float64, which counts every token.
 
     Raises:
-        ValueError: the ranks have other names, or one of them is not a single number.
+        ValueError: the ranks have other names.
     """
     names = sorted(sums)
-    if shaped := [name for name in names if sums[name].numel() != 1]:
-        raise ValueError(f"the sums {shaped} that the loss returned are not single numbers; reduce them in the loss")
+    together = dist.get_world_size(group) > 1
+    if together:
+        _require_same_names(names, group, device=device)
     if not names:
         return {}
-    stacked = torch.stack([sums[name].detach().float().reshape(()) for name in names])
-    if dist.get_world_size(group) > 1:
-        _require_same_names(names, group, device=stacked.device)
+    stacked = torch.stack([sums[name].to(torch.float64) for name in names])
+    if together:
         dist.all_reduce(stacked, group=group)
     return dict(zip(names, stacked.unbind(), strict=True))
 

@@ -1,0 +1,49 @@
+"""What a loss must return, checked before any rank goes on with it: an error here is told to all ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROUTER_LOSS", "checked"]
+
+ROUTER_LOSS = "router_aux_loss"
+"""The name under which the auxiliary loss of a mixture is among the sums."""
+
+
+def checked(result: Any, *, outputs: Tensor, reserved: tuple[str, ...] = ()) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scalar and the sums that a loss has returned, the sums as tensors.
+
+    Args:
+        result: of the loss.
+        outputs: what the loss was given.
+        reserved: names that are not the loss's to give.
+
+    Raises:
+        TypeError: it is no pair of a tensor and named numbers.
+        ValueError: a number is not a single one, no gradient flows from the scalar, or a name is taken.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise TypeError(f"a loss returns (scalar, {{name: scalar}}), and this one returned a {type(result).__name__}")
+    total, parts = result
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        what = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        raise TypeError(f"a loss returns a scalar tensor first, and this one returned {what}")
+    if outputs.requires_grad and not total.requires_grad:
+        raise ValueError(
+            "no gradient flows from what the loss returned: it was detached, or made of constants; for rows without a "
+            "loss return outputs.sum() * 0"
+        )
+    if taken := sorted(set(parts) & set(reserved)):
+        raise ValueError(f"the loss names a sum {taken[0]}, which the backend reports itself; give it another name")
+    return total.reshape(()), {name: _number(name, part, device=outputs.device) for name, part in parts.items()}
+
+
+def _number(name: str, part: Any, *, device: torch.device) -> Tensor:
+    if isinstance(part, Tensor) and part.ndim == 0:
+        return part.detach().to(device)
+    if isinstance(part, int | float):
+        return torch.tensor(part, device=device)
+    what = f"of shape {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+    raise TypeError(f"the sum {name!r} that the loss returned is {what}; reduce it to a single number in the loss")
