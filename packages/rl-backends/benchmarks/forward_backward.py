@@ -1,9 +1,9 @@
 """One optimizer step, forward_backward and optim_step: this backend against a plain loop of transformers and torch.
 
-Same model, same batch, same process, one after the other in every round, in changing order; medians, of wall time and
-of CPU seconds, which a busy machine does not change. The plain loop runs all rows at once, padded to the longest, with
-an attention mask and full logits. The backend runs them padded as well, all at once (`padded`), cut by a budget of
-tokens (`dynamic`), and laid end to end (`packed`).
+Same model, same batch, same process, one after the other in every round, in changing order; the median over rounds of
+how many times as fast each was, in wall time and in CPU seconds, which a busy machine changes less. The plain loop runs
+all rows at once, padded to the longest, with an attention mask and full logits. The backend runs them padded as well,
+all at once (`padded`), cut by a budget of tokens (`dynamic`), and laid end to end (`packed`).
 
     python benchmarks/forward_backward.py [--device cuda --precision bfloat16 --models 3]
 
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--models", type=int, default=2, help="how many of the models, smallest first")
     parser.add_argument("--scale", type=int, default=1, help="makes rows so many times as long")
-    parser.add_argument("--budget", type=int, default=512, help="tokens of a microbatch, dynamic and packed")
+    parser.add_argument("--budget", type=int, default=1024, help="tokens of a microbatch, dynamic and packed")
     return parser.parse_args()
 
 
@@ -67,7 +67,7 @@ def main() -> None:
             figures[f"{name}, {shape}"] = measured
             bars[f"{name}, {shape}"] = holds(measured, shape, chosen.device)
             print(line(name, shape, examples, measured), flush=True)
-    print("CPU seconds / wall seconds, as multiples of the plain loop's speed" if chosen.device == "cpu" else "")
+    print("each: milliseconds of a step, and its speed as a multiple of the plain loop's by CPU / by wall time")
     print(json.dumps({**figures, "bars": bars, "ok": all(bars.values())}))
 
 
@@ -100,13 +100,19 @@ def timed(
     for number in range(rounds + 1):
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
             found[name].append(seconds(lambda name=name: steps[name](examples), device))
+    rounds_of = {name: each[1:] for name, each in found.items()}  # the first round warms up
+    return {name: summary(each, rounds_of["plain"], int(examples.lengths.sum())) for name, each in rounds_of.items()}
+
+
+def summary(each: list[tuple[float, float]], plain: list[tuple[float, float]], num_tokens: int) -> dict[str, float]:
+    """Medians of seconds, and of the speed in multiples of the plain loop's in the same round."""
+    wall_s = statistics.median(wall for wall, _ in each)
     return {
-        name: {
-            "wall_s": statistics.median(wall for wall, _ in each[1:]),  # the first round warms up
-            "cpu_s": statistics.median(cpu for _, cpu in each[1:]),
-            "tokens_per_s": int(examples.lengths.sum()) / statistics.median(wall for wall, _ in each[1:]),
-        }
-        for name, each in found.items()
+        "wall_s": wall_s,
+        "cpu_s": statistics.median(cpu for _, cpu in each),
+        "tokens_per_s": num_tokens / wall_s,
+        "speed_wall": statistics.median(by_hand / ours for (by_hand, _), (ours, _) in zip(plain, each, strict=True)),
+        "speed_cpu": statistics.median(by_hand / ours for (_, by_hand), (_, ours) in zip(plain, each, strict=True)),
     }
 
 
@@ -121,25 +127,19 @@ def seconds(function: Callable[[], object], device: str) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def speed(measured: Figures, layout: str, kind: str) -> float:
-    """As a multiple of the plain loop's."""
-    return measured["plain"][kind] / measured[layout][kind]
-
-
 def holds(measured: Figures, shape: str, device: str) -> bool:
     """The bar of a shape."""
-    kind = "cpu_s" if device == "cpu" else "wall_s"
+    kind = "speed_cpu" if device == "cpu" else "speed_wall"
     if shape == "even":
-        return speed(measured, "padded", kind) >= EVEN_BAR
-    return max(speed(measured, layout, kind) for layout in ("padded", "dynamic", "packed")) >= RAGGED_BAR
+        return measured["padded"][kind] >= EVEN_BAR
+    return max(each[kind] for each in measured.values()) >= RAGGED_BAR
 
 
 def line(name: str, shape: str, examples: Examples, measured: Figures) -> str:
     """One line of the table."""
     cells = [
-        f"{1e3 * measured[layout]['wall_s']:>7.1f} ms {speed(measured, layout, 'cpu_s'):>4.2f}/"
-        f"{speed(measured, layout, 'wall_s'):<4.2f} x"
-        for layout in ("padded", "dynamic", "packed")
+        f"{1e3 * each['wall_s']:>7.1f} ms {each['speed_cpu']:>4.2f}/{each['speed_wall']:<4.2f} x"
+        for each in (measured[layout] for layout in ("padded", "dynamic", "packed"))
     ]
     plain = f"{1e3 * measured['plain']['wall_s']:>7.1f} ms"
     return f"{name:<32} {shape:<10} {int(examples.lengths.sum()):>7} {plain:>10}  {' '.join(f'{c:>22}' for c in cells)}"

@@ -1,8 +1,11 @@
 """Claims about checkpoints of one process: a run in two parts is the run in one, and nothing wrong is ever loaded."""
 
 import copy
+import functools
+import hashlib
 import importlib.util
 import json
+import re
 import sys
 import threading
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig, load_causal_lm
 from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint, storage
-from rl_backends.checkpoints.files import FileRecord, TensorEntry, write_safetensors
+from rl_backends.checkpoints.files import FileRecord, TensorEntry, write_json, write_safetensors
 from rl_backends.checkpoints.manifest import read_manifest, write_manifest
 from rl_backends.errors import CheckpointError
 
@@ -122,7 +126,7 @@ def test_how_a_step_is_computed_is_not_taken_from_the_checkpoint(world, tmp_path
     train(world, model, optimizers, 1)
     save_checkpoint(model, optimizers, tmp_path / "step-1", version=1)
     again = world.make_model("Llama", seed=1)
-    its_optimizers = Optimizers(torch.optim.AdamW(again.parameters(), lr=5e-2, foreach=True))
+    its_optimizers = Optimizers(torch.optim.AdamW(again.parameters(), lr=5e-2, betas=(0.8, 0.9), foreach=True))
     load_checkpoint(again, its_optimizers, tmp_path / "step-1")
     [group] = its_optimizers.each[0].param_groups
     assert (group["foreach"], group["fused"]) == (True, None)
@@ -143,8 +147,106 @@ def test_weights_may_be_left_out_and_optimizers_too(world, start, tmp_path):
     assert_same(numbers_of(again, its_optimizers), numbers_of(model, optimizers))
     with pytest.raises(CheckpointError, match=r"holds no weights.*weights=False"):
         load_checkpoint(again, its_optimizers, tmp_path / "there" / "optimizer")
-    with pytest.raises(CheckpointError, match=r"holds no state of optimizers.*optimizers=None"):
+    with pytest.raises(CheckpointError, match=r"holds no state of optimizers.*optimizer=False"):
         load_checkpoint(again, its_optimizers, tmp_path / "weights")
+
+
+def test_the_state_of_an_optimizer_is_left_behind_only_where_that_was_asked_for(start, saved):
+    refused(start, saved, r"state of an optimizer.*start_training first.*optimizer=False", optimizers=False)
+    model, its_optimizers = start(seed=1)
+    assert load_checkpoint(model, None, saved, optimizer=False).version == 1
+    load_checkpoint(model, its_optimizers, saved, optimizer=False)
+    assert its_optimizers.steps == 0
+    assert not any(each.state for each in its_optimizers.each)
+
+
+def test_a_gradient_from_before_loading_is_no_part_of_the_next_step(world, start, saved):
+    model, its_optimizers = start(seed=1)
+    (2 * model(input_ids=torch.arange(5)[None]).logits.sum()).backward()
+    load_checkpoint(model, its_optimizers, saved)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_other_hyperparameters_are_refused_by_name_and_change_nothing(start, saved):
+    model, its_optimizers = start(seed=1)
+    its_optimizers.each[0].param_groups[1]["betas"] = (0.9, 0.95)
+    before = numbers_of(model, its_optimizers)
+    with pytest.raises(CheckpointError, match=r"betas of \S+ is \[0.9, 0.999\] in the checkpoint and \[0.9, 0.95\]"):
+        load_checkpoint(model, its_optimizers, saved)
+    assert its_optimizers.steps == 0
+    assert_same(numbers_of(model, its_optimizers), before)
+
+
+# -- Of a backend ---------------------------------------------------------------------------------
+
+SCHEDULED = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=3, final_lr_ratio=0.1)
+
+
+def backend_of(model):
+    backend = DTensorBackend(model, DTensorConfig())
+    backend.start_training(SCHEDULED, num_steps=8)
+    return backend
+
+
+def steps_of(world, backend, steps):
+    examples = world.make_examples()
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    norms = []
+    for _ in range(steps):
+        backend.forward_backward(examples, loss)
+        norms.append((backend.learning_rate, backend.optim_step()))
+    return norms
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_backend_goes_on_from_an_exported_model_and_a_checkpoint_without_weights(world, tmp_path, tied):
+    whole = backend_of(world.make_model("Qwen3", tie_word_embeddings=tied))
+    expected = steps_of(world, whole, 6)
+    first = backend_of(world.make_model("Qwen3", tie_word_embeddings=tied))
+    norms = steps_of(world, first, 3)
+    first.save_pretrained(tmp_path / "model")
+    first.save_checkpoint(tmp_path / "state", weights=False)
+    second = backend_of(load_causal_lm(str(tmp_path / "model")))
+    second.load_checkpoint(tmp_path / "state", weights=False)
+    assert second.version == 3
+    assert norms + steps_of(world, second, 3) == expected
+    assert_same(dict(second.model.named_parameters()), dict(whole.model.named_parameters()))
+
+
+def test_a_backends_checkpoint_from_before_the_first_step_counts_none(world, tmp_path):
+    expected = steps_of(world, backend_of(world.make_model("Qwen3")), 2)
+    saved, again = (backend_of(world.make_model("Qwen3")) for _ in range(2))
+    saved.save_checkpoint(tmp_path / "step-0", weights=False)
+    again.load_checkpoint(tmp_path / "step-0", weights=False)
+    assert steps_of(world, saved, 2) == expected
+    assert steps_of(world, again, 2) == expected
+
+
+def test_a_backend_begins_a_stage_or_goes_on_without_the_gradient_that_it_had(world, tmp_path):
+    expected = steps_of(world, backend_of(world.make_model("Qwen3")), 1)
+    examples = world.make_examples()
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    backend = backend_of(world.make_model("Qwen3"))
+    backend.save_checkpoint(tmp_path / "step-0")
+    backend.forward_backward(examples, loss)
+    backend.start_training(SCHEDULED, num_steps=8)
+    assert steps_of(world, backend, 1) == expected
+    backend.forward_backward(examples, loss)
+    backend.load_checkpoint(tmp_path / "step-0")
+    assert steps_of(world, backend, 1) == expected
+
+
+def test_a_backend_that_has_no_optimizer_yet_refuses_to_lose_that_of_the_checkpoint(world, tmp_path):
+    first = backend_of(world.make_model("Qwen3"))
+    steps_of(world, first, 1)
+    first.save_checkpoint(tmp_path / "step-1")
+    second = DTensorBackend(world.make_model("Qwen3", seed=1), DTensorConfig())
+    with pytest.raises(CheckpointError, match=r"call start_training first, or leave it behind with optimizer=False"):
+        second.load_checkpoint(tmp_path / "step-1")
+    assert second.version == 0
+    second.load_checkpoint(tmp_path / "step-1", optimizer=False)
+    assert second.version == 1
+    assert_same(dict(second.model.named_parameters()), dict(first.model.named_parameters()))
 
 
 # -- Asynchronous ---------------------------------------------------------------------------------
@@ -310,7 +412,7 @@ def test_another_models_checkpoint_is_refused_with_the_first_differences(start, 
     with pytest.raises(CheckpointError, match=r"another model: model.layers.1.\S+ is only in the checkpoint.* more"):
         load_checkpoint(*start(num_hidden_layers=1), saved)
     with pytest.raises(CheckpointError, match=r"float32.* in the checkpoint and bfloat16"):
-        load_checkpoint(start()[0].bfloat16(), None, saved)
+        load_checkpoint(start()[0].bfloat16(), None, saved, optimizer=False)
 
 
 def test_other_optimizers_are_refused(world, saved):
@@ -331,11 +433,20 @@ def test_groups_may_be_cut_otherwise_but_not_mix_what_differed(world, saved, sta
     model, optimizers = start(seed=1)
     adam, sgd = optimizers.each
     first, *rest = [p for group in adam.param_groups[1:] for p in group["params"]]
-    thirds = [adam.param_groups[0]["params"], [first], rest]
-    load_checkpoint(model, Optimizers(torch.optim.AdamW([{"params": each} for each in thirds]), sgd), saved)
-    mixed = Optimizers(torch.optim.AdamW([*adam.param_groups[0]["params"], first, *rest]), sgd)
-    with pytest.raises(CheckpointError, match=r"one group here, that of \S+weight, had not one value"):
+    no_decay = {"params": adam.param_groups[0]["params"], "weight_decay": 0.0}
+    thirds = [no_decay, {"params": [first]}, {"params": rest}]
+    load_checkpoint(model, Optimizers(torch.optim.AdamW(thirds), sgd), saved)
+    mixed = Optimizers(torch.optim.AdamW([*no_decay["params"], first, *rest]), sgd)
+    with pytest.raises(CheckpointError, match=r"weight_decay of \S+weight is 0.0 in the checkpoint and 0.01 here"):
         load_checkpoint(model, mixed, saved)
+    save_checkpoint(model, Optimizers(torch.optim.AdamW(rates(thirds)), sgd), saved.parent / "two rates", version=1)
+    halves = [no_decay, {"params": [first, *rest]}]
+    with pytest.raises(CheckpointError, match=r"one group here, that of \S+weight, had not one learning rate"):
+        load_checkpoint(model, Optimizers(torch.optim.AdamW(halves), sgd), saved.parent / "two rates")
+
+
+def rates(groups):
+    return [{**group, "lr": 10.0**-at} for at, group in enumerate(groups)]
 
 
 def test_a_schedule_that_refuses_its_state_leaves_the_model_as_it_was(start, saved):
@@ -349,6 +460,98 @@ def test_a_schedule_that_refuses_its_state_leaves_the_model_as_it_was(start, sav
     with pytest.raises(CheckpointError, match=r"the stage is over"):
         load_checkpoint(model, optimizers, saved)
     assert_same(numbers_of(model, optimizers), before)
+
+
+def test_a_schedule_that_moved_before_it_was_refused_is_moved_back(start, saved):
+    model, optimizers = start(seed=1)
+    edit_index(saved, lambda index: index.pop("weights/model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"step-1: the checkpoint has no weights/model.norm.weight"):
+        load_checkpoint(model, optimizers, saved)
+    assert optimizers.steps == 0
+    assert not any(each.state for each in optimizers.each)
+
+
+@pytest.mark.parametrize("rename", ["cuda", None])
+def test_random_numbers_of_another_kind_of_device_are_left_alone(start, saved, rename):
+    """A checkpoint of a GPU has the state of one generator more, and one without any is loaded all the same."""
+
+    def change(index):
+        if rename is None:
+            del index["rng/rank-0/cpu"]
+        else:
+            index[f"rng/rank-0/{rename}"] = index["rng/rank-0/cpu"]
+
+    edit_index(saved, change)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    model, optimizers = start(seed=1)
+    torch.set_rng_state(before)
+    state = load_checkpoint(model, optimizers, saved)
+    assert (state.rng_restored, optimizers.steps) == (False, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", "..", 7])
+def test_files_outside_of_the_folder_are_never_read(start, saved, name):
+    edit_index(saved, lambda index: index["weights/lm_head.weight"]["boxes"][0].update(file=name))
+    refused(start, saved, rf"tensors.json: names {re.escape(repr(name))}, which is no file of its own folder")
+    edit_marker(saved, lambda body: body["files"][0].update(name=name))
+    refused(start, saved, rf"checkpoint.json: names {re.escape(repr(name))}, which is no file of its own folder")
+
+
+def test_a_file_that_the_marker_does_not_list_is_never_read(start, saved):
+    edit_index(saved, lambda index: index["weights/lm_head.weight"]["boxes"][0].update(file="other.safetensors"))
+    refused(start, saved, r"names 'other.safetensors', which checkpoint.json does not list")
+
+
+def edit_index(folder, change):
+    """Change the index, and the marker such that all digests are right."""
+    index = json.loads((folder / "tensors.json").read_text())
+    change(index)
+    (folder / "tensors.json").unlink()
+    record = write_json(folder / "tensors.json", index)
+    changed = {"name": record.name, "num_bytes": record.num_bytes, "sha256": record.sha256}
+    edit_marker(folder, lambda body: [each.update(changed) for each in body["files"] if each["name"] == record.name])
+
+
+def edit_marker(folder, change):
+    body = json.loads((folder / "checkpoint.json").read_text())
+    del body["sha256"]
+    change(body)
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / "checkpoint.json").write_text(json.dumps({**body, "sha256": digest}))
+
+
+def test_a_marker_that_cannot_be_read_is_never_skipped(start, saved):
+    model, _ = start()
+    save_checkpoint(model, None, saved.parent / "step-2", version=2)
+    flip(saved / "checkpoint.json", at=60)
+    for ask in (find_latest, lambda parent: prune(parent, keep=1)):
+        with pytest.raises(CheckpointError, match=r"step-1/checkpoint.json: damaged.*move step-1 elsewhere"):
+            ask(saved.parent)
+
+
+def test_a_relative_folder_is_the_one_that_it_was_when_asked_for(start, tmp_path, process_group, gate, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    model, optimizers = start()
+    monkeypatch.chdir(tmp_path / "there")
+    write = save_checkpoint(model, optimizers, "step-1", version=1, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.set()
+    write.wait()
+    assert find_latest(tmp_path / "there") == write.folder == tmp_path / "there" / "step-1"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_symbolic_link_is_refused_before_anything_is_written(start, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("link", "dangling"):
+        with pytest.raises(CheckpointError, match=rf"{name} is a symbolic link"):
+            save_checkpoint(*start(), tmp_path / name, version=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "link", "real"]
 
 
 def test_what_is_complete_is_never_overwritten(start, saved):

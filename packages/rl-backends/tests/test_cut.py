@@ -41,7 +41,9 @@ def questions(draw):
     kind = draw(st.sampled_from(["Examples", "Pairs"]))
     unit = 2 if kind == "Pairs" else 1
     lengths = draw(
-        st.lists(st.integers(1, WIDTH), max_size=12 * unit).map(lambda all_: all_[: len(all_) // unit * unit])
+        st.lists(st.integers(1, WIDTH), min_size=unit, max_size=12 * unit).map(
+            lambda all_: all_[: len(all_) // unit * unit]
+        )
     )
     multiple = draw(st.sampled_from([1, 4]))
     layout = draw(st.sampled_from(["padded", "packed"]))
@@ -135,8 +137,36 @@ def test_the_cut_does_not_depend_on_what_rows_hold(world):
     assert [[m.rows.tolist() for m in rank] for rank in first] == [[m.rows.tolist() for m in rank] for rank in second]
 
 
-def test_an_empty_batch_has_no_microbatches(world):
-    assert cut_all(batch(world, []), limits=MicrobatchLimits(), num_ranks=3) == [[], [], []]
+def test_an_empty_batch_is_refused(world):
+    with pytest.raises(BatchError, match="the batch has no rows"):
+        cut_all(batch(world, []), limits=MicrobatchLimits(), num_ranks=3)
+
+
+@pytest.mark.parametrize("token", [-1, 50, 2**40])
+def test_an_id_outside_the_vocabulary_is_named_with_its_row(world, token):
+    examples = batch(world, [3, 9, 4])
+    examples.tokens[1, 8] = token
+    with pytest.raises(BatchError, match=f"row 1: token 8 has the id {token}, and the model's ids are from 0 to 49"):
+        cut_all(examples, limits=MicrobatchLimits(), num_ranks=1, vocabulary_size=50)
+
+
+def test_padding_may_hold_any_id_and_the_last_of_the_vocabulary_is_one(world):
+    examples = batch(world, [3, 9, 4])
+    examples.tokens[0, 3:] = -100
+    examples.tokens[1, 8] = 49
+    [[microbatch]] = cut_all(examples, limits=MicrobatchLimits(), num_ranks=1, vocabulary_size=50)
+    assert sorted(microbatch.rows.tolist()) == [0, 1, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="lengths and trainable cannot lie on two devices without one")
+def test_lengths_may_lie_on_another_device_than_the_rest(world):
+    here = batch(world, [3, 9, 4])
+    for moved in ({"lengths": here.lengths.cuda()}, {"trainable": here.trainable.cuda()}):
+        there = dataclasses.replace(here, **moved)
+        there.tokens[0, 3:] = -100
+        [[microbatch]] = cut_all(there, limits=MicrobatchLimits(), num_ranks=1, vocabulary_size=50)
+        assert sorted(microbatch.rows.tolist()) == [0, 1, 2]
 
 
 def test_a_row_over_the_bound_on_tokens_is_named_with_the_setting(world):

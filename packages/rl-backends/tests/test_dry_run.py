@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,14 +40,12 @@ TWO_RANKS = {
     "TP, sequence parallel, checkpointing": case(
         {"tensor_parallel_size": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}
     ),
-    "EP": case(
-        {"expert_parallel_size": 2},
-        family="Qwen3Moe",
-        model={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "CP, adapters": case({"context_parallel_size": 2}, lora={"rank": 4}),
+    "CP": case({"context_parallel_size": 2}, **({"lora": {"rank": 4}} if find_spec("peft") else {})),
     "largest tensor": {**LONG_ROWS, "config": {"tensor_parallel_size": 2}},
 }
+if not version("transformers").startswith("4."):  # whose experts run one at a time, for as long as they have tokens
+    MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    TWO_RANKS["EP"] = case({"expert_parallel_size": 2}, family="Qwen3Moe", model=MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +57,16 @@ def found(tmp_path_factory):
         for rank in range(ranks):
             task = {"folder": str(folder), "rank": rank, "ranks": ranks, "cases": cases}
             processes.append(subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(task)]))
+    until = time.monotonic() + 300
     try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * 3
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            assert time.monotonic() < until, "the ranks are not done"
+            time.sleep(0.1)
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+    assert codes == [0] * 3
     return {ranks: json.loads((folder / f"{ranks}-0.json").read_text()) for ranks in (1, 2)}
 
 

@@ -1,6 +1,7 @@
 """Claims about loading: what is whole loads bit for bit, what is not is refused with the names and the reason."""
 
 import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -234,6 +235,28 @@ def test_random_weights_follow_the_rules_of_the_class_and_the_seed(world, tmp_pa
     assert not torch.equal(model.lm_head.weight, first["lm_head.weight"])
 
 
+def test_random_weights_do_not_touch_the_generators_of_random_numbers(world, monkeypatch):
+    """torch.manual_seed would reseed every GPU, which nothing puts back."""
+    reseeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    before = torch.get_rng_state()
+    model = world.make_model("Llama")
+    torch.set_rng_state(before)
+    reseeded.clear()
+    initialise(model, seed=1)
+    assert reseeded == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "{parent}/secret.safetensors", "..", 7, None])
+def test_weights_outside_of_the_folder_are_never_read(folder, name):
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    name = name.format(parent=folder.parent) if isinstance(name, str) else name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q_PROJ: name}}))
+    with pytest.raises(ModelError, match=rf"weight_map names {re.escape(repr(name))}, which is no file of its own"):
+        loaded(folder)
+
+
 def test_a_model_of_the_hub_is_read_from_one_commit_of_the_cache(folder, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
@@ -247,6 +270,7 @@ def test_a_model_of_the_hub_is_read_from_one_commit_of_the_cache(folder, tmp_pat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     source = open_model("people/tiny")
     assert source.folder.name == commit
+    assert open_model("people/tiny", revision=commit).folder == source.folder
     source.load_into(materialize(source.skeleton(), "cpu"))
     with pytest.raises(ModelError, match="people/other is no folder here, and the Hub gave no model of this name"):
         open_model("people/other")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl_backends import DTensorBackend, DTensorConfig
 from rl_backends.errors import CheckpointError, ModelError
 from rl_backends.lora import (
     LoraConfig,
@@ -22,6 +23,7 @@ from rl_backends.lora import (
     load_adapter,
     save_adapter,
 )
+from rl_parallel_plans import to_local_if_dtensor
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -191,6 +193,39 @@ def test_a_refresh_follows_training_and_is_what_peft_merges(world):
         expected = peft_layer.base_layer.weight + peft_layer.get_delta_weight("default")
         assert torch.equal(merged[f"{layer}.weight"], expected)
         assert not torch.equal(merged[f"{layer}.weight"], stale[f"{layer}.weight"])
+
+
+def test_released_weights_have_no_memory_and_come_back_as_the_same_tensors(world):
+    model = trained(world)
+    merged = MergedWeights(model)
+    names = [f"{name}.weight" for name in adapted_names(model)]
+    tensors = {name: merged[name] for name in names}
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    merged.release()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors.values())
+    for read in (lambda: merged[names[0]], lambda: next(merged.shards())):
+        with pytest.raises(RuntimeError, match="were released; call refresh"):
+            read()
+    merged.refresh()
+    assert all(merged[name] is tensors[name] and torch.equal(tensors[name], values[name]) for name in names)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_engines_are_fed_from_stays_the_same_objects_through_offload_and_onload(world, precision):
+    backend = DTensorBackend(world.make_model("Llama"), DTensorConfig(precision=precision), lora=CONFIG)
+    before = {shard.name: shard for shard in backend.shards()}
+    values = {name: shard.local.clone() for name, shard in before.items()}
+    backend.offload()
+    backend.onload()
+    assert all(torch.equal(before[name].local, value) for name, value in values.items())
+    with torch.no_grad():
+        for name, parameter in backend.model.named_parameters():
+            if ".lora_B." in name:
+                to_local_if_dtensor(parameter).fill_(0.1)
+    after = {shard.name: shard for shard in backend.shards()}
+    assert all(after[name].tensor is shard.tensor for name, shard in before.items())
+    changed = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[changed].local, values[changed])
 
 
 def test_merged_weights_have_the_names_of_the_bare_model_and_memory_only_for_what_is_merged(world):

@@ -3,10 +3,11 @@
 import subprocess
 import sys
 
+import jaxtyping
 import pytest
 
 import rl_backends
-from rl_backends import DTensorConfig, OptimizerConfig
+from rl_backends import DTensorConfig, LoraConfig, MuonConfig, OptimizerConfig
 
 NAMES = {
     "BatchError",
@@ -75,9 +76,42 @@ def test_importing_it_imports_no_model_code():
         (OptimizerConfig, {"lr": 1e-3, "betas": (0.9, 1.0)}),
         (OptimizerConfig, {"lr": 1e-3, "final_lr_ratio": 1.5}),
         (OptimizerConfig, {"lr": 1e-3, "warmup_steps": -1}),
+        (OptimizerConfig, {"lr": float("inf")}),
+        (OptimizerConfig, {"lr": 1e-3, "weight_decay": float("inf")}),
+        (OptimizerConfig, {"lr": 1e-3, "betas": (0.9, float("nan"))}),
+        (DTensorConfig, {"timeout_s": float("inf")}),
+        (MuonConfig, {"adamw_lr_ratio": float("inf")}),
     ],
 )
 def test_an_impossible_configuration_names_its_value(config, options):
     name, value = list(options.items())[-1]
     with pytest.raises(ValueError, match=rf"{name}={str(value).replace('(', '.').replace(')', '.')}"):
         config(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (DTensorConfig, {"precision": "bf16"}, "must be one of 'float32', 'bfloat16': 'bfloat16' is the nearest"),
+        (DTensorConfig, {"reduce_gradients": "last"}, "'every_microbatch', 'last_microbatch': 'last_microbatch' is"),
+        (DTensorConfig, {"activation_checkpointing": "Full"}, "'full', 'selective', None: 'full' is the nearest"),
+        (DTensorConfig, {"device": "gpu"}, "must be one of 'cpu', 'cuda'"),
+        (OptimizerConfig, {"lr": 1e-3, "name": "sgd"}, "must be one of 'adamw', 'adamw_8bit', 'muon'"),
+        (OptimizerConfig, {"lr": 1e-3, "implementation": "for_loop"}, "'for-loop' is the nearest"),
+        (OptimizerConfig, {"lr": 1e-3, "schedule": "cosin"}, "'cosine' is the nearest"),
+        (OptimizerConfig, {"lr": 1e-3, "on_nonfinite_gradient": "ignore"}, "must be one of 'raise', 'skip'"),
+        (MuonConfig, {"dtype": "float16"}, "must be one of 'bfloat16', 'float32'"),
+        (MuonConfig, {"adjust_lr_fn": None}, "must be one of 'original', 'match_rms_adamw'"),
+        (LoraConfig, {"base_dtype": "fp32"}, "must be one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_a_choice_that_there_is_not_is_refused_with_those_that_there_are(config, options, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks that only tests have
+    name, value = list(options.items())[-1]
+    with pytest.raises(ValueError, match=f"{name}={value!r} .*{message}"):
+        config(**options)
+
+
+def test_every_choice_that_there_is_can_be_made():
+    for value in ("full", "selective", None):
+        assert DTensorConfig(activation_checkpointing=value).activation_checkpointing == value

@@ -4,7 +4,8 @@ Knows process groups; does not know what is done. Nothing is pickled: text cross
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,7 @@ def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[st
     if not dist.is_initialized():
         return [text]
     data = text.encode()
-    backend = dist.get_backend(group)
-    device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+    device = _device_of(group)
     length = torch.tensor(len(data), device=device)
     dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
     if not length:
@@ -78,12 +78,24 @@ def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[st
 def host_group() -> dist.ProcessGroup | None:
     """All ranks over the host's network, apart from the collectives of training; None without a process group.
 
-    Made by the first call, which every rank must take part in.
+    Made by the first call, which every rank must take part in. A rank waits for another as long as in training.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return None
     if id(world) not in _host_groups:
         _host_groups.clear()  # those of a process group that was destroyed
-        _host_groups[id(world)] = world, dist.new_group(backend="gloo")
+        _host_groups[id(world)] = world, dist.new_group(backend="gloo", timeout=_timeout_of(world))
     return _host_groups[id(world)][1]
+
+
+def _device_of(group: dist.ProcessGroup | None) -> str:
+    """Where the tensors of collectives must lie."""
+    backend = dist.get_backend(group)
+    return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    options: Any = group._get_backend(torch.device(_device_of(group))).options  # noqa: SLF001 - no public one
+    timeout: timedelta = options._timeout  # noqa: SLF001
+    return timeout

@@ -4,6 +4,7 @@ import datetime as dt
 from importlib.metadata import version
 
 from parity import cases, judge
+from rl_backends import DTensorConfig
 
 HEAD = """# Parity with one plain process
 
@@ -16,7 +17,8 @@ alone, row by row without padding, on full logits. The figures are the largest e
 
 over all ranks, in float32, as a share of the largest entry of that tensor in the plain process (a gradient's largest
 entry counts as 1e-4 of the largest of all gradients at least, and Adam's eps is 1e-4, lest rounding be divided by
-rounding). The bar is {bar:.0e}. Whoever refuses does it in the words of the footnote.
+rounding). The bar is {bar:.0e}. Whoever refuses does it in the words of the footnote. Compiled cells are traced,
+with their autograd graphs, and run without generated code, which `--generate-code` adds.
 """
 
 
@@ -34,6 +36,10 @@ def document(outcomes):
             f"What has no column of its own. The bar of bfloat16 against plain float32 is {cases.BFLOAT16_BAR:.0e}:",
             "",
             *_apart(outcomes, notes),
+            "",
+            "Refused before there is a model or a rank:",
+            "",
+            *_refused_configurations(),
             "",
             *(f"[{number}] {note}  " for number, note in enumerate(notes, 1)),
             "",
@@ -57,6 +63,17 @@ def _apart(outcomes, notes):
     yield "|---|---|---|---|"
     for cell in cases.apart():
         yield f"| {cell.model} | {cell.mesh} | {cell.layout} | {_figures(cell, outcomes, notes)} |"
+
+
+def _refused_configurations():
+    yield "| configuration | |"
+    yield "|---|---|"
+    for config, _ in cases.REFUSED_CONFIGURATIONS:
+        try:
+            message = f"not refused: {DTensorConfig(**config)}"
+        except ValueError as error:
+            message = str(error)
+        yield f"| `{', '.join(f'{name}={value!r}' for name, value in config.items())}` | {message} |"
 
 
 def _figures(cell, outcomes, notes):

@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 import rl_parallel_plans as plans
 from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint
 from rl_backends.errors import CheckpointError, RankError
-from rl_backends.ranks import gather_text, on_every_rank, on_rank_0
+from rl_backends.ranks import gather_text, host_group, on_every_rank, on_rank_0
 
 
 def load_world():
@@ -245,6 +246,24 @@ def damaged_file(folder, *, name):
     return {"error": error, "changed": changed}
 
 
+def refused_schedule(folder, *, name):
+    """The stage of one rank is over: the schedule of the other, which has moved, moves back."""
+
+    def refuse(state):
+        raise CheckpointError("the stage is over by then")
+
+    run = Run.start("Qwen3", seed=1)
+    before = run.whole()
+    if dist.get_rank() == 1:
+        run.optimizers.load_schedule_state = refuse
+    try:
+        run.load(folder / name)
+        error = ""
+    except CheckpointError as caught:
+        error = str(caught)
+    return {"error": error, "steps": run.optimizers.steps, "changed": differing(run.whole(), before)}
+
+
 def killed_rank(folder):
     """Rank 1 is killed as it opens its file: rank 0 is told and does not hang."""
     parent = folder / "killed-rank"
@@ -283,6 +302,7 @@ def together(folder):
         "one fails": told(lambda: on_every_rank(fail_on_1)),
         "rank 0 fails": told_of(lambda: on_rank_0(fail)),
         "texts": gather_text(["", "zweiter"][dist.get_rank()]),
+        "timeout of the host's group": str(host_group()._get_backend(torch.device("cpu")).options._timeout),
     }
 
 
@@ -385,6 +405,7 @@ PHASES = {
             "full later": (full_disk, {"asynchronous": True}),
             "next save": (failure_at_next_save, {}),
             "damaged": (damaged_file, {"name": "fsdp2"}),
+            "refused schedule": (refused_schedule, {"name": "fsdp2"}),
             "pruned": (pruned, {}),
             "together": (together, {}),
         },
@@ -412,7 +433,8 @@ PHASES = {
 
 
 def act(rank, ranks, folder, phase, acts):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{phase}", rank=rank, world_size=ranks)
+    rendezvous = f"file://{folder}/rendezvous-{phase}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
     for name, (action, options) in acts.items():
         found = action(folder, **options)
         (folder / f"{phase}.{name}.{rank}.json").write_text(json.dumps(found))

@@ -51,7 +51,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 def model_of(case):
+    torch.manual_seed(0)
     family, sizes = case["family"], {**SIZES, **case.get("model", {})}
+    torch.manual_seed(0)  # the same weights on every rank
     return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
 
 

@@ -4,9 +4,11 @@ One process imports everything and is forked into the ranks of each mesh, one me
 than all that is done here.
 """
 
+import dataclasses
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -158,8 +160,35 @@ def rank_main(rank, task, shape, references):
     if references and shape == task["shapes"][0]:
         missing_weights(folder, mesh)
         failures(model, task["folder"])
+        one_commit(Path(task["families"]["Llama"]), Path(task["folder"]))
     dist.barrier()  # a rank that leaves early tears connections that the other still reads
     dist.destroy_process_group()
+
+
+def one_commit(model, out):
+    """A branch of the Hub means to all ranks what it means to rank 0, whatever their own caches say."""
+    from huggingface_hub import constants
+
+    commits = ["a" * 40, "b" * 40]
+    repository = out / f"hub-{dist.get_rank()}" / "models--people--tiny"
+    for commit in commits:
+        shutil.copytree(model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commits[dist.get_rank()])
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(repository.parent), True
+    source = open_model("people/tiny")
+    assert source.folder.name == commits[0], source.folder
+    torn = dataclasses.replace(source, folder=source.folder.with_name(commits[dist.get_rank()]))
+    assert "the ranks have opened 2 commits of people/tiny" in told(lambda: torn.load_into(source.skeleton()))
+    assert "people/other is no folder here" in told(lambda: open_model("people/other"))
+
+
+def told(action):
+    try:
+        action()
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def forked(rank, *args):

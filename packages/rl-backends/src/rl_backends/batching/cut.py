@@ -53,7 +53,12 @@ def cut(
 
 
 def cut_all(
-    examples: TokenBatch, *, limits: MicrobatchLimits, num_ranks: int, token_multiple: int = 1
+    examples: TokenBatch,
+    *,
+    limits: MicrobatchLimits,
+    num_ranks: int,
+    token_multiple: int = 1,
+    vocabulary_size: int | None = None,
 ) -> list[list[Microbatch]]:
     """The microbatches of each rank, equally many, those with most tokens first.
 
@@ -62,11 +67,14 @@ def cut_all(
         limits: of one microbatch.
         num_ranks: data-parallel ranks.
         token_multiple: what a padded row's tokens are rounded up to: 2 · ranks under context parallelism.
+        vocabulary_size: ids are below it; None does not look at them.
 
     Raises:
-        BatchError: rows that no model can compute, or a unit that is too large for a microbatch.
+        BatchError: no rows, rows that no model can compute, or a unit that is too large for a microbatch.
     """
     lengths, planned = _planned(examples, limits, num_ranks=num_ranks, token_multiple=token_multiple)
+    if vocabulary_size is not None:
+        _check_ids(examples, vocabulary_size)
     return [
         _microbatches(planned, rank, lengths=lengths, rows_per_unit=examples.rows_per_unit) for rank in range(num_ranks)
     ]
@@ -101,7 +109,7 @@ def _planned(
         share.sort(key=tokens.__getitem__, reverse=True)  # stable: ties stay in the order of the batch
         cutters.append(group(share, tokens, bounds))
     number = max(len(into(0)) for into in cutters)
-    shortest = min(range(len(tokens)), key=lambda unit: (tokens[unit], unit), default=0)
+    shortest = min(range(len(tokens)), key=lambda unit: (tokens[unit], unit))
     return lengths, _Plan([into(number) for into in cutters], shortest)
 
 
@@ -128,6 +136,8 @@ def _microbatches(plan: _Plan, rank: int, *, lengths: list[int], rows_per_unit: 
 
 
 def _check_rows(examples: TokenBatch, lengths: list[int]) -> None:
+    if not lengths:
+        raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")
     num_tokens = examples.tokens.shape[1]
     for row, length in enumerate(lengths):
         if not 1 <= length <= num_tokens:
@@ -139,7 +149,7 @@ def _check_rows(examples: TokenBatch, lengths: list[int]) -> None:
     if bool(trainable[:, 0].any()):
         row = int(trainable[:, 0].int().argmax())
         raise BatchError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
-    if lengths and (place := _trained_padding(trainable, examples.lengths)) is not None:
+    if (place := _trained_padding(trainable, examples.lengths.to(trainable.device))) is not None:
         row, column = place
         raise BatchError(
             f"row {row}: token {column} is marked trainable, and its length is {lengths[row]}: "
@@ -160,6 +170,21 @@ def _trained_padding(trainable: Tensor, lengths: Tensor) -> tuple[int, int] | No
             row, column = (trainable[rows] & beyond).nonzero()[0].tolist()
             return int(rows[row]), column
     return None
+
+
+def _check_ids(examples: TokenBatch, vocabulary_size: int) -> None:
+    """Of tokens that are not padding; all are looked at, and rows one by one only where something is wrong."""
+    tokens = examples.tokens
+    if int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary_size:
+        return
+    real = torch.arange(tokens.shape[1], device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
+    wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise BatchError(
+            f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
+            f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
+        )
 
 
 def _check_units(num_rows: int, unit: int, limits: MicrobatchLimits) -> None:

@@ -15,7 +15,8 @@ def find_latest(parent: str | Path) -> Path | None:
     """The checkpoint in `parent` that was completed last; None where there is none.
 
     By when it was written and not by its version: a run that went back to step 5 goes on from its own step 6.
-    Unfinished ones do not count. Not a collective: let one rank ask, or all after `CheckpointWrite.wait`.
+    Folders without a marker do not count; a marker that cannot be read is an error and never skipped, since that
+    checkpoint might be the newest. Not a collective: let one rank ask, or all after `CheckpointWrite.wait`.
 
     Raises:
         CheckpointError: a marker is damaged or of an unknown format: which one is newest cannot be told.
@@ -49,7 +50,12 @@ def _complete(parent: Path) -> list[Path]:
     folders = [marker.parent for marker in parent.glob(f"*/{MARKER}") if not marker.parent.name.startswith(".")]
 
     def written(folder: Path) -> tuple[int, int, str]:
-        manifest: Manifest = read_manifest(folder)
+        try:
+            manifest: Manifest = read_manifest(folder)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Which checkpoint of {parent} is the newest cannot be told: move {folder.name} elsewhere"
+            ) from error
         return manifest.written_at_ns, manifest.version, folder.name
 
     return sorted(folders, key=written)

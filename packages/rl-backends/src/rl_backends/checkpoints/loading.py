@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backends.checkpoints.manifest import (
+    DAMAGED,
     INDEX,
+    MARKER,
     STATE,
     Manifest,
     check_digest,
@@ -32,10 +34,10 @@ from rl_backends.checkpoints.optimizer_state import (
     new_state,
     put_state,
 )
-from rl_backends.checkpoints.pieces import Held, Piece, held_by, mesh_of, rng_pieces, set_rng, this_rank
+from rl_backends.checkpoints.pieces import Held, Piece, has_rng, held_by, mesh_of, rng_pieces, set_rng, this_rank
 from rl_backends.checkpoints.planners import PieceLoadPlanner
 from rl_backends.checkpoints.saving import idle_group
-from rl_backends.checkpoints.storage import CheckpointReader
+from rl_backends.checkpoints.storage import CheckpointReader, metadata_of
 from rl_backends.checkpoints.together import fingerprint, on_all, told
 from rl_backends.errors import CheckpointError
 from rl_backends.ranks import gather_text
@@ -54,9 +56,19 @@ class CheckpointState:
     mesh: dict[str, Any]
     """Of the ranks that wrote it: `ranks`, and `axes` with their sizes."""
     rng_restored: bool
-    """Whether the generators of random numbers go on where they stood; only on as many ranks as wrote it."""
+    """Whether the generators of random numbers go on where they stood; only on as many ranks as wrote it, and on the
+    same kind of device."""
     torch: str
     """Release of torch that wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is to be loaded, and into what."""
+
+    optimizers: CheckpointedOptimizers | None
+    weights: bool
+    optimizer: bool
 
 
 def load_checkpoint(
@@ -65,23 +77,27 @@ def load_checkpoint(
     folder: str | Path,
     *,
     weights: bool = True,
+    optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
     """Put what a checkpoint holds into a model, its optimizers and the generators of random numbers, in place.
 
-    Every rank must call it; the mesh may be any. All hyperparameters of the optimizers become those of the checkpoint.
+    Every rank must call it; the mesh may be any. Gradients are cleared. Betas, weight decay and what else a group of
+    parameters has must be those of the checkpoint. Its learning rate holds until the schedule, which goes on from the
+    checkpoint's step, sets another.
 
     Args:
         model: built as the one that wrote it, sharded as you like.
-        optimizers: as when it was written; None leaves the optimizers' state alone.
+        optimizers: as when it was written; None where there is none.
         folder: of the checkpoint.
         weights: False leaves the weights as they are.
+        optimizer: False leaves optimizers and schedule as they are, whatever the checkpoint has of them.
         verify: compare the digest of every file, which reads each once more.
 
     Raises:
         CheckpointError: on every rank, with the reason: absent, unfinished, damaged, of another model, of other
-            optimizers, of an unknown format, or without what was asked for. Nothing has changed then, unless a file
-            became unreadable after it was checked, which the message tells.
+            optimizers or hyperparameters, of an unknown format, without what was asked for, or with more. Nothing has
+            changed then, unless a file became unreadable after it was checked, which the message tells.
     """
     group = idle_group()
     source = Path(folder)
@@ -90,19 +106,23 @@ def load_checkpoint(
         raise CheckpointError(f"the ranks were given different checkpoints ({source} here): give all the same one")
     on_all(lambda: _check_files(source, manifest, verify=verify), group=group)
     held = held_by(model)
-    state = on_all(lambda: read_json(source / STATE), group=group)
-    on_all(
-        lambda: _check_contents(source, manifest, held, optimizers=optimizers, state=state, weights=weights),
-        group=group,
-    )
-    states, pieces = on_all(lambda: _begin(optimizers, held, state), group=group)
-    rng = rng_pieces(held) if manifest.mesh["ranks"] == mesh_of(held)["ranks"] else {}
+    state, index = on_all(lambda: (read_json(source / STATE), read_json(source / INDEX)), group=group)
+    kept = optimizers if optimizer else None
+    asked = _Asked(optimizers=kept, weights=weights, optimizer=optimizer)
+    on_all(lambda: _check_contents(source, manifest, held, state=state, asked=asked), group=group)
+    rng = rng_pieces(held) if has_rng(index, held, ranks=_ranks()) else {}
+    states, pieces = on_all(lambda: _new_state(kept, held, state), group=group)
+    pieces |= rng
     if weights:
         pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
-    _read(source, {**pieces, **rng}, group)
-    if optimizers is not None:
-        put_state(optimizers, held, state["optimizers"], states=states)
+    reader = on_all(lambda: _reader(source, manifest, index), group=group)
+    on_all(lambda: _check_pieces(source, index, pieces), group=group)
+    _move_schedule(kept, state, group)
+    _read(reader, pieces, source=source, group=group)
+    if kept is not None:
+        put_state(kept, held, state["optimizers"], states=states)
     set_rng(rng)
+    model.zero_grad()
     return CheckpointState(
         version=manifest.version,
         extra=state["extra"],
@@ -115,9 +135,12 @@ def load_checkpoint(
 def _check_files(source: Path, manifest: Manifest, *, verify: bool) -> None:
     check_sizes(source, manifest)
     if verify:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        for record in manifest.files[this_rank() :: ranks]:
+        for record in manifest.files[this_rank() :: _ranks()]:
             check_digest(source, record)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _check_contents(
@@ -125,41 +148,72 @@ def _check_contents(
     manifest: Manifest,
     held: dict[str, Held],
     *,
-    optimizers: CheckpointedOptimizers | None,
     state: dict[str, Any],
-    weights: bool,
+    asked: _Asked,
 ) -> None:
     check_model(source, manifest.model, fingerprint(held))
-    if weights and not manifest.weights:
+    if asked.weights and not manifest.weights:
         raise CheckpointError(
             f"{source} holds no weights, which were left out: load them elsewhere, with weights=False"
         )
-    if optimizers is None:
+    if asked.optimizers is None:
+        if asked.optimizer and state["optimizers"] is not None:
+            raise CheckpointError(
+                f"{source} holds the state of an optimizer, and there is none here to take it: call start_training "
+                f"first, or leave it behind with optimizer=False"
+            )
         return
     if state["optimizers"] is None:
         raise CheckpointError(
-            f"{source} holds no state of optimizers, only weights: load it with optimizers=None, and training starts "
+            f"{source} holds no state of optimizers, only weights: load it with optimizer=False, and training starts "
             f"with fresh moments"
         )
     try:
-        check_optimizers(optimizers, held, state["optimizers"], same_mesh=manifest.mesh == mesh_of(held))
+        check_optimizers(asked.optimizers, held, state["optimizers"], same_mesh=manifest.mesh == mesh_of(held))
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _begin(
+def _new_state(
     optimizers: CheckpointedOptimizers | None, held: dict[str, Held], state: dict[str, Any]
 ) -> tuple[list[State], dict[str, Piece]]:
-    """The schedule, which may refuse, and room for the state of the optimizers."""
+    return ([], {}) if optimizers is None else new_state(optimizers, held, state["optimizers"])
+
+
+def _reader(source: Path, manifest: Manifest, index: dict[str, Any]) -> CheckpointReader:
+    reader = CheckpointReader(source, index)
+    if unlisted := sorted(reader.files - {record.name for record in manifest.files}):
+        raise CheckpointError(f"{source / INDEX}: names {unlisted[0]!r}, which {MARKER} does not list; {DAMAGED}")
+    return reader
+
+
+def _check_pieces(source: Path, index: dict[str, Any], pieces: dict[str, Piece]) -> None:
+    """The checkpoint has all that this rank will read."""
+    planner = PieceLoadPlanner()
+    planner.set_up_planner(pieces, metadata_of(index))
+    try:
+        planner.create_local_plan()
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def _move_schedule(
+    optimizers: CheckpointedOptimizers | None, state: dict[str, Any], group: dist.ProcessGroup | None
+) -> None:
+    """Before anything is read, since it may refuse; then it stands where it stood, on every rank."""
     if optimizers is None:
-        return [], {}
-    optimizers.load_schedule_state(state["schedule"])
-    return new_state(optimizers, held, state["optimizers"])
+        return
+    before = optimizers.schedule_state()
+    try:
+        on_all(lambda: optimizers.load_schedule_state(state["schedule"]), group=group)
+    except CheckpointError:
+        if optimizers.schedule_state() != before:
+            optimizers.load_schedule_state(before)
+        raise
 
 
 @torch.no_grad()
-def _read(source: Path, pieces: dict[str, Piece], group: dist.ProcessGroup | None) -> None:
-    reader = CheckpointReader(source, on_all(lambda: read_json(source / INDEX), group=group))
+def _read(reader: CheckpointReader, pieces: dict[str, Piece], *, source: Path, group: dist.ProcessGroup | None) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be

@@ -13,8 +13,10 @@ from typing import Any, cast
 
 from rl_backends.checkpoints.files import FileRecord, digest_of, write_json
 from rl_backends.errors import CheckpointError
+from rl_backends.file_names import is_plain_name
 
 __all__ = [
+    "DAMAGED",
     "FORMAT_VERSION",
     "INDEX",
     "MARKER",
@@ -68,7 +70,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint of this format.
 
     Raises:
-        CheckpointError: absent, unfinished, damaged, or of a format that this release does not know.
+        CheckpointError: absent, unfinished, damaged, of a format that this release does not know, or with names of
+            files that lie elsewhere.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint; find_latest(parent) names the newest complete one")
@@ -80,16 +83,23 @@ def read_manifest(folder: Path) -> Manifest:
     body = read_json(marker)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{marker}: not the marker of a checkpoint of rl-backends; give the folder of one")
-    if body["format_version"] != FORMAT_VERSION:
+    if (found := body.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
-            f"{marker}: format version {body['format_version']}, and this release reads {FORMAT_VERSION}: read it with "
+            f"{marker}: format version {found}, and this release reads {FORMAT_VERSION}: read it with "
             f"the release of rl-backends that wrote it"
         )
     digest = body.pop("sha256", None)
     if digest != _digest(body):
         raise CheckpointError(f"{marker}: damaged: its text is not the one whose digest it holds; {DAMAGED}")
     del body["format"], body["format_version"]
-    return Manifest(**{**body, "files": tuple(FileRecord(**record) for record in body["files"])})
+    try:
+        if strange := [record["name"] for record in body["files"] if not is_plain_name(record["name"])]:
+            raise CheckpointError(
+                f"{marker}: names {strange[0]!r}, which is no file of its own folder; only files of {folder} are read"
+            )
+        return Manifest(**{**body, "files": tuple(FileRecord(**record) for record in body["files"])})
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{marker}: damaged: {type(error).__name__}: {error}; {DAMAGED}") from error
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

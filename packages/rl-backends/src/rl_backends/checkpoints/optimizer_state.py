@@ -30,6 +30,8 @@ State = dict[Tensor, dict[str, Any]]
 PLAIN = bool | int | float | str | None
 NOT_RESTORED = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Of a parameter group: how a step is computed, which is a matter of the machine."""
+LEARNING_RATES = frozenset({"lr", "initial_lr"})
+"""Of a parameter group: what the schedule decides; the checkpoint's, until the next step."""
 
 
 @runtime_checkable
@@ -99,7 +101,7 @@ def check_optimizers(
     Raises:
         CheckpointError: they are others, or theirs is a state that this mesh cannot take.
     """
-    advice = "start training with the optimizer of the checkpoint, or load the weights alone by optimizers=None"
+    advice = "start training with the optimizer of the checkpoint, or load the weights alone by optimizer=False"
     kinds = [_kind(optimizer) for optimizer in optimizers.each], [each["kind"] for each in saved]
     if kinds[0] != kinds[1]:
         raise CheckpointError(f"the checkpoint has state of {kinds[1]}, and this run optimizes by {kinds[0]}: {advice}")
@@ -107,7 +109,7 @@ def check_optimizers(
         if each["bound_to_mesh"] and not same_mesh:
             raise CheckpointError(
                 f"the state of {each['kind']} is quantized in blocks of each rank's shards and cannot be cut for "
-                f"another mesh: resume on the mesh that wrote it, or load the weights alone by optimizers=None"
+                f"another mesh: resume on the mesh that wrote it, or load the weights alone by optimizer=False"
             )
         try:
             _check_groups(_groups(optimizer, held), _options_by_name(each["groups"]))
@@ -122,15 +124,18 @@ def new_state(
 ) -> tuple[list[State], dict[str, Piece]]:
     """State to be filled from the checkpoint, one for each optimizer, and its pieces; the optimizers are untouched.
 
-    State that is bound to the mesh has no other maker than its optimizer, which is started for it if it was not.
+    State that is bound to the mesh has no other maker than its optimizer, which makes it and lets it go again.
     """
     states: list[State] = []
     pieces: dict[str, Piece] = {}
     for optimizer, each in zip(optimizers.each, saved, strict=True):
         if each["bound_to_mesh"]:
+            fresh_start = not optimizer.state
             start_state(optimizer)
             names = each["state"].keys()
             kept = {name: values for name, values in named_state(optimizer, held).items() if name in names}
+            if fresh_start:
+                optimizer.state.clear()
             pieces |= bound_pieces(kept)
             states.append({_parameter(held, name): values for name, values in kept.items()})
             continue
@@ -154,17 +159,18 @@ def put_state(
     *,
     states: Sequence[State],
 ) -> None:
-    """Give the optimizers the state that was read, and the hyperparameters of the checkpoint."""
+    """Give the optimizers the state that was read, and the learning rate of the checkpoint."""
     for optimizer, state, each in zip(optimizers.each, states, saved, strict=True):
         optimizer.state.clear()
         optimizer.state.update(state)
         old = _options_by_name(each["groups"])
         for group, here in zip(optimizer.param_groups, _groups(optimizer, held), strict=True):
-            for key, value in old[here["names"][0]].items() if here["names"] else ():
+            options = old[here["names"][0]] if here["names"] else {}
+            for key in LEARNING_RATES & options.keys():
                 if isinstance(group[key], Tensor):
-                    group[key].fill_(value)
+                    group[key].fill_(options[key])
                 else:
-                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+                    group[key] = options[key]
 
 
 def named_state(optimizer: Optimizer, held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
@@ -204,7 +210,7 @@ def _options_by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Each parameter has its hyperparameters in the checkpoint; groups may be cut otherwise, as they are by mesh."""
+    """Each parameter has its hyperparameters of the checkpoint; groups may be cut otherwise, as they are by mesh."""
     here = _options_by_name(groups)
     if only := [*(here.keys() - saved.keys()), *(saved.keys() - here.keys())]:
         raise CheckpointError(f"{len(only)} parameters are optimized in one of the two runs only ({min(only)} is one)")
@@ -213,10 +219,19 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Mappi
         if first.keys() != group["options"].keys():
             different = sorted(first.keys() ^ group["options"].keys())
             raise CheckpointError(f"only one of the two runs has {', '.join(different)}")
-        if any(first != other for other in others):
+        for name in group["names"]:
+            _check_same(name, group["options"], saved[name])
+        if any(first[key] != other[key] for other in others for key in LEARNING_RATES & first.keys()):
             raise CheckpointError(
-                f"what is one group here, that of {group['names'][0]}, had not one value for all there"
+                f"what is one group here, that of {group['names'][0]}, had not one learning rate for all there"
             )
+
+
+def _check_same(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for key in sorted(here.keys() - LEARNING_RATES):
+        ours = list(here[key]) if isinstance(here[key], tuple) else here[key]
+        if ours != saved[key]:
+            raise CheckpointError(f"{key} of {name} is {saved[key]} in the checkpoint and {ours} here")
 
 
 def _describe(name: str, key: str, value: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ A piece is named by what it is part of:
     rng/rank-<r>/<device>                       a generator of random numbers
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,18 @@ from torch import Tensor, nn
 
 from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards
 
-__all__ = ["Held", "Piece", "device_of", "held_by", "mesh_of", "rng_pieces", "set_rng", "this_rank", "whole_piece"]
+__all__ = [
+    "Held",
+    "Piece",
+    "device_of",
+    "has_rng",
+    "held_by",
+    "mesh_of",
+    "rng_pieces",
+    "set_rng",
+    "this_rank",
+    "whole_piece",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +82,13 @@ def rng_pieces(held: Mapping[str, Held]) -> dict[str, Piece]:
     if (device := device_of(held)) != "cpu":
         states[device] = torch.get_device_module(device).get_rng_state()
     return {f"rng/rank-{this_rank()}/{name}": whole_piece(state) for name, state in states.items()}
+
+
+def has_rng(saved: Collection[str], held: Mapping[str, Held], *, ranks: int) -> bool:
+    """Whether `saved` names a state of every generator of every rank, on the devices that there are here."""
+    devices = {"cpu", device_of(held)}
+    wanted = {f"rng/rank-{rank}/{device}" for rank in range(ranks) for device in devices}
+    return wanted == {name for name in saved if name.startswith("rng/")}
 
 
 def set_rng(pieces: Mapping[str, Piece]) -> None:

@@ -116,7 +116,7 @@ def save_checkpoint(
             before this one failed and nobody has been told; nothing was saved then.
     """
     group, waited_s = _after_the_save_before()
-    target = Path(folder)
+    target = Path(folder).absolute()  # wherever the process may go while it is written
     if asynchronous and group is None:
         raise CheckpointError(
             "asynchronous=True needs a process group: call torch.distributed.init_process_group first"
@@ -223,6 +223,8 @@ def _as_json(what: str, value: Any, *, exact: bool = False) -> Any:
 
 def _make_room(target: Path, unfinished: Path) -> None:
     """Remove what killed saves left, and make the folder to write in."""
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a symbolic link, which a folder cannot take the place of: choose another")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = "a complete checkpoint" if (target / MARKER).is_file() else "something else"
         raise CheckpointError(f"{target} is there already, {what}; nothing is overwritten: choose another folder")

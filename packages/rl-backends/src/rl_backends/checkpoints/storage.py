@@ -40,6 +40,7 @@ from rl_backends.checkpoints.files import (
 from rl_backends.checkpoints.manifest import INDEX, STATE, Manifest, write_manifest
 from rl_backends.checkpoints.pieces import dtype_name
 from rl_backends.errors import CheckpointError
+from rl_backends.file_names import is_plain_name
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "Contents", "metadata_of"]
 
@@ -123,7 +124,11 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads boxes, or parts of them, from a complete checkpoint."""
+    """Reads boxes, or parts of them, from a complete checkpoint.
+
+    Raises:
+        CheckpointError: the index names a file that does not lie in the folder.
+    """
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -131,6 +136,16 @@ class CheckpointReader(StorageReader):
         self._files = {
             (name, tuple(box["offsets"])): box["file"] for name, each in index.items() for box in each["boxes"]
         }
+        if strange := [name for name in self._files.values() if not is_plain_name(name)]:
+            raise CheckpointError(
+                f"{folder / INDEX}: names {strange[0]!r}, which is no file of its own folder; only files of {folder} "
+                f"are read"
+            )
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Names of all files that it may read."""
+        return frozenset(self._files.values())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """One reader reads one checkpoint, whose name it has."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from rl_backends.dry_run.collectives import CollectiveCounter
 from rl_backends.dry_run.report import Collective, DryRun, Phase
@@ -125,9 +125,10 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
 def _forget_floats(skeleton: nn.Module) -> None:
     """Put what was computed from the configuration, such as rotary frequencies, where parameters are."""
     for module in skeleton.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[name] = buffer.to("meta")  # noqa: SLF001 - assigning would make it persistent
+        for held in (module._buffers, vars(module)):  # noqa: SLF001 - assigning would make a buffer persistent
+            for name, value in held.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    held[name] = value.to("meta")
 
 
 def _phase(name: str, peak: Peak) -> Phase:

@@ -144,12 +144,13 @@ class DTensorBackend:
         return self._sharded.model
 
     def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Begin a stage with a fresh optimizer and a schedule of `num_steps`; weights and version go on.
+        """Begin a stage with a fresh optimizer, a schedule of `num_steps` and no gradient; weights and version go on.
 
         `temperature` divides the logits before every log-probability: set it to the engine's, or ratios are wrong.
         """
         self._away.require("start_training")
         self._optimizers = make_optimizers(self.model, optimizer, num_steps=num_steps)
+        self.model.zero_grad()
         self._optimizer_config = optimizer
         self._temperature = temperature
 
@@ -275,10 +276,11 @@ class DTensorBackend:
         Raises:
             ValueError: a part that is none, or another place than where some parts are already.
         """
-        if "weights" in parts:
-            self._merged = None  # made anew from what comes back
         optimizers = () if self._optimizers is None else self._optimizers.each
-        return self._away.offload(optimizers, parts=parts, directory=None if directory is None else Path(directory))
+        report = self._away.offload(optimizers, parts=parts, directory=None if directory is None else Path(directory))
+        if self._merged is not None and "weights" in parts:
+            self._merged.release()
+        return report
 
     def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
         """Bring back what `offload` moved, bit for bit.
@@ -286,7 +288,10 @@ class DTensorBackend:
         Raises:
             RuntimeError: nothing was offloaded, or the device's memory is taken by somebody else.
         """
-        return self._away.onload(parts)
+        report = self._away.onload(parts)
+        if self._merged is not None and "weights" in parts:
+            self._merged.refresh()
+        return report
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face model folder, adapters merged, tensor by tensor; every rank must call it.
@@ -346,16 +351,15 @@ class DTensorBackend:
         )
         return self._last_write
 
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, verify: bool = True) -> CheckpointState:
+    def load_checkpoint(
+        self, folder: str | Path, *, weights: bool = True, optimizer: bool = True, verify: bool = True
+    ) -> CheckpointState:
         """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
 
-        Arguments are those of `rl_backends.checkpoints.load_checkpoint`.
-
-        Raises:
-            CheckpointError: it is absent, unfinished, damaged or another model's; nothing has changed.
+        Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
         """
         self._away.require("load_checkpoint")
-        state = load_checkpoint(self.model, self._optimizers, folder, weights=weights, verify=verify)
+        state = load_checkpoint(self.model, self._optimizers, folder, weights=weights, optimizer=optimizer, verify=verify)
         self.version = state.version
         return state
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rl_backends.choices import check_choices, check_finite
+
 __all__ = ["DTensorConfig"]
 
 
@@ -70,9 +72,12 @@ class DTensorConfig:
     of a GPU; a CPU has none."""
 
     timeout_s: float = 600.0
-    """Seconds that a rank waits for another in a collective before it gives up with an error."""
+    """Seconds that a rank waits for another in a collective before it gives up with an error; also for one that still
+    writes its part of a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
         if not self.enabled:
             raise ValueError("enabled=False leaves no training backend: DTensor is the only one; set it to true")
         for name in (

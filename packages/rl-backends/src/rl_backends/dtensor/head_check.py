@@ -7,6 +7,7 @@ model's own logits finds out, before anything is trained on numbers that are wro
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.batching.inputs import ModelInputs
@@ -28,7 +29,7 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     """Compare on every rank; all must call it. Weights without numbers, as in a dry run, have nothing to compare.
 
     Raises:
-        ModelError: the model's own logits give other log-probabilities.
+        ModelError: on every rank; the model's own logits give other log-probabilities on one of them.
     """
     if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
         return
@@ -36,14 +37,21 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0, inputs.into]
     theirs = _from_logits(sharded, inputs)
     sharded.reshard()
-    apart = float((ours - theirs).abs().max())
-    if not apart <= TOLERANCE[sharded.config.precision]:
+    apart = _largest_on_any_rank((ours - theirs).abs().max())
+    if apart > TOLERANCE[sharded.config.precision]:
         raise ModelError(
             f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by "
             f"{apart:.3g} nats from lm_head(hidden states) with logit_scale={head.logit_scale} and "
             f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
             f"architecture, or report this one"
         )
+
+
+def _largest_on_any_rank(number: Tensor) -> float:
+    number = number.nan_to_num(nan=torch.inf)  # a maximum over ranks need not keep NaN
+    if dist.get_world_size() > 1:
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return float(number)
 
 
 def _inputs(sharded: ShardedModel) -> ModelInputs:

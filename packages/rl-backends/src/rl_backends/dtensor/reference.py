@@ -65,11 +65,23 @@ def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> Sha
 
 
 def _copy_weights(sharded: ShardedModel, target: nn.Module) -> None:
+    """Parameters and all buffers, also those that no file holds or that have changed since the model was made."""
     sharded.reshard()
     held = dict(sharded.model.named_parameters())
     with torch.no_grad():
         for name, parameter in target.named_parameters():
             to_local_if_dtensor(parameter).copy_(to_local_if_dtensor(held[name].detach()))
+    _copy_buffers(sharded.model, target)
+
+
+def _copy_buffers(model: nn.Module, target: nn.Module) -> None:
+    copies: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+            persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - no public one
+            target.get_submodule(path).register_buffer(name, copies[id(buffer)], persistent=persistent)
 
 
 @contextmanager

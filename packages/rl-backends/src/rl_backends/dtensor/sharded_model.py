@@ -26,6 +26,7 @@ from rl_backends.batching.microbatch import Microbatch
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, rows_of, sharding_axes, sizes_of
 from rl_backends.dtensor.readers import Reader
+from rl_backends.dtensor.sameness import require_same_batch, require_same_model
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.loading import materialize
@@ -59,7 +60,7 @@ class ShardedModel:
 
     Raises:
         PlanError: the model cannot be sharded as asked.
-        ModelError: it is no decoder with a head, or cannot be packed as asked.
+        ModelError: it is no decoder with a head, is another one on another rank, or cannot be packed as asked.
         ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
     """
 
@@ -76,6 +77,8 @@ class ShardedModel:
         self.config = config
         self._made_process_group = not dist.is_initialized()
         self.mesh = make_mesh(config)
+        require_same_model(model)
+        self._vocabulary_size = _vocabulary_size(model)
         self.plan = _plan(model, config)
         self.model = _shard(model if bare else model.to(config.device), self.mesh, self.plan, config=config)
         if bare and fill is not None:
@@ -111,15 +114,22 @@ class ShardedModel:
         """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
 
         Raises:
-            BatchError: the examples cannot be cut.
+            BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
         """
+        require_same_batch(examples)
         config = self.config
         limits = MicrobatchLimits(
             rows=config.micro_batch_size,
             tokens=config.micro_batch_tokens,
             layout="packed" if config.sequence_packing else "padded",
         )
-        return cut_all(examples, limits=limits, num_ranks=self._rows.size(), token_multiple=self.token_multiple)
+        return cut_all(
+            examples,
+            limits=limits,
+            num_ranks=self._rows.size(),
+            token_multiple=self.token_multiple,
+            vocabulary_size=self._vocabulary_size,
+        )
 
     @property
     def token_multiple(self) -> int:
@@ -222,6 +232,11 @@ def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -
 
 def _placed(read: Tensor, inputs: ModelInputs, num_places: int) -> Tensor:
     return read.new_zeros(num_places, *read.shape[1:]).index_copy(0, inputs.into, read)
+
+
+def _vocabulary_size(model: nn.Module) -> int:
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embeddings.weight.shape[0])
 
 
 def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_backends.errors import ModelError
+from rl_backends.file_names import is_plain_name
 from rl_backends.loading.lazy_tensors import LazyTensor
 
 __all__ = ["FileTensor", "local_folder", "model_folder", "open_tensors", "weight_files"]
@@ -75,7 +76,7 @@ def weight_files(model_name: str, folder: Path) -> list[Path]:
     folder: what `model_folder` gave.
 
     Raises:
-        ModelError: there are none, one is missing, or the index cannot be read.
+        ModelError: there are none, one is missing, or the index cannot be read or names files elsewhere.
     """
     names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     if local_folder(model_name) is None:
@@ -90,9 +91,15 @@ def weight_files(model_name: str, folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is no index of safetensors files: {type(error).__name__}: {error}") from error
+    if strange := [name for name in names if not is_plain_name(name)]:
+        raise ModelError(
+            f"{index}: weight_map names {strange[0]!r}, which is no file of its own folder; only files of "
+            f"{index.parent} are read"
+        )
+    return sorted(set(names))
 
 
 def _download(model_name: str, *, revision: str | None, patterns: list[str]) -> Path:

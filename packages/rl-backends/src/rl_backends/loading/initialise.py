@@ -47,7 +47,7 @@ def initial_value(skeleton: nn.Module, name: str, *, seed: int) -> Tensor:
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)  # noqa: SLF001
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(name, seed))
+            torch.default_generator.manual_seed(_seed_of(name, seed))  # torch.manual_seed would reseed GPUs too
             _apply_rules(skeleton, path)
     finally:
         owner._parameters[leaf] = meta  # noqa: SLF001

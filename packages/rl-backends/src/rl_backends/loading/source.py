@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from rl_backends.errors import ModelError
+from rl_backends.errors import ModelError, RankError
 from rl_backends.loading.checks import check_generation_config
-from rl_backends.loading.files import model_folder, weight_files
+from rl_backends.loading.files import local_folder, model_folder, weight_files
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, load_weights
+from rl_backends.ranks import gather_text, on_every_rank
 
 __all__ = ["Head", "ModelSource", "open_model"]
 
@@ -62,8 +64,11 @@ class ModelSource:
 
         Raises:
             ModelError: a tensor is missing, unexpected, of another shape or dtype, or made in a way that cannot be done
-                shard by shard; a file is damaged. The model is unusable afterwards.
+                shard by shard; a file is damaged; ranks have opened different commits. The model is unusable
+                afterwards.
         """
+        if local_folder(self.model_name) is None:
+            _require_one_commit(self.model_name, self.folder.name)
         files = weight_files(self.model_name, self.folder)
         return load_weights(model, files, skeleton=self._bare(), new_head=new_head, seed=seed)
 
@@ -105,6 +110,9 @@ def open_model(
 ) -> ModelSource:
     """Find a model and read its configuration; weights are not read, nor fetched, before `load_into`.
 
+    Every rank must call it where there is a process group and `model_name` is an id of the Hub: what a branch means is
+    asked by rank 0 alone, and its commit is told to all.
+
     Args:
         model_name: a folder with `config.json`, for which the network is never asked, or an id of the Hub.
         head: a language model's, or `num_labels` numbers a row (reward and value models). A model of images and text
@@ -118,7 +126,7 @@ def open_model(
     """
     from transformers import AutoConfig
 
-    folder = model_folder(model_name, revision=revision, trust_remote_code=trust_remote_code)
+    folder = _folder_of_one_commit(model_name, revision=revision, trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: of the operating system, transformers, json, the model's own code
@@ -132,6 +140,31 @@ def open_model(
     return ModelSource(
         model_name=model_name, folder=folder, config=config, head=head, trust_remote_code=trust_remote_code
     )
+
+
+def _folder_of_one_commit(model_name: str, *, revision: str | None, trust_remote_code: bool) -> Path:
+    """The folder of the configuration, of the same commit on every rank that shares a process group."""
+
+    def find(revision: str | None) -> Path:
+        return model_folder(model_name, revision=revision, trust_remote_code=trust_remote_code)
+
+    if local_folder(model_name) is not None or not dist.is_initialized():
+        return find(revision)
+    first = dist.get_rank() == 0
+    try:
+        found = on_every_rank(lambda: find(revision) if first else None)
+        commit = gather_text("" if found is None else found.name)[0]
+        return on_every_rank(lambda: find(commit) if found is None else found)
+    except RankError as error:
+        raise ModelError(f"{model_name} was not found by all ranks: {error}") from error
+
+
+def _require_one_commit(model_name: str, commit: str) -> None:
+    if len(commits := set(gather_text(commit))) > 1:
+        raise ModelError(
+            f"the ranks have opened {len(commits)} commits of {model_name}: {', '.join(sorted(commits))}; give one of "
+            f"them as revision"
+        )
 
 
 def _auto_class(config: Any, head: Head) -> Any:

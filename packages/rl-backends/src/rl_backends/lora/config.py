@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from rl_backends.choices import check_choices, check_finite
+
 __all__ = ["LoraConfig"]
 
 
@@ -40,6 +42,8 @@ class LoraConfig:
     in bfloat16 itself. Adapters, their gradients and their optimizer state are float32 always."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
         for name in ("rank", "alpha"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
@@ -53,8 +57,6 @@ class LoraConfig:
                 f"target_modules={self.target_modules!r} and modules_to_save={self.modules_to_save!r} must hold names, "
                 f"and target_modules at least one; to train all weights, leave LoRA out"
             )
-        if self.base_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"base_dtype={self.base_dtype!r} must be 'float32' or 'bfloat16'")
 
     @property
     def scaling(self) -> float:

@@ -5,7 +5,6 @@ each of which copies its own part. Knows no base weights: the folder names the m
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backends.errors import CheckpointError
+from rl_backends.export.files import sync
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
 from rl_backends.ranks import on_every_rank, on_rank_0
@@ -47,6 +47,8 @@ KEEP_BASE = ("gaussian", "eva", "orthogonal")
 
 def save_adapter(model: nn.Module, folder: str | Path, *, base_model_name: str) -> None:
     """Write the adapters to `folder`, whole or not at all; every rank must call it. Gathered tensor by tensor.
+
+    All of it is on the disk when the call returns.
 
     Args:
         model: with adapters; sharded or not.
@@ -121,11 +123,10 @@ def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
     try:
         unfinished.mkdir(parents=True)
         config.save_pretrained(str(unfinished))
-        with (unfinished / WEIGHTS).open("wb") as file:
-            file.write(save(weights, metadata={"format": "pt"}))
-            file.flush()
-            os.fsync(file.fileno())
+        (unfinished / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
+        sync([*unfinished.iterdir(), unfinished])
         unfinished.rename(folder)
+        sync([folder.parent])
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -49,13 +49,26 @@ class MergedWeights(Mapping[str, Tensor]):
             f"{layer.name}.weight": torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
             for layer in adapted_layers(model)
         }
+        self._released = False
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the adapters as they are now; every rank must call it. Call it before each refit."""
+        """Merge the adapters as they are now; every rank must call it. Call it before each refit.
+
+        After `release` the same tensors have memory again.
+        """
         for layer in adapted_layers(self._model):
-            _merge(layer, out=self._merged[f"{layer.name}.weight"])
+            out = self._merged[f"{layer.name}.weight"]
+            _give_memory(to_local_if_dtensor(out))
+            _merge(layer, out=out)
+        self._released = False
+
+    def release(self) -> None:
+        """Free the memory of the merged weights; their tensors stay, and must not be read until `refresh`."""
+        for tensor in self._merged.values():
+            to_local_if_dtensor(tensor).untyped_storage().resize_(0)
+        self._released = True
 
     @property
     def extra_bytes(self) -> int:
@@ -64,6 +77,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def shards(self) -> Iterator[NamedShard]:
         """What this rank holds of each parameter and persistent buffer, as `named_shards` of the merged model would."""
+        self._require_memory()
         for shard in named_shards(self._model):
             if not shard.name.endswith((A_TAIL, B_TAIL)):
                 name = base_name(shard.name)
@@ -85,7 +99,12 @@ class MergedWeights(Mapping[str, Tensor]):
         reshard(self._model)
         return {name: self._found(name) for name in self._places}.items()
 
+    def _require_memory(self) -> None:
+        if self._released:
+            raise RuntimeError("the merged weights were released; call refresh() before they are read")
+
     def _found(self, name: str) -> Tensor:
+        self._require_memory()
         module, own = self._places[name]
         tensor: Tensor = self._merged[name] if name in self._merged else getattr(module, own)
         return tensor
@@ -118,6 +137,12 @@ def export_merged(
             yield f"{layer}.weight", merged.to(dtype or base.dtype)
         else:
             yield base_name(name), tensor.to(dtype) if tensor.is_floating_point() and dtype else tensor
+
+
+def _give_memory(tensor: Tensor) -> None:
+    num_bytes = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < num_bytes:
+        tensor.untyped_storage().resize_(num_bytes)
 
 
 def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:

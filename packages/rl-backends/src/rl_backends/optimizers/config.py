@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from rl_backends.choices import check_choices, check_finite
+
 __all__ = ["MuonConfig", "OptimizerConfig"]
 
 
@@ -30,6 +32,8 @@ class MuonConfig:
     rounding."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum={self.momentum} must be in [0, 1)")
         if not self.adamw_lr_ratio > 0.0:
@@ -95,6 +99,8 @@ class OptimizerConfig:
     """For the name `muon` only."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
         for name in ("lr", "eps"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be > 0")
@@ -103,8 +109,8 @@ class OptimizerConfig:
         for name in ("weight_decay", "warmup_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must both be in [0, 1)")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if not 0.0 <= self.final_lr_ratio <= 1.0:
             raise ValueError(f"final_lr_ratio={self.final_lr_ratio} must be between 0 and 1")
         self._refuse_a_schedule_that_does_not_do_what_it_says()

@@ -71,6 +71,8 @@ class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(torch_internals.is_fake, tensors)):
             if function is torch_internals.NUMBER_IN_TENSOR and self._is_outside():
                 return _answer(args[0].dtype)
+            if function is torch_internals.GROUPED_MM:
+                return torch_internals.grouped_mm(*args, **kwargs)
             return function(*args, **kwargs)
         if _is_real(function, args, kwargs, tensors=tensors):
             with torch_internals.no_fake_mode():

@@ -16,6 +16,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
 NUMBER_IN_TENSOR = torch.ops.aten._local_scalar_dense.default
+GROUPED_MM = torch.ops.aten._grouped_mm.default
 DEVICE = torch.ops.prim.device.default
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -32,6 +33,20 @@ def is_fake(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def grouped_mm(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: object, **options: Any) -> Tensor:
+    """The result of GROUPED_MM without numbers, in any dtype: fake ones are refused but in bfloat16."""
+    if left.ndim == right.ndim == 2:
+        assert offsets is not None
+        shape = [offsets.shape[0], left.shape[0], right.shape[1]]
+    else:
+        shape = (
+            [*left.shape[:-1], right.shape[-1]]
+            if left.ndim != 3 or right.ndim == 3
+            else [left.shape[1], right.shape[1]]
+        )
+    return left.new_empty(shape, dtype=options.get("out_dtype"))
 
 
 def fake_device(tensor: object) -> torch.device | None:

@@ -21,6 +21,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
+from rl_parallel_plans.dtensor import has_numbers
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.styles.in_block import BlockExperts, own_names
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule, place_parameters
@@ -127,10 +128,8 @@ def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -
     local = dispatch.experts // dispatch.ep
     chosen = index.reshape(-1)
     order = chosen.argsort(stable=True)
-    sent = torch.bincount(chosen // local, minlength=dispatch.ep)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=dispatch.group)
-    way = _Way(order=order, sent=sent.tolist(), received=received.tolist(), weights=weights)
+    sent, received = _counts(chosen // local, dispatch)
+    way = _Way(order=order, sent=sent, received=received, weights=weights)
     module.__dict__.setdefault("ways", []).append(way)
     rows = _AllToAll.apply(hidden[order // index.shape[1]], way.received, way.sent, dispatch.group)  # type: ignore[no-untyped-call]
     experts = chosen.new_empty(sum(way.received))
@@ -140,6 +139,17 @@ def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -
         torch.cat([experts, experts.new_zeros(1)])[:, None],
         weights.new_ones(len(experts) + 1, 1),
     )
+
+
+def _counts(ranks: Tensor, dispatch: Dispatch) -> tuple[list[int], list[int]]:
+    """Rows that go to each rank, and that come from it; ranks: where each row goes."""
+    if not has_numbers(ranks):  # a forecast: all ranks get as many
+        even = [(len(ranks) + rank) // dispatch.ep for rank in range(dispatch.ep)]
+        return even, even
+    sent = torch.bincount(ranks, minlength=dispatch.ep)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=dispatch.group)
+    return sent.tolist(), received.tolist()
 
 
 def _combine(module: nn.Module, _args: object, output: Tensor, *, dispatch: Dispatch) -> Tensor:

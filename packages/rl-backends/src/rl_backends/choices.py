@@ -1,0 +1,53 @@
+"""Checks that every configuration makes: text that must be one of a few values, numbers that must be finite.
+
+Knows dataclasses and their annotations; does not know what any field means.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+__all__ = ["check_choices", "check_finite"]
+
+
+def check_choices(config: Any) -> None:
+    """Every field that is annotated as a `Literal` has one of its values.
+
+    Raises:
+        ValueError: one has not; the message lists the values, and the nearest.
+    """
+    for field in fields(config):
+        value, allowed = getattr(config, field.name), list(_allowed(field.type))
+        if allowed and not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
+            listed = ", ".join(map(repr, allowed))
+            raise ValueError(f"{field.name}={value!r} must be one of {listed}{_nearest(value, allowed)}")
+
+
+def check_finite(config: Any) -> None:
+    """Every float, also in a tuple, is a finite number.
+
+    Raises:
+        ValueError: one is infinite or NaN.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{field.name}={value} must be finite")
+
+
+def _allowed(annotation: Any) -> Iterator[Any]:
+    """The values of a Literal, and None beside one; nothing of an annotation without a Literal."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif any(get_origin(part) is Literal for part in get_args(annotation)):
+        for part in get_args(annotation):
+            yield from (None,) if part is type(None) else _allowed(part)
+
+
+def _nearest(value: Any, allowed: list[Any]) -> str:
+    names = {each.lower(): each for each in allowed if isinstance(each, str)}
+    found = get_close_matches(str(value).lower(), names, n=1, cutoff=0.4)
+    return f": {names[found[0]]!r} is the nearest" if found else ""
