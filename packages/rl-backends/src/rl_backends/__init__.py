@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         prune,
         save_checkpoint,
     )
+    from rl_backends.dry_run.explanation import Explanation, explain
+    from rl_backends.dry_run.predict import predict
+    from rl_backends.dry_run.report import DryRun
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
     from rl_backends.dtensor.reference import ReferenceModel
@@ -45,6 +48,8 @@ _HOMES = {
     "CheckpointWrite": "checkpoints",
     "DTensorBackend": "dtensor.backend",
     "DTensorConfig": "dtensor.config",
+    "DryRun": "dry_run.report",
+    "Explanation": "dry_run.explanation",
     "GradientStep": "optimizers",
     "LoadReport": "loading",
     "LoraConfig": "lora",
@@ -65,6 +70,7 @@ _HOMES = {
     "check_generation_config": "loading",
     "check_vocabulary": "loading",
     "clip_and_step": "optimizers",
+    "explain": "dry_run.explanation",
     "export_pretrained": "export",
     "find_latest": "checkpoints",
     "initialise": "loading",
@@ -76,6 +82,7 @@ _HOMES = {
     "memory_by_category": "metrics",
     "open_model": "loading",
     "peak_flops_per_s": "metrics",
+    "predict": "dry_run.predict",
     "prune": "checkpoints",
     "save_checkpoint": "checkpoints",
 }
@@ -87,6 +94,8 @@ __all__ = [
     "CheckpointWrite",
     "DTensorBackend",
     "DTensorConfig",
+    "DryRun",
+    "Explanation",
     "GradientStep",
     "LoadReport",
     "LoraConfig",
@@ -107,6 +116,7 @@ __all__ = [
     "check_generation_config",
     "check_vocabulary",
     "clip_and_step",
+    "explain",
     "export_pretrained",
     "find_latest",
     "initialise",
@@ -118,6 +128,7 @@ __all__ = [
     "memory_by_category",
     "open_model",
     "peak_flops_per_s",
+    "predict",
     "prune",
     "save_checkpoint",
 ]

@@ -1,11 +1,12 @@
 """Parts of a backend that are away from its device, in one place at a time."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from rl_backends.lora import MergedWeights
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 
 __all__ = ["PASSES", "WEIGHTS", "Away"]
@@ -16,10 +17,14 @@ PASSES: tuple[Part, ...] = ("weights", "gradients")
 
 
 class Away:
-    """Knows what of `model` and its optimizers is offloaded, and where to."""
+    """Knows what of `model` and its optimizers is offloaded, and where to.
 
-    def __init__(self, model: nn.Module) -> None:
+    merged: what engines are fed from, beside the model; it has no memory while the weights are away.
+    """
+
+    def __init__(self, model: nn.Module, *, merged: Callable[[], MergedWeights | None] = lambda: None) -> None:
         self._model = model
+        self._merged = merged
         self._offloader: Offloader | None = None
         self._directory: Path | None = None
 
@@ -38,13 +43,19 @@ class Away:
             to_host = directory is None
             self._offloader = Offloader(self._model, to="host" if to_host else "disk", directory=directory)
             self._directory = directory
-        return self._offloader.offload(optimizers, parts=parts)
+        report = self._offloader.offload(optimizers, parts=parts)
+        if "weights" in parts and (merged := self._merged()) is not None:
+            merged.release()
+        return report
 
     def onload(self, parts: Collection[Part]) -> OffloadReport:
         """See `DTensorBackend.onload`."""
         if self._offloader is None:
             raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
-        return self._offloader.onload(parts)
+        report = self._offloader.onload(parts)
+        if "weights" in parts and (merged := self._merged()) is not None:
+            merged.refresh()
+        return report
 
     def close(self) -> None:
         """Give back what the place holds."""

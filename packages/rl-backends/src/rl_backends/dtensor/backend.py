@@ -94,7 +94,7 @@ class DTensorBackend:
             check_head(self._sharded, self._head)
         self._accumulation = GradientAccumulation(self._sharded)
         self._meter = make_meter(self._skeleton, self._sharded, memory_of=self._held)
-        self._away = Away(self.model)
+        self._away = Away(self.model, merged=lambda: self._merged)
         self._merged: MergedWeights | None = None
         self._optimizers: Optimizers | None = None
         self._last_write: CheckpointWrite | None = None
@@ -277,10 +277,7 @@ class DTensorBackend:
             ValueError: a part that is none, or another place than where some parts are already.
         """
         optimizers = () if self._optimizers is None else self._optimizers.each
-        report = self._away.offload(optimizers, parts=parts, directory=None if directory is None else Path(directory))
-        if self._merged is not None and "weights" in parts:
-            self._merged.release()
-        return report
+        return self._away.offload(optimizers, parts=parts, directory=None if directory is None else Path(directory))
 
     def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
         """Bring back what `offload` moved, bit for bit.
@@ -288,10 +285,7 @@ class DTensorBackend:
         Raises:
             RuntimeError: nothing was offloaded, or the device's memory is taken by somebody else.
         """
-        report = self._away.onload(parts)
-        if self._merged is not None and "weights" in parts:
-            self._merged.refresh()
-        return report
+        return self._away.onload(parts)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face model folder, adapters merged, tensor by tensor; every rank must call it.
@@ -359,7 +353,8 @@ class DTensorBackend:
         Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
         """
         self._away.require("load_checkpoint")
-        state = load_checkpoint(self.model, self._optimizers, folder, weights=weights, optimizer=optimizer, verify=verify)
+        asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
+        state = load_checkpoint(self.model, self._optimizers, folder, **asked)
         self.version = state.version
         return state
 
