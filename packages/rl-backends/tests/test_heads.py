@@ -99,7 +99,7 @@ def plain_classifier(world, program, *, family, rows):
         value, sums = loss(said, examples, num_tokens=examples.trainable.sum())
         value.backward()
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        result[output] = {"loss": sums["loss"], "gradients": gradients}
+        result[output] = {"loss": sums["loss"].double(), "gradients": gradients}
     return result
 
 
