@@ -80,10 +80,15 @@ class ModelInputs:
         }
         return replace(self, **moved)
 
-    @property
-    def num_tokens_read(self) -> int:
-        """Tokens that the model computes, padding included."""
-        return self.tokens.numel()
+    def as_arguments(self) -> dict[str, Any]:
+        """What a Hugging Face decoder is called with, by its own names."""
+        arguments: dict[str, Any] = {"input_ids": self.tokens}
+        if self.position_ids is not None:
+            arguments["position_ids"] = self.position_ids
+        if self.cu_seq_lens is not None:
+            arguments |= {"cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
+            arguments |= {"max_length_q": self.longest, "max_length_k": self.longest}
+        return arguments
 
 
 def make_inputs(

@@ -72,11 +72,5 @@ def _inputs(sharded: ShardedModel) -> ModelInputs:
 
 
 def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
-    given: dict[str, Any] = {}
-    if inputs.position_ids is not None:
-        given["position_ids"] = inputs.position_ids
-    if inputs.cu_seq_lens is not None:
-        given |= {"cu_seq_lens_q": inputs.cu_seq_lens, "cu_seq_lens_k": inputs.cu_seq_lens}
-        given |= {"max_length_q": inputs.longest, "max_length_k": inputs.longest}
-    logits = sharded.model(input_ids=inputs.tokens, use_cache=False, **given).logits
+    logits = sharded.model(**inputs.as_arguments(), use_cache=False).logits
     return get_logprobs_from_vocab_parallel_logits(logits, inputs.targets[None])[0]

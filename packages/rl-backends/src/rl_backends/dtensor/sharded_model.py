@@ -42,6 +42,7 @@ from rl_parallel_plans import (
     apply_tensor_parallel,
     plan_for,
 )
+from rl_parallel_plans.export import reshard
 from rl_parallel_plans.layer_stacks import stacked_layers
 
 __all__ = ["ShardedModel"]
@@ -188,9 +189,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free what a forward without a backward, or a failure, has left gathered."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.model)
 
     def close(self) -> None:
         """Leave the process group, if this model made it."""
@@ -216,14 +215,8 @@ def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
     """
-    given: dict[str, Any] = {}
-    if inputs.position_ids is not None:
-        given["position_ids"] = inputs.position_ids
-    if inputs.cu_seq_lens is not None:
-        given |= {"cu_seq_lens_q": inputs.cu_seq_lens, "cu_seq_lens_k": inputs.cu_seq_lens}
-        given |= {"max_length_q": inputs.longest, "max_length_k": inputs.longest}
     decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
-    hidden = decoder(input_ids=inputs.tokens, use_cache=False, **given).last_hidden_state
+    hidden = decoder(**inputs.as_arguments(), use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     if isinstance(read, Tensor):
         return _placed(read, inputs, num_places)

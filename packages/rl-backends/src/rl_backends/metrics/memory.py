@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_backends.metrics.storages import held_storages, named_parameters, optimizer_tensors, reshard
+from rl_backends.metrics.storages import held_storages, named_parameters, optimizer_tensors
+from rl_parallel_plans.export import reshard
 
 __all__ = ["CATEGORIES", "MemoryUse", "memory_by_category"]
 

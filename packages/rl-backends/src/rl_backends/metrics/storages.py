@@ -4,7 +4,6 @@ Sees through DTensors and other wrappers (quantised optimizer states) to the pla
 what stands in for weights that are offloaded to those weights. Moves nothing.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Held", "held_storages", "named_parameters", "optimizer_tensors", "plain_tensors", "reshard"]
+__all__ = ["Held", "held_storages", "named_parameters", "optimizer_tensors", "plain_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +76,6 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
     for optimizer in optimizers:
         for number, state in enumerate(optimizer.state.values()):
             yield from _inside(state, f"{type(optimizer).__name__} state {number}")
-
-
-def reshard(model: nn.Module) -> None:
-    """Have FSDP2 put the sharded parameters back where a forward has left gathered ones. No collective."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody has imported it, so that nothing is under it
-        return
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
 
 
 def _inside(value: object, name: str) -> Iterator[tuple[str, Tensor]]:

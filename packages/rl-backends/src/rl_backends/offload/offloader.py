@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from rl_backends.metrics.memory import MemoryUse, memory_by_category
-from rl_backends.metrics.storages import Held, held_storages, named_parameters, optimizer_tensors, reshard
+from rl_backends.metrics.storages import Held, held_storages, named_parameters, optimizer_tensors
 from rl_backends.offload.report import OffloadReport
 from rl_backends.offload.resizable import make_resizable
 from rl_backends.offload.stand_ins import Refusals, StandIns
 from rl_backends.offload.stores import DiskStore, HostStore, Store
+from rl_parallel_plans.export import reshard
 
 __all__ = ["PARTS", "Offloader", "Part"]
 

@@ -6,13 +6,13 @@ Knows gradients and optimizers; does not know what the loss was or what a batch 
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.errors import NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.nonfinite import agree_that_finite, nonfinite_gradients
 from rl_backends.optimizers.optimizers import Optimizers
 from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm
+from rl_parallel_plans.export import reshard
 
 __all__ = ["GradientStep", "clip_and_step"]
 
@@ -44,7 +44,7 @@ def clip_and_step(model: nn.Module, optimizers: Optimizers, config: OptimizerCon
             optimizers are as they were, and the gradient is cleared.
         RuntimeError: there is no gradient.
     """
-    _forget_gathered_weights(model)
+    reshard(model)  # what a forward without a backward has left gathered would outlive this step
     parameters = optimizers.named_parameters
     if all(each.grad is None for each in parameters.values()):
         raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
@@ -76,10 +76,3 @@ def _listed(names: tuple[str, ...]) -> str:
     if not names:
         return ", in the norm alone and in no parameter"
     return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
-
-
-def _forget_gathered_weights(model: nn.Module) -> None:
-    """After a forward without a backward, some weights are still those it gathered, and would outlive the update."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
