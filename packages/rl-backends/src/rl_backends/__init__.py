@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rl_backends.dry_run.report import DryRun
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
-    from rl_backends.dtensor.reference import ReferenceModel
     from rl_backends.errors import BatchError, CheckpointError, ModelError, NonFiniteGradientError, RankError
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
     from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
+    from rl_backends.reference import ReferenceModel
 
 _HOMES = {
     "BatchError": "errors",
@@ -64,7 +64,7 @@ _HOMES = {
     "Offloader": "offload",
     "OptimizerConfig": "optimizers",
     "RankError": "errors",
-    "ReferenceModel": "dtensor.reference",
+    "ReferenceModel": "reference",
     "StepMetrics": "metrics",
     "TokenBatch": "examples",
     "check_generation_config": "loading",

@@ -18,7 +18,8 @@ PROGRAM = "rl-backends"
 COMMANDS = {
     "explain": "say what the backend would do with a model on so many ranks, and what memory that takes",
     "verify": "compare the backend on real ranks with plain transformers and AdamW, on a small model of the same kind",
-    "export": "make a Hugging Face folder of a checkpoint",
+    "convert": "make a Megatron checkpoint of a Hugging Face model, where there is none yet",
+    "export": "make a Hugging Face folder of a checkpoint or of a conversion",
 }
 INTERRUPTED = 130
 UNKNOWN = "unrecognized arguments"

@@ -1,6 +1,13 @@
 """What is refused, and what stops a step. Every message names the thing, says why, and says what to do."""
 
-__all__ = ["BatchError", "CheckpointError", "ModelError", "NonFiniteGradientError", "RankError"]
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "MissingDependencyError",
+    "ModelError",
+    "NonFiniteGradientError",
+    "RankError",
+]
 
 
 class ModelError(ValueError):
@@ -21,3 +28,7 @@ class NonFiniteGradientError(RuntimeError):
 
 class RankError(RuntimeError):
     """Another rank failed, and this one gave up with it; the message holds that rank's error."""
+
+
+class MissingDependencyError(ImportError):
+    """A library that an optional part needs is absent, or of a release that it was not made for."""

@@ -3,21 +3,24 @@
 Two layouts of the same rows, of b rows and their longest w:
 
     padded    [b, w]       one row each, right-padded: under a causal mask no token sees the padding after it
-    packed    [1, sum]     rows one after the other without padding, `cu_seq_lens` telling where each begins
+    packed    [1, sum]     rows one after the other, `cu_seq_lens` telling where each begins
 
 Every index is computed here, on the host, from the examples alone: nothing in the forward depends on numbers, so that
 it can be run on fake tensors, compiled, and entered by all ranks alike.
 
 Under context parallelism a rank holds two of 2·cp chunks of each row, as `rl_parallel_plans.shard_sequence` cuts them,
-and predicts the asked tokens that follow one of its own.
+and predicts the asked tokens that follow one of its own. Packed rows are padded to 2·cp equal chunks each, and cut one
+by one; padded ones all to the longest.
 
 Axes: b rows of a microbatch, w tokens of its longest, t tokens that the model reads at a time, n asked tokens.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -28,7 +31,7 @@ Layout = Literal["padded", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """This rank's part of every row under context parallelism."""
+    """This rank's part of every row under context parallelism: chunks `rank` and 2 · num_ranks - 1 - `rank`."""
 
     rank: int
     """On the context-parallel axis."""
@@ -36,15 +39,21 @@ class SequenceShard:
     num_ranks: int
     """Of that axis."""
 
-    def padded(self, length: int) -> int:
-        """Tokens of rows of `length` tokens with the padding that makes them 2 · num_ranks equal chunks."""
-        return -(-length // (2 * self.num_ranks)) * 2 * self.num_ranks
+    def positions(self, held: Int[Tensor, " b"]) -> Int[Tensor, "b t"]:
+        """Where in their rows the tokens of this rank lie, which holds `held` of each; one column per token it holds.
 
-    def positions(self, length: int) -> Int[Tensor, " t"]:
-        """Of this rank's tokens in rows of `length` tokens before padding."""
-        chunk = self.padded(length) // (2 * self.num_ranks)
-        within = torch.arange(chunk)
-        return torch.cat([within + chunk * self.rank, within + chunk * (2 * self.num_ranks - 1 - self.rank)])
+        Rows of which it holds fewer than the most end before their last column.
+        """
+        columns, chunk = torch.arange(int(held.max())), _half(held)[:, None]
+        last = 2 * self.num_ranks - 1 - self.rank
+        return torch.where(columns < chunk, columns + chunk * self.rank, columns + chunk * (last - 1))
+
+    def columns(self, positions: Int[Tensor, " n"], held: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """The reverse, of one position a row: in which column of `positions` it is; -1 where another rank has it."""
+        chunk = _half(held)
+        number, within = positions // chunk, positions % chunk
+        last = 2 * self.num_ranks - 1 - self.rank
+        return torch.where(number == self.rank, within, torch.where(number == last, within + chunk, -1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +67,14 @@ class ModelInputs:
     """Position of each token in its own row; None where it is the token's place in what is read."""
 
     cu_seq_lens: Int[Tensor, " rows_and_one"] | None
-    """Where each packed row begins, and the end of the last (int32); None where rows are padded."""
+    """Where each packed row begins, and the end of the last (int32); None where rows are padded.
+
+    Of whole rows with their padding, over all context-parallel ranks: Megatron's `cu_seqlens_q_padded`. A rank holds
+    its share of each, which begins at its share of these. Padding that no row asks for is one more row, the last.
+    """
 
     longest: int
-    """Tokens of the longest row."""
+    """Tokens of the longest row, over all context-parallel ranks, padding included where rows are padded."""
 
     at: Int[Tensor, " n"]
     """Places in the flattened hidden states `[rows_read * t]` from which the asked tokens are predicted."""
@@ -99,6 +112,7 @@ def make_inputs(
     layout: Layout,
     offset: int = 1,
     shard: SequenceShard | None = None,
+    multiple: int = 1,
     pad_token_id: int = 0,
 ) -> ModelInputs:
     """What the model reads of right-padded rows on the host.
@@ -110,59 +124,59 @@ def make_inputs(
         layout: see the head of this file.
         offset: 1 to read at the hidden state before each asked token, which predicts it; 0 to read at its own, as a
             value head does.
-        shard: this rank's part of the rows; with the padded layout only.
+        shard: this rank's part of the rows.
+        multiple: t, of each rank, is padded to a multiple of it: sequence parallelism needs one of its ranks. Padded
+            rows get more columns, packed ones another row of padding alone.
         pad_token_id: what stands for padding; it is seen by nothing that counts.
-
-    Raises:
-        ValueError: packed rows that shall be cut over ranks too.
     """
-    if layout == "packed":
-        if shard is not None:
-            raise ValueError("packed rows cannot be cut over context-parallel ranks: choose one of the two")
-        return _packed(tokens, lengths, asked, offset=offset)
-    return _padded(tokens, lengths, asked, offset=offset, shard=shard, pad_token_id=pad_token_id)
-
-
-def _padded(
-    tokens: Tensor, lengths: Tensor, asked: Tensor, *, offset: int, shard: SequenceShard | None, pad_token_id: int
-) -> ModelInputs:
     width = tokens.shape[1]
-    positions = torch.arange(width) if shard is None else shard.positions(width)
-    full = torch.arange(width if shard is None else shard.padded(width))
-    real = torch.zeros(len(tokens), len(full), dtype=torch.bool)
-    real[:, :width] = full[:width] < lengths[:, None]
-    padded = torch.full(real.shape, pad_token_id, dtype=tokens.dtype)
-    padded[:, :width] = tokens
-    padded = padded.where(real, pad_token_id)[:, positions]
+    held = _held(lengths, width, layout=layout, shard=shard, multiple=multiple)
+    whole = SequenceShard(0, 1) if shard is None else shard
     rows, columns = asked.nonzero(as_tuple=True)
-    where = torch.full((len(full),), -1)
-    where[positions] = torch.arange(len(positions))
-    place = where[columns - offset]
+    place = whole.columns(columns - offset, held[rows])
     own = place >= 0
     rows, columns, place = rows[own], columns[own], place[own]
+
+    positions = whole.positions(held)
+    ids = _ids_at(positions, tokens, lengths, pad_token_id=pad_token_id)
+    ends = held.cumsum(0)
+    packed = layout == "packed"
+    if packed:
+        read = torch.arange(positions.shape[1]) < held[:, None]
+        ids, positions = ids[read][None], positions[read][None]
     return ModelInputs(
-        tokens=padded,
-        position_ids=None if shard is None else positions[None],
-        cu_seq_lens=None,
-        longest=len(full),
-        at=rows * len(positions) + place,
+        tokens=ids,
+        position_ids=positions[:1] if packed or shard is not None else None,
+        cu_seq_lens=F.pad(ends * whole.num_ranks, (1, 0)).to(torch.int32) if packed else None,
+        longest=int(held.max()) * whole.num_ranks,
+        at=(ends - held)[rows] + place,
         targets=tokens[rows, columns],
         into=rows * width + columns,
     )
 
 
-def _packed(tokens: Tensor, lengths: Tensor, asked: Tensor, *, offset: int) -> ModelInputs:
-    width = tokens.shape[1]
-    real = torch.arange(width) < lengths[:, None]
-    ends = lengths.cumsum(0)
-    starts = ends - lengths
-    rows, columns = asked.nonzero(as_tuple=True)
-    return ModelInputs(
-        tokens=tokens[real][None],
-        position_ids=torch.arange(width).expand(tokens.shape)[real][None],
-        cu_seq_lens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
-        longest=int(lengths.max()),
-        at=starts[rows] + columns - offset,
-        targets=tokens[rows, columns],
-        into=rows * width + columns,
-    )
+def _held(lengths: Tensor, width: int, *, layout: Layout, shard: SequenceShard | None, multiple: int) -> Tensor:
+    """Tokens of each row that the model reads on one rank, padding included; of packed rows maybe one more, of padding.
+
+    A shard is two equal chunks, of every row.
+    """
+    chunks, ranks = (1, 1) if shard is None else (2, shard.num_ranks)
+    multiple = math.lcm(multiple, chunks)
+    if layout == "padded":
+        return torch.full_like(lengths, multiple * -(-width // (multiple * ranks)))
+    held = chunks * -(-lengths // (chunks * ranks))
+    missing = -int(held.sum()) % multiple
+    return torch.cat([held, held.new_tensor([missing])]) if missing else held
+
+
+def _ids_at(positions: Tensor, tokens: Tensor, lengths: Tensor, *, pad_token_id: int) -> Tensor:
+    """Ids at `positions` [b or b + 1, t] of rows [b, w]: padding beyond a row's length, and in the row after all."""
+    num_rows, width = tokens.shape
+    own = positions[:num_rows]
+    ids = positions.new_full(positions.shape, pad_token_id)
+    ids[:num_rows] = tokens.gather(1, own.clamp(max=width - 1)).where(own < lengths[:, None], pad_token_id)
+    return ids
+
+
+def _half(held: Tensor) -> Tensor:
+    return -(-held // 2)

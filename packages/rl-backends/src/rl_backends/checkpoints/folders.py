@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from rl_backends.checkpoints.manifest import MARKER, Manifest, read_manifest
-from rl_backends.checkpoints.saving import idle_group, unfinished_name
 from rl_backends.checkpoints.together import on_all, on_first
+from rl_backends.checkpoints.writing import idle_group, unfinished_name
 from rl_backends.errors import CheckpointError
 
 __all__ = ["find_latest", "prune"]

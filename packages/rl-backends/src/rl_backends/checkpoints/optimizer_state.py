@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rl_backends.checkpoints.bound_state import bound_pieces, start_state
+from rl_backends.checkpoints.hyperparameters import (
+    LEARNING_RATES,
+    NOT_RESTORED,
+    check_hyperparameters,
+    options_by_name,
+)
 from rl_backends.checkpoints.pieces import Held, Piece, dtype_name, whole_piece
 from rl_backends.errors import CheckpointError
 
@@ -28,10 +34,6 @@ __all__ = [
 
 State = dict[Tensor, dict[str, Any]]
 PLAIN = bool | int | float | str | None
-NOT_RESTORED = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Of a parameter group: how a step is computed, which is a matter of the machine."""
-LEARNING_RATES = frozenset({"lr", "initial_lr"})
-"""Of a parameter group: what the schedule decides; the checkpoint's, until the next step."""
 
 
 @runtime_checkable
@@ -101,22 +103,8 @@ def check_optimizers(
     Raises:
         CheckpointError: they are others, or theirs is a state that this mesh cannot take.
     """
-    advice = "start training with the optimizer of the checkpoint, or load the weights alone by optimizer=False"
-    kinds = [_kind(optimizer) for optimizer in optimizers.each], [each["kind"] for each in saved]
-    if kinds[0] != kinds[1]:
-        raise CheckpointError(f"the checkpoint has state of {kinds[1]}, and this run optimizes by {kinds[0]}: {advice}")
-    for optimizer, each in zip(optimizers.each, saved, strict=True):
-        if each["bound_to_mesh"] and not same_mesh:
-            raise CheckpointError(
-                f"the state of {each['kind']} is quantized in blocks of each rank's shards and cannot be cut for "
-                f"another mesh: resume on the mesh that wrote it, or load the weights alone by optimizer=False"
-            )
-        try:
-            _check_groups(_groups(optimizer, held), _options_by_name(each["groups"]))
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"the hyperparameters of {each['kind']} cannot be restored: {error}: {advice}"
-            ) from error
+    here = [{"kind": _kind(optimizer), "groups": _groups(optimizer, held)} for optimizer in optimizers.each]
+    check_hyperparameters(here, saved, same_mesh=same_mesh)
 
 
 def new_state(
@@ -163,7 +151,7 @@ def put_state(
     for optimizer, state, each in zip(optimizers.each, states, saved, strict=True):
         optimizer.state.clear()
         optimizer.state.update(state)
-        old = _options_by_name(each["groups"])
+        old = options_by_name(each["groups"])
         for group, here in zip(optimizer.param_groups, _groups(optimizer, held), strict=True):
             options = old[here["names"][0]] if here["names"] else {}
             for key in LEARNING_RATES & options.keys():
@@ -203,35 +191,6 @@ def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
         f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot hold: save with "
         f"optimizers=None, or keep it in the optimizer's attributes"
     )
-
-
-def _options_by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: group["options"] for group in groups for name in group["names"]}
-
-
-def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Each parameter has its hyperparameters of the checkpoint; groups may be cut otherwise, as they are by mesh."""
-    here = _options_by_name(groups)
-    if only := [*(here.keys() - saved.keys()), *(saved.keys() - here.keys())]:
-        raise CheckpointError(f"{len(only)} parameters are optimized in one of the two runs only ({min(only)} is one)")
-    for group in groups:
-        first, *others = [saved[name] for name in group["names"]] or [group["options"]]
-        if first.keys() != group["options"].keys():
-            different = sorted(first.keys() ^ group["options"].keys())
-            raise CheckpointError(f"only one of the two runs has {', '.join(different)}")
-        for name in group["names"]:
-            _check_same(name, group["options"], saved[name])
-        if any(first[key] != other[key] for other in others for key in LEARNING_RATES & first.keys()):
-            raise CheckpointError(
-                f"what is one group here, that of {group['names'][0]}, had not one learning rate for all there"
-            )
-
-
-def _check_same(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    for key in sorted(here.keys() - LEARNING_RATES):
-        ours = list(here[key]) if isinstance(here[key], tuple) else here[key]
-        if ours != saved[key]:
-            raise CheckpointError(f"{key} of {name} is {saved[key]} in the checkpoint and {ours} here")
 
 
 def _describe(name: str, key: str, value: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_backends.checkpoints.flat_boxes import FlatBox
 from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "has_rng",
     "held_by",
     "mesh_of",
+    "num_ranks",
     "rng_pieces",
     "set_rng",
     "this_rank",
@@ -39,8 +41,12 @@ class Piece:
     """This rank's memory: what is written, or where what is read goes."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    boxes: tuple[Box, ...]
-    """The parts of the whole that `local` consists of."""
+    boxes: tuple[Box | FlatBox, ...]
+    """The parts of the whole that lie in `local`."""
+    source: str | None = None
+    """What is read into it, where that has another name: a weight that is held twice is saved once."""
+    takes: frozenset[torch.dtype] = frozenset()
+    """Dtypes besides its own that may be read into it, and are rounded or widened to its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +82,17 @@ def whole_piece(tensor: Tensor) -> Piece:
     return Piece(local=tensor.detach(), shape=tuple(tensor.shape), boxes=tuple(local_boxes(tensor)))
 
 
-def rng_pieces(held: Mapping[str, Held]) -> dict[str, Piece]:
+def rng_pieces(device: str) -> dict[str, Piece]:
     """The state of this rank's generators of random numbers, a copy: torch's own, and the device's."""
     states = {"cpu": torch.get_rng_state()}
-    if (device := device_of(held)) != "cpu":
+    if device != "cpu":
         states[device] = torch.get_device_module(device).get_rng_state()
     return {f"rng/rank-{this_rank()}/{name}": whole_piece(state) for name, state in states.items()}
 
 
-def has_rng(saved: Collection[str], held: Mapping[str, Held], *, ranks: int) -> bool:
-    """Whether `saved` names a state of every generator of every rank, on the devices that there are here."""
-    devices = {"cpu", device_of(held)}
-    wanted = {f"rng/rank-{rank}/{device}" for rank in range(ranks) for device in devices}
+def has_rng(saved: Collection[str], device: str) -> bool:
+    """Whether `saved` names a state of every generator of as many ranks, on the devices, as there are here."""
+    wanted = {f"rng/rank-{rank}/{kind}" for rank in range(num_ranks()) for kind in ("cpu", device)}
     return wanted == {name for name in saved if name.startswith("rng/")}
 
 
@@ -115,12 +120,17 @@ def mesh_of(held: Mapping[str, Held]) -> dict[str, object]:
         if mesh is not None:
             names: Sequence[str] = mesh.mesh_dim_names or [f"axis {index}" for index in range(mesh.ndim)]
             axes |= dict(zip(names, mesh.shape, strict=True))
-    return {"ranks": dist.get_world_size() if dist.is_initialized() else 1, "axes": axes}
+    return {"ranks": num_ranks(), "axes": axes}
 
 
 def this_rank() -> int:
     """0 where there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

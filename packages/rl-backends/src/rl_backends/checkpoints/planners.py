@@ -3,6 +3,7 @@
 Boxes are in the coordinates of the unsharded model, so that what one mesh wrote any other can read. They know no files.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from rl_backends.checkpoints.flat_boxes import FlatBox
 from rl_backends.checkpoints.pieces import Piece
 from rl_backends.errors import CheckpointError
 from rl_parallel_plans import Box
@@ -86,7 +88,7 @@ class PieceLoadPlanner(LoadPlanner):
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
             if piece.boxes:
-                items += _read_items(name, piece, self._saved.get(name))
+                items += _read_items(name, piece, self._saved.get(piece.source or name))
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -110,7 +112,7 @@ class PieceLoadPlanner(LoadPlanner):
         raise AssertionError(read_item)
 
 
-Boxes = dict[tuple[str, tuple[int, ...]], Box]
+Boxes = dict[tuple[str, tuple[int, ...]], Box | FlatBox]
 
 
 def _by_offsets(pieces: dict[str, Piece]) -> Boxes:
@@ -122,7 +124,7 @@ def _view(pieces: dict[str, Piece], boxes: Boxes, index: MetadataIndex) -> Tenso
     return boxes[index.fqn, tuple(index.offset)].of_local(pieces[index.fqn].local)
 
 
-def _write_item(name: str, piece: Piece, box: Box) -> WriteItem:
+def _write_item(name: str, piece: Piece, box: Box | FlatBox) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(name, torch.Size(box.offsets)),
         type=WriteItemType.SHARD,
@@ -133,22 +135,23 @@ def _write_item(name: str, piece: Piece, box: Box) -> WriteItem:
 
 
 def _read_items(name: str, piece: Piece, saved: object) -> list[ReadItem]:
+    source = piece.source or name
     if not isinstance(saved, TensorStorageMetadata):
-        raise CheckpointError(f"the checkpoint has no {name}: it was written by another model or optimizer")
-    if tuple(saved.size) != piece.shape or saved.properties.dtype != piece.local.dtype:
+        raise CheckpointError(f"the checkpoint has no {source}: it was written by another model or optimizer")
+    if tuple(saved.size) != piece.shape or saved.properties.dtype not in {piece.local.dtype, *piece.takes}:
         raise CheckpointError(
-            f"{name} is {saved.properties.dtype} {list(saved.size)} in the checkpoint and {piece.local.dtype} "
+            f"{source} is {saved.properties.dtype} {list(saved.size)} in the checkpoint and {piece.local.dtype} "
             f"{list(piece.shape)} here: it was written by another model or optimizer"
         )
-    items: list[ReadItem] = create_read_items_for_chunk_list(name, saved, [_chunk(box) for box in piece.boxes])
+    items: list[ReadItem] = create_read_items_for_chunk_list(source, saved, [_chunk(box) for box in piece.boxes])
     found = sum(item.lengths.numel() for item in items)
     wanted = sum(torch.Size(box.sizes).numel() for box in piece.boxes)
     if found != wanted:
-        raise CheckpointError(f"the checkpoint holds {found} of the {wanted} numbers of {name} that this rank needs")
-    return items
+        raise CheckpointError(f"the checkpoint holds {found} of the {wanted} numbers of {source} that this rank needs")
+    return [replace(item, dest_index=replace(item.dest_index, fqn=name)) for item in items]
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _chunk(box: Box | FlatBox) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 

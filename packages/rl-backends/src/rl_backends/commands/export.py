@@ -1,4 +1,6 @@
-"""`rl-backends export`: a Hugging Face folder of a checkpoint, in one process that never holds the whole model.
+"""`rl-backends export`: a Hugging Face folder of a checkpoint or of a conversion, in one process.
+
+It never holds the whole model where it reads a checkpoint; a conversion takes megatron-core, and the model's memory.
 
 Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be read; 2 refused.
 """
@@ -8,13 +10,17 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_backends.commands.config_flags import one_of
 from rl_backends.commands.console import CommandError, say, show, show_json
+from rl_backends.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from rl_backends.loading import ModelSource
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,8 +30,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder that save_checkpoint has written")
-    parser.add_argument("--model", required=True, metavar="SOURCE", help="folder or hub id that training began from")
+    parser.add_argument("checkpoint", metavar="FOLDER", help="that save_checkpoint, or `convert`, has written")
+    parser.add_argument(
+        "--model", metavar="SOURCE", help="folder or hub id that training began from (default: a conversion's own)"
+    )
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where to; it must not exist")
     parser.add_argument(
         "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
@@ -41,14 +49,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and return the exit code."""
-    from rl_backends.checkpoints.manifest import check_digest, check_model, check_sizes, read_manifest
-    from rl_backends.export import export_pretrained
-    from rl_backends.loading import open_model
+    from rl_backends.megatron.conversion.marker import is_conversion
 
     if not arguments.max_shard_gib > 0:
         raise CommandError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
     started = time.monotonic()
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
+    what = _of_conversion if is_conversion(checkpoint) else _of_checkpoint
+    figures = what(checkpoint, target, arguments)
+    written = sum(path.stat().st_size for path in target.iterdir())
+    show(f"{target}: {figures['tensors']} tensors of {figures['of']}, {written / GIB:.3f} GiB")
+    if arguments.json:
+        seconds = round(time.monotonic() - started, 3)
+        show_json({"folder": str(target), **figures, "bytes": written, "seconds": seconds, "holds": True})
+    return 0
+
+
+def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rl_backends.checkpoints.manifest import check_digest, check_model, check_sizes, read_manifest
+    from rl_backends.export import export_pretrained
+    from rl_backends.loading import open_model
+
+    if arguments.model is None:
+        raise CommandError("--model is needed for a checkpoint: the folder or hub id that training began from")
     manifest = read_manifest(checkpoint)
     if not manifest.weights:
         raise CommandError(f"{checkpoint} holds no weights, which were left out when it was saved")
@@ -61,25 +84,38 @@ def run(arguments: argparse.Namespace) -> int:
     export_pretrained(
         skeleton,
         target,
-        dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
-        max_shard_bytes=int(arguments.max_shard_gib * GIB),
-        tokenizer=_tokenizer(source.folder, arguments) if arguments.tokenizer else None,
+        **_options(arguments, source),
         tensors=_tensors(checkpoint, list(manifest.model), dtype=arguments.dtype),
     )
-    written = sum(path.stat().st_size for path in target.iterdir())
-    show(f"{target}: {len(manifest.model)} tensors of version {manifest.version}, {written / GIB:.3f} GiB")
-    if arguments.json:
-        show_json(
-            {
-                "folder": str(target),
-                "version": manifest.version,
-                "tensors": len(manifest.model),
-                "bytes": written,
-                "seconds": round(time.monotonic() - started, 3),
-                "holds": True,
-            }
-        )
-    return 0
+    version = manifest.version
+    return {"of": f"version {version}", "version": version, "tensors": len(manifest.model)}
+
+
+def _of_conversion(conversion: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rl_backends.loading import open_model
+    from rl_backends.megatron.conversion import read_conversion
+
+    found = read_conversion(conversion)
+    marker = found.marker
+    name, revision = arguments.model or marker.model_name, arguments.revision
+    if arguments.model is None and revision is None:
+        revision = marker.revision
+    source = open_model(name, revision=revision, trust_remote_code=arguments.trust_remote_code)
+    try:
+        from rl_backends.megatron.conversion.to_hugging_face import export_conversion
+
+        tensors = export_conversion(found, source, target, **_options(arguments, source))
+    except MissingDependencyError as absent:
+        raise CommandError(str(absent)) from absent
+    return {"of": f"the conversion of {marker.model_name}", "content": marker.content, "tensors": tensors}
+
+
+def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, Any]:
+    return {
+        "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
+        "max_shard_bytes": int(arguments.max_shard_gib * GIB),
+        "tokenizer": _tokenizer(source, arguments) if arguments.tokenizer else None,
+    }
 
 
 def _fingerprint(skeleton: Any) -> Mapping[str, list[Any]]:
@@ -111,10 +147,11 @@ def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterat
         yield name, tensor.to(asked)
 
 
-def _tokenizer(folder: Path, arguments: argparse.Namespace) -> Any:
+def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
     from rl_backends.loading import load_tokenizer
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        say(f"{arguments.model} has no tokenizer, so the folder gets none")
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not any((source.folder / name).is_file() for name in names):
+        say(f"{source.model_name} has no tokenizer, so the folder gets none")
         return None
-    return load_tokenizer(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    return load_tokenizer(source.model_name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)

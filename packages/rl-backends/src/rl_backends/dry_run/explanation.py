@@ -83,7 +83,7 @@ def explain(
     )
     if isinstance(model, nn.Module) and not dist.is_initialized():
         from rl_backends.dry_run.document import document_of
-        from rl_backends.dtensor.reference import without_weights
+        from rl_backends.reference import without_weights
 
         return Explanation(document_of(without_weights(model), config, asked, world_size=world_size))
     request = request_of(

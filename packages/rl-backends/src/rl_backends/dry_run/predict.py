@@ -85,7 +85,7 @@ def predict(
     )
     if isinstance(model, nn.Module) and not dist.is_initialized():
         from rl_backends.dry_run.fake import dry_run_here
-        from rl_backends.dtensor.reference import without_weights
+        from rl_backends.reference import without_weights
 
         return dry_run_here(without_weights(model), config, asked, world_size=world_size)[0]
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

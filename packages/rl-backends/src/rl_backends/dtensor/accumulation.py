@@ -8,30 +8,26 @@ raise. Knows how rows go through the model, and mixtures' routers; no optimizer.
 Axes: b rows of a microbatch, w tokens of its longest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backends.agreement import add_up
 from rl_backends.batching.inputs import ModelInputs
 from rl_backends.batching.microbatch import Microbatch, moved
-from rl_backends.dtensor.agreement import add_up
-from rl_backends.dtensor.loss_result import ROUTER_LOSS, checked
-from rl_backends.dtensor.readers import Reader
 from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.losses import ROUTER_LOSS, LossFunction, Output, Sums, checked, last_tokens
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.ranks import raise_together
+from rl_backends.readers import Reader
 
-__all__ = ["GradientAccumulation", "LossFunction", "Output", "last_tokens"]
-
-Sums = dict[str, Tensor]
-Output = Literal["logp", "value", "score"]
-LossFunction = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]
+__all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation:
@@ -134,8 +130,3 @@ class GradientAccumulation:
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each holds the term of its own tokens
         device = torch.device(self._sharded.config.device)
         return add_up(sums, self._sharded.rows_group, device=device)
-
-
-def last_tokens(examples: TokenBatch) -> Tensor:
-    """Where each row ends: bool [B, T]."""
-    return torch.arange(examples.tokens.shape[1], device=examples.lengths.device) == examples.lengths[:, None] - 1

@@ -17,22 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
-from rl_backends.dtensor.accumulation import GradientAccumulation, LossFunction, Output, Sums, last_tokens
+from rl_backends.dtensor.accumulation import GradientAccumulation
 from rl_backends.dtensor.away import PASSES, WEIGHTS, Away
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.describing import describe
 from rl_backends.dtensor.head_check import check_head
-from rl_backends.dtensor.metering import make_meter
-from rl_backends.dtensor.readers import (
-    Head,
-    Reader,
-    has_language_model_head,
-    read_entropy,
-    read_logp,
-    read_top_k,
-    read_value,
-)
-from rl_backends.dtensor.reference import ReferenceModel, copy_of, without_weights
+from rl_backends.dtensor.reference import copy_of
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
@@ -48,9 +38,21 @@ from rl_backends.lora import (
     load_adapter,
     save_adapter,
 )
+from rl_backends.losses import LossFunction, Output, Sums, last_tokens
+from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
+from rl_backends.readers import (
+    Head,
+    Reader,
+    has_language_model_head,
+    read_entropy,
+    read_logp,
+    read_top_k,
+    read_value,
+)
+from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, TopKLogp, named_shards
 
 __all__ = ["DTensorBackend"]
@@ -93,7 +95,16 @@ class DTensorBackend:
         if self._head is not None:
             check_head(self._sharded, self._head)
         self._accumulation = GradientAccumulation(self._sharded)
-        self._meter = make_meter(self._skeleton, self._sharded, memory_of=self._held)
+        self._meter = make_meter(
+            self._skeleton,
+            device=config.device,
+            precision=config.precision,
+            packed=config.sequence_packing,
+            token_multiple=self._sharded.token_multiple,
+            recomputed=config.activation_checkpointing == "full",
+            peak_flops_per_s=config.peak_flops_per_s,
+            memory_of=self._held,
+        )
         self._away = Away(self.model, merged=lambda: self._merged)
         self._merged: MergedWeights | None = None
         self._optimizers: Optimizers | None = None

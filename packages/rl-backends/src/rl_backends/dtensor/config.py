@@ -1,5 +1,6 @@
 """How the DTensor backend shards a model and cuts a batch. None of it changes a result beyond rounding."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +16,7 @@ class DTensorConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     enabled: bool = True
-    """Train with this backend. It is the only one so far, so switching it off is refused."""
+    """Train with this backend, unless `megatron_cfg.enabled` takes precedence; see `select_backend`."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model lives. It is stated, never guessed; `cuda` without a GPU is refused."""
@@ -78,8 +79,11 @@ class DTensorConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_finite(self)
-        if not self.enabled:
-            raise ValueError("enabled=False leaves no training backend: DTensor is the only one; set it to true")
+        problems = [*self._numbers(), *self._combinations()]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _numbers(self) -> Iterator[str]:
         for name in (
             "tensor_parallel_size",
             "context_parallel_size",
@@ -88,34 +92,31 @@ class DTensorConfig:
             "micro_batch_size",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+                yield f"{name}={getattr(self, name)} must be >= 1"
         if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound")
+            yield f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound"
         if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0:
-            raise ValueError(f"peak_flops_per_s={self.peak_flops_per_s} must be > 0, or None")
+            yield f"peak_flops_per_s={self.peak_flops_per_s} must be > 0, or None"
         if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s} must be > 0")
+            yield f"timeout_s={self.timeout_s} must be > 0"
         if not self.router_aux_loss_coef >= 0:
-            raise ValueError(f"router_aux_loss_coef={self.router_aux_loss_coef} must be >= 0")
-        self._refuse_what_cannot_go_together()
+            yield f"router_aux_loss_coef={self.router_aux_loss_coef} must be >= 0"
 
-    def _refuse_what_cannot_go_together(self) -> None:
+    def _combinations(self) -> Iterator[str]:
         if self.compile and self.tensor_parallel_size > 1:
-            raise ValueError(
+            yield (
                 "compile=True cannot be combined with tensor_parallel_size > 1: torch.compile cannot trace the hooks "
                 "that complete gradients over tensor-parallel ranks; switch one of them off"
             )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
-            raise ValueError(
-                "sequence_parallel=True needs tensor_parallel_size > 1, whose ranks share the sequence between blocks"
-            )
+            yield "sequence_parallel=True needs tensor_parallel_size > 1, whose ranks share the sequence between blocks"
         if self.context_parallel_size > 1 and self.sequence_packing:
-            raise ValueError(
+            yield (
                 "context_parallel_size > 1 cannot be combined with sequence_packing: attention over ranks knows rows, "
                 "not packs; switch one of them off"
             )
         if self.context_parallel_size > 1 and self.sequence_parallel:
-            raise ValueError(
+            yield (
                 "context_parallel_size > 1 cannot be combined with sequence_parallel: each rank holds its tokens of "
                 "every row already; set sequence_parallel to false"
             )

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.batching.inputs import ModelInputs
-from rl_backends.dtensor.readers import Head, read_logp
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
+from rl_backends.readers import Head, read_logp
 from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits, to_local_if_dtensor
 from rl_parallel_plans.dtensor import has_numbers
 

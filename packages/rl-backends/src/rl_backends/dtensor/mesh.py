@@ -9,14 +9,12 @@
 Parameters are sharded over cp too: its ranks hold the same weights and gradients of their own tokens.
 """
 
-import os
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.process_group import init_process_group
 
 __all__ = ["AXES", "axis_of", "make_mesh", "rows_of", "sharding_axes", "sizes_of"]
 
@@ -41,7 +39,7 @@ def make_mesh(config: DTensorConfig) -> DeviceMesh:
             "(policy.dtensor_cfg.device in a recipe)"
         )
     if not dist.is_initialized():
-        _init_process_group("cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo", timeout_s=config.timeout_s)
+        init_process_group(config.device, timeout_s=config.timeout_s)
     sizes = dict(zip(AXES, _shape(config, dist.get_world_size()), strict=True))
     # Each axis is a process group, with a thread of its own that wakes up a hundred times a second.
     needed = {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
@@ -89,13 +87,3 @@ def _shape(config: DTensorConfig, num_ranks: int) -> tuple[int, ...]:
             f"or lower a size"
         )
     return (replicate, num_ranks // product, expert, context, tensor)
-
-
-def _init_process_group(backend: str, *, timeout_s: float) -> None:
-    timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if "nccl" in backend:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]

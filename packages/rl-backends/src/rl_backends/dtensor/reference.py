@@ -1,54 +1,16 @@
-"""The frozen model that a policy is compared with: a model of its own, or the policy with its adapters off.
+"""A frozen copy of a sharded model: the reference that a policy is compared with."""
 
-A copy has its own parameters, so that nothing which fails can leave its weights in the policy.
-"""
-
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from rl_backends.dtensor.readers import Head, read_logp
 from rl_backends.dtensor.sharded_model import ShardedModel
-from rl_backends.examples import TokenBatch
 from rl_parallel_plans import to_local_if_dtensor
 
-__all__ = ["ReferenceModel", "copy_of", "without_weights"]
-
-
-class ReferenceModel:
-    """Log-probabilities of a model that nothing trains."""
-
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        head: Head,
-        *,
-        temperature: Callable[[], float],
-        as_reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._sharded = sharded
-        self._head = head
-        self._temperature = temperature
-        self._as_reference = as_reference
-
-    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
-        """As `DTensorBackend.logp`, at the policy's temperature; float32."""
-        with self._as_reference():
-            return self._sharded.read_all(examples, read_logp(self._head, self._temperature()))[0]
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of `model` with its parameters on the meta device, ties and buffers kept; no weight is copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+__all__ = ["copy_of"]
 
 
 def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> ShardedModel:

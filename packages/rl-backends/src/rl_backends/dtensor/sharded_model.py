@@ -25,14 +25,14 @@ from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
 from rl_backends.batching.microbatch import Microbatch
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, rows_of, sharding_axes, sizes_of
-from rl_backends.dtensor.readers import Reader
-from rl_backends.dtensor.sameness import require_same_batch, require_same_model
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.loading import materialize
 from rl_backends.metrics.modules import decoder_of
 from rl_backends.packing import enable_packing
 from rl_backends.ranks import on_every_rank
+from rl_backends.readers import Reader
+from rl_backends.sameness import require_same_batch, require_same_model
 from rl_parallel_plans import (
     ParallelPlan,
     apply_activation_checkpointing,

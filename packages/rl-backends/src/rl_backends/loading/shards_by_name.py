@@ -2,20 +2,33 @@
 
 import re
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_parallel_plans import NamedShard, named_shards
+from rl_parallel_plans import Box, NamedShard, named_shards
 
-__all__ = ["first_names", "shards_by_name", "write_whole"]
+__all__ = ["Shard", "first_names", "shards_by_name", "write_whole"]
 
 ADAPTER = re.compile(r"(^|[._])lora_")
 """In the names of what adapters add to a model."""
 
 WRAPPED = re.compile(r"(\.(base_layer|original_module|modules_to_save\.[^.]+))+(?=\.)")
 """What adapters put into the names of the parameters that they wrap or copy."""
+
+
+@runtime_checkable
+class Shard(Protocol):
+    """This rank's part of one tensor, whatever has cut it."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's memory."""
+
+    def boxes(self) -> list[Box]:
+        """The parts of the whole that it consists of."""
 
 
 def first_names(skeleton: nn.Module) -> dict[str, str]:
@@ -54,7 +67,7 @@ def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[Name
 
 
 @torch.no_grad()
-def write_whole(whole: Tensor, shards: Iterable[NamedShard]) -> None:
+def write_whole(whole: Tensor, shards: Iterable[Shard]) -> None:
     """Copy this rank's parts of `whole` into its shards."""
     for shard in shards:
         local = shard.local

@@ -4,6 +4,7 @@ Knows which class of transformers a configuration means. Does not know how the m
 `load_into` the caller does with it what it likes.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torch import nn
 from rl_backends.errors import ModelError, RankError
 from rl_backends.loading.checks import check_generation_config
 from rl_backends.loading.files import local_folder, model_folder, weight_files
+from rl_backends.loading.shards_by_name import Shard, shards_by_name
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, load_weights
 from rl_backends.ranks import gather_text, on_every_rank
@@ -67,10 +69,27 @@ class ModelSource:
                 shard by shard; a file is damaged; ranks have opened different commits. The model is unusable
                 afterwards.
         """
+        bare = self._bare()
+        report = self.load_shards(shards_by_name(model, bare), bare, new_head=new_head, seed=seed)
+        model._weight_conversions = bare._weight_conversions  # noqa: SLF001 - as from_pretrained leaves it
+        return report
+
+    def load_shards(
+        self, shards: Mapping[str, Sequence[Shard]], skeleton: nn.Module, *, new_head: bool = False, seed: int = 0
+    ) -> LoadReport:
+        """As `load_into`, into whatever holds parts of the tensors of `skeleton()`, by their first names."""
         if local_folder(self.model_name) is None:
             _require_one_commit(self.model_name, self.folder.name)
-        files = weight_files(self.model_name, self.folder)
-        return load_weights(model, files, skeleton=self._bare(), new_head=new_head, seed=seed)
+        files = self.weight_files()
+        return load_weights(shards, files, skeleton=skeleton, new_head=new_head, seed=seed)
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, fetched where they are not in the Hub's cache.
+
+        Raises:
+            ModelError: there are none, or not all that the index names.
+        """
+        return list(weight_files(self.model_name, self.folder))
 
     def _bare(self) -> nn.Module:
         auto = _auto_class(self.config, self.head)

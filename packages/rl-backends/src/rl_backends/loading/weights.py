@@ -6,7 +6,7 @@ into its place. The files must hold the whole model and nothing beside it, but f
 
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from rl_backends.loading.conversions import Converted, as_in_model
 from rl_backends.loading.files import open_tensors
 from rl_backends.loading.initialise import initial_value
 from rl_backends.loading.lazy_tensors import LazyTensor
-from rl_backends.loading.shards_by_name import first_names, shards_by_name, write_whole
-from rl_parallel_plans import NamedShard
+from rl_backends.loading.shards_by_name import Shard, first_names, write_whole
 
 __all__ = ["LoadReport", "load_weights"]
 
@@ -43,14 +42,14 @@ class LoadReport:
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, files: Sequence[Path], *, skeleton: nn.Module, new_head: bool, seed: int
+    shards: Mapping[str, Sequence[Shard]], files: Sequence[Path], *, skeleton: nn.Module, new_head: bool, seed: int
 ) -> LoadReport:
-    """Fill `model`, whose parameters have memory, from `files`; the rest as `ModelSource.load_into`.
+    """Fill `shards`, which have memory, from `files`; the rest as `ModelSource.load_into`.
 
-    skeleton: the model before it was sharded.
+    shards: what this rank holds of each tensor, by its first name; a rank may hold nothing of some.
+    skeleton: the model before it was sharded; it learns what transformers has converted in reading.
     """
     start = time.monotonic()
-    shards = shards_by_name(model, skeleton)
     with open_tensors(files) as found:
         converted = as_in_model(skeleton, found)
         feeds = _feeds(converted, skeleton)
@@ -60,10 +59,10 @@ def load_weights(
             raise ModelError(
                 f"the files in {files[0].parent} are not those of {type(skeleton).__name__}: {'; '.join(problems)}"
             )
-        bytes_read = sum(_read(each, shards[name]) for name, each in feeds.items())
+        bytes_read = sum(_read(each, shards.get(name, ())) for name, each in feeds.items())
     for name in new:
         write_whole(initial_value(skeleton, name, seed=seed), shards[name])
-    model._weight_conversions = converted.transforms  # type: ignore[assignment]  # noqa: SLF001 - as from_pretrained
+    skeleton._weight_conversions = converted.transforms  # type: ignore[assignment]  # noqa: SLF001 - as from_pretrained
     return LoadReport(
         tensors=len(shards),
         bytes_read=bytes_read,
@@ -119,7 +118,7 @@ def _problems(
     return problems
 
 
-def _read(feeds: Sequence[tuple[str, LazyTensor]], shards: Sequence[NamedShard]) -> int:
+def _read(feeds: Sequence[tuple[str, LazyTensor]], shards: Sequence[Shard]) -> int:
     """Fill this rank's parts of one tensor; return how many bytes of files they are."""
     (name, tensor), *others = feeds
     total = 0

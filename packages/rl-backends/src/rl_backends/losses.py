@@ -1,12 +1,18 @@
-"""What a loss must return, checked before any rank goes on with it: an error here is told to all ranks."""
+"""What a loss is given and must return, checked before any rank goes on with it: an error here is told to all ranks."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROUTER_LOSS", "checked"]
+from rl_backends.examples import BatchT, TokenBatch
+
+__all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "checked", "last_tokens"]
+
+Sums = dict[str, Tensor]
+Output = Literal["logp", "value", "score"]
+LossFunction = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]
 
 ROUTER_LOSS = "router_aux_loss"
 """The name under which the auxiliary loss of a mixture is among the sums."""
@@ -47,3 +53,8 @@ def _number(name: str, part: Any, *, device: torch.device) -> Tensor:
         return torch.tensor(part, device=device)
     what = f"of shape {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
     raise TypeError(f"the sum {name!r} that the loss returned is {what}; reduce it to a single number in the loss")
+
+
+def last_tokens(examples: TokenBatch) -> Tensor:
+    """Where each row ends: bool [B, T]."""
+    return torch.arange(examples.tokens.shape[1], device=examples.lengths.device) == examples.lengths[:, None] - 1

@@ -1,0 +1,87 @@
+"""The gradient of a loss over all rows of a batch, through the pipeline, on all ranks in step.
+
+A rank whose loss raises goes on with a loss of 0, since the other stages and ranks wait for it; then all of them raise.
+
+Axes: b rows of a microbatch, w tokens of its longest.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_backends.agreement import add_up
+from rl_backends.batching.microbatch import Microbatch, moved
+from rl_backends.examples import BatchT
+from rl_backends.losses import LossFunction, Sums, checked
+from rl_backends.megatron.cpu_compat import user_code
+from rl_backends.megatron.model import MegatronModel
+from rl_backends.megatron.passes import run_passes, told_by_last_stage
+from rl_backends.ranks import gather_text, raise_together
+from rl_backends.readers import Reader
+
+__all__ = ["GradientAccumulation"]
+
+
+class GradientAccumulation:
+    """Runs passes over the microbatches of this rank; the gradient adds up in the parameters' `main_grad`."""
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
+        self.started = False
+        """Whether there is a gradient to step along."""
+
+    def run(
+        self, examples: BatchT, microbatches: Sequence[Microbatch], loss: LossFunction[BatchT], *, reader: Reader
+    ) -> Sums:
+        """Add the gradient of `loss` over all microbatches; return the sums of all ranks.
+
+        Raises:
+            RankError: another rank's loss raised; this rank's own is raised as it is. The gradient is cleared.
+        """
+        model = self._model
+        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        inputs = [model.inputs(each, each.trainable) for each in rows]
+        sums: Sums = {}
+        failure: Exception | None = None
+
+        def ask(number: int, hidden: Tensor) -> Tensor:
+            nonlocal failure
+            microbatch, given = microbatches[number], rows[number]
+            shape = (given.tokens.shape[0], given.tokens.shape[1])
+            outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
+            total, parts = outputs.sum() * 0.0, Sums()
+            if failure is None:
+                try:
+                    with user_code():
+                        result = loss(outputs, moved(given, device=model.config.device))
+                    found, parts = checked(result, outputs=outputs)
+                    total = found if microbatch.counted else total
+                except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
+                    failure = error
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0.0) + (part if microbatch.counted else torch.zeros_like(part))
+            return total
+
+        try:
+            run_passes(model.ddp, inputs, ask)
+            raise_together(failure)
+            self.started = True
+            return self._added_up(sums)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        self._model.ddp.zero_grad_buffer()
+        self.started = False
+
+    def _added_up(self, sums: Sums) -> Sums:
+        groups, device = self._model.groups, torch.device(self._model.config.device)
+        if groups.last_stage:
+            sums = add_up(sums, groups.rows, device=device)
+        names = gather_text("\n".join(sums) if groups.last_stage else "", group=groups.pp)[-1]
+        values = [torch.stack(list(sums.values()))] if sums else []
+        told = told_by_last_stage(values if groups.last_stage else None, groups, device=device)
+        return dict(zip(names.split("\n"), told[0].unbind(), strict=True)) if told else {}

@@ -1,0 +1,249 @@
+"""What a Hugging Face configuration says about a decoder, in the terms that Megatron is built from.
+
+Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, with tied or untied embeddings. Every field that would change what such a
+model computes is either in `Architecture` or refused: a model that is nearly the one asked for is never built. Dropout
+is not among them: policies are evaluated and trained without it. Knows no weights and no ranks; imports no Megatron.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_backends.errors import ModelError
+from rl_backends.megatron.rope import Rope, read_rope, rope_problems
+
+__all__ = ["MODEL_TYPES", "Architecture", "read_architecture"]
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""The `model_type` of configurations that can be read."""
+
+ELSEWHERE = "train it with policy.dtensor_cfg.enabled=true, which runs the Hugging Face model itself"
+
+WHY_NOT: Mapping[str, str] = {
+    "gemma3_text": "Gemma-3 norms what a block returns as well as what it takes, scales its embeddings and turns "
+    "local and global layers by different rotary bases; Megatron's layer has no place for any of the three",
+    "gemma2": "Gemma-2 norms what a block returns as well as what it takes and caps its logits, for which Megatron's "
+    "layer has no place",
+    "mixtral": "its experts lie under other names",
+}
+WHY_NOT = {**WHY_NOT, "gemma3": WHY_NOT["gemma3_text"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder of rotary positions, RMS norms and gated SiLU blocks; see `read_architecture`. Sizes are the model's.
+
+    They are whole, never one rank's.
+    """
+
+    model_type: str
+    """Hugging Face's name of the family."""
+
+    num_layers: int
+    hidden_size: int
+
+    ffn_hidden_size: int
+    """Width of the gated block of a dense layer."""
+
+    num_attention_heads: int
+    """Heads of queries."""
+
+    num_query_groups: int
+    """Heads of keys and values."""
+
+    head_dim: int
+
+    vocab_size: int
+    """Rows of the embeddings as they lie in a checkpoint; Megatron's are padded to a multiple of tensor ranks."""
+
+    tied: bool
+    """The output layer is the embedding."""
+
+    qkv_bias: bool
+    """Queries, keys and values have biases (Qwen2); nothing else has."""
+
+    qk_norm: bool
+    """Queries and keys are normed head by head (Qwen3)."""
+
+    norm_eps: float
+
+    num_experts: int
+    """Of every layer; 0 in a dense model."""
+
+    experts_per_token: int
+    expert_ffn_hidden_size: int
+
+    normalise_router: bool
+    """The weights of the chosen experts add up to 1 (`norm_topk_prob`)."""
+
+    sliding_windows: tuple[int | None, ...]
+    """For each layer how many tokens a token sees, itself among them; None sees all before it."""
+
+    max_positions: int
+
+    rope: Rope
+    """How positions turn queries and keys."""
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by: 1 / sqrt(head_dim), and the square of `rope.attention_scaling`.
+
+        That factor belongs on cosines and sines, and so comes twice, once with queries and once with keys.
+        """
+        return float(self.head_dim**-0.5 * self.rope.attention_scaling**2)
+
+
+def read_architecture(hf_config: Any) -> Architecture:
+    """Read the configuration of a causal language model.
+
+    Args:
+        hf_config: a `transformers` configuration, of releases 4.57 to 5.x.
+
+    Raises:
+        ModelError: it is of another family, or asks for what is not built here. All reasons are in one message.
+    """
+    _require_family(hf_config)
+    problems = [
+        *_number_problems(hf_config),
+        *_layer_problems(hf_config),
+        *_window_problems(hf_config),
+        *_mixture_problems(hf_config),
+        *rope_problems(hf_config),
+    ]
+    if problems:
+        raise ModelError(
+            f"model_type={hf_config.model_type!r} is built on Megatron, but not with these fields of its "
+            f"configuration:\n" + "\n".join(f"  {problem}" for problem in problems) + f"\nOtherwise {ELSEWHERE}"
+        )
+    return _read(hf_config)
+
+
+def _read(hf_config: Any) -> Architecture:
+    family = hf_config.model_type
+    experts = _experts(hf_config)
+    return Architecture(
+        model_type=family,
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.intermediate_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=_groups(hf_config),
+        head_dim=_head_dim(hf_config),
+        vocab_size=hf_config.vocab_size,
+        tied=bool(hf_config.tie_word_embeddings),
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        norm_eps=float(hf_config.rms_norm_eps),
+        num_experts=experts,
+        experts_per_token=hf_config.num_experts_per_tok if experts else 0,
+        expert_ffn_hidden_size=hf_config.moe_intermediate_size if experts else 0,
+        normalise_router=bool(experts and hf_config.norm_topk_prob),
+        sliding_windows=_windows(hf_config),
+        max_positions=hf_config.max_position_embeddings,
+        rope=read_rope(hf_config, head_dim=_head_dim(hf_config)),
+    )
+
+
+def _require_family(hf_config: Any) -> None:
+    family = str(getattr(hf_config, "model_type", None))
+    if family not in MODEL_TYPES:
+        reason = f": {WHY_NOT[family]}" if family in WHY_NOT else ""
+        raise ModelError(
+            f"model_type={family!r} is not built on Megatron{reason}; what is: {', '.join(MODEL_TYPES)}. {ELSEWHERE}"
+        )
+    module = type(hf_config).__module__
+    if not module.startswith("transformers.models."):
+        raise ModelError(
+            f"{type(hf_config).__qualname__} of {module} calls itself model_type={family!r} and is not the "
+            f"configuration that transformers has under this name; {ELSEWHERE}"
+        )
+
+
+def _number_problems(hf_config: Any) -> list[str]:
+    heads, groups, head_dim = hf_config.num_attention_heads, _groups(hf_config), _head_dim(hf_config)
+    return [
+        *(
+            [f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"]
+            if groups < 1 or heads % groups
+            else []
+        ),
+        *([f"head_dim={head_dim} is odd, and rotary positions turn pairs"] if head_dim % 2 else []),
+    ]
+
+
+def _layer_problems(hf_config: Any) -> list[str]:
+    problems = []
+    if hf_config.hidden_act not in ("silu", "swish"):
+        problems.append(f"hidden_act={hf_config.hidden_act!r}: gated blocks are built with 'silu' alone")
+    if getattr(hf_config, "attention_bias", False):
+        problems.append(
+            "attention_bias=True: it gives the output projection of attention a bias, which Megatron has only together "
+            "with biases in the gated block"
+        )
+    if getattr(hf_config, "mlp_bias", False):
+        problems.append("mlp_bias=True: gated blocks are built without biases")
+    if getattr(hf_config, "quantization_config", None) is not None:
+        problems.append("quantization_config: weights are trained as they are; use a checkpoint that is not quantized")
+    return problems
+
+
+def _window_problems(hf_config: Any) -> list[str]:
+    problems = []
+    window = getattr(hf_config, "sliding_window", None) if hf_config.model_type != "llama" else None
+    if window is not None and window < 1:
+        problems.append(f"sliding_window={window}: a token sees at least itself; use None for no window")
+    kinds = _layer_types(hf_config)
+    if kinds is None:
+        return problems
+    if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        problems.append(f"layer_types has {unknown}: attention is full_attention or sliding_attention here")
+    if len(kinds) != hf_config.num_hidden_layers:
+        problems.append(f"layer_types names {len(kinds)} layers of num_hidden_layers={hf_config.num_hidden_layers}")
+    if window is None and "sliding_attention" in kinds:
+        problems.append("layer_types has 'sliding_attention', and there is no sliding_window; set use_sliding_window")
+    return problems
+
+
+def _mixture_problems(hf_config: Any) -> list[str]:
+    if hf_config.model_type != "qwen3_moe":
+        return []
+    experts, chosen = hf_config.num_experts, hf_config.num_experts_per_tok
+    problems = []
+    if experts < 1:
+        problems.append(f"num_experts={experts}: a mixture has experts; without them the model is a 'qwen3'")
+    elif not 1 <= chosen <= experts:
+        problems.append(f"num_experts_per_tok={chosen} must be from 1 to num_experts={experts}")
+    if chosen == 1 and hf_config.norm_topk_prob:
+        problems.append(
+            "num_experts_per_tok=1 with norm_topk_prob=True: every weight is 1, which no router learns from"
+        )
+    if hf_config.decoder_sparse_step != 1:
+        problems.append(f"decoder_sparse_step={hf_config.decoder_sparse_step}: every layer is a mixture here, or none")
+    if hf_config.mlp_only_layers:
+        problems.append(f"mlp_only_layers={hf_config.mlp_only_layers}: every layer is a mixture here, or none")
+    return problems
+
+
+def _groups(hf_config: Any) -> int:
+    groups = getattr(hf_config, "num_key_value_heads", None)
+    return int(hf_config.num_attention_heads if groups is None else groups)
+
+
+def _head_dim(hf_config: Any) -> int:
+    return int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads)
+
+
+def _experts(hf_config: Any) -> int:
+    return int(hf_config.num_experts) if hf_config.model_type == "qwen3_moe" else 0
+
+
+def _layer_types(hf_config: Any) -> tuple[str, ...] | None:
+    """Only these two ask it; Mistral and Qwen3-MoE have one window for all layers, or none."""
+    kinds = getattr(hf_config, "layer_types", None)
+    return tuple(kinds) if hf_config.model_type in ("qwen2", "qwen3") and kinds is not None else None
+
+
+def _windows(hf_config: Any) -> tuple[int | None, ...]:
+    window = getattr(hf_config, "sliding_window", None) if hf_config.model_type != "llama" else None
+    kinds = _layer_types(hf_config) or ("sliding_attention",) * hf_config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

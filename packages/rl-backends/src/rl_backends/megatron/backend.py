@@ -1,0 +1,309 @@
+"""The Megatron backend: a Hugging Face model, laid out by megatron-core, and trained.
+
+The same surface as `DTensorBackend`, and the same meanings: every rank is handed the whole batch and works on its own
+rows; gradients and sums are added up, never averaged, so that a loss which divides by the step's global count gives the
+same gradient however the batch was cut.
+
+Axes: B rows, T tokens, k words.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.errors import ModelError
+from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.export import export_pretrained
+from rl_backends.loading import open_model
+from rl_backends.losses import LossFunction, Output, Sums
+from rl_backends.megatron.accumulation import GradientAccumulation
+from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.describing import describe
+from rl_backends.megatron.gradient_step import clip_and_step
+from rl_backends.megatron.groups import ParallelGroups
+from rl_backends.megatron.loading import conversion_of
+from rl_backends.megatron.mapping import Gatherer, HeldTensor
+from rl_backends.megatron.model import Fill, MegatronModel
+from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
+from rl_backends.megatron.weights import from_hugging_face, from_megatron
+from rl_backends.metering import make_meter
+from rl_backends.metrics import StepMetrics
+from rl_backends.optimizers import OptimizerConfig
+from rl_backends.readers import Head, read_entropy, read_logp, read_top_k
+from rl_backends.reference import ReferenceModel, without_weights
+from rl_backends.sameness import require_same_model
+from rl_parallel_plans import TopKLogp
+
+__all__ = ["MegatronBackend"]
+
+
+class MegatronBackend:
+    """A policy that trains `model`, laid over the ranks of this run by megatron-core.
+
+    Args:
+        model: a Hugging Face causal LM with its weights, the same on every rank; it is copied from, and not kept.
+        config: sizes, device, precision, microbatches, optimizer.
+        fill: for a model on the meta device: what puts the weights into Megatron's parameters.
+
+    Raises:
+        MissingDependencyError: megatron-core is absent, or a release that this package was not made for.
+        ModelError: the architecture is not mapped, or the sizes do not divide it.
+        ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
+    """
+
+    def __init__(self, model: nn.Module, config: MegatronConfig, *, fill: Fill | None = None) -> None:
+        self.config = config
+        self._skeleton = without_weights(model)
+        if fill is None:
+            fill = from_hugging_face(_with_weights(model))
+        self._model = MegatronModel(self._skeleton, config, fill=partial(_same_then, fill, model))
+        self._head = Head.of(self._skeleton)
+        self._accumulation = GradientAccumulation(self._model)
+        self._gatherer = Gatherer(self._model.held, self._model.shapes)
+        self._meter = make_meter(
+            self._skeleton,
+            device=config.device,
+            precision=config.precision,
+            packed=config.sequence_packing,
+            token_multiple=self._model.token_multiple,
+            recomputed=config.recompute_granularity == "full",
+            peak_flops_per_s=config.peak_flops_per_s,
+            memory_of=self._held,
+        )
+        self._optimizers: MegatronOptimizers | None = None
+        self._last_write: CheckpointWrite | None = None
+        self._temperature = 1.0
+        self.version = 0
+        """Optimizer steps that the weights have seen."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        config: MegatronConfig,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "MegatronBackend":
+        """Load a folder or hub id by way of its conversion to a Megatron checkpoint, which is made once.
+
+        Args:
+            model_name: a folder with `config.json` and safetensors weights, or a hub id.
+            config: sizes, device, precision, microbatches, optimizer.
+            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
+            trust_remote_code: run the model's own Python code. Only for code that you have read.
+
+        Raises:
+            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
+            CheckpointError: the conversion cannot be written or read.
+        """
+        source = open_model(model_name, revision=revision, trust_remote_code=trust_remote_code)
+        groups = ParallelGroups.join(config)  # once for the conversion and for the model, which join them again
+        try:
+            conversion = conversion_of(source, config)
+            return cls(source.skeleton(), config, fill=lambda model: conversion.load_into(model.gpt))
+        finally:
+            groups.leave()
+
+    @property
+    def model(self) -> nn.Module:
+        """Megatron's model of this pipeline stage, under Megatron's names."""
+        return self._model.gpt  # type: ignore[no-any-return]
+
+    def start_training(
+        self, optimizer: OptimizerConfig | None = None, *, num_steps: int, temperature: float = 1.0
+    ) -> None:
+        """Begin a stage with a fresh optimizer, a schedule of `num_steps` and no gradient; weights and version go on.
+
+        Args:
+            optimizer: taken where the configuration has no `optimizer` of Megatron's own, which comes first.
+            num_steps: of the stage.
+            temperature: divides the logits before every log-probability: the engine's, or ratios are wrong.
+
+        Raises:
+            ValueError: neither is given, or Megatron has no counterpart of what `optimizer` asks for.
+        """
+        model = self._model
+        self._accumulation.discard()
+        self._optimizers = make_optimizers(model.ddp, model.gpt.config, self.config, optimizer, num_steps=num_steps)
+        self._temperature = temperature
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step.
+
+        Raises:
+            RuntimeError: `start_training` was not called.
+        """
+        return self._require_optimizers().learning_rate
+
+    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """Log-probability of each trainable token given those before it; 0 elsewhere. All rows, on every rank."""
+        return self._model.read_all(examples, read_logp(self._head, self._temperature))[0]
+
+    def entropy(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """Entropy in nats of the distribution that each trainable token was drawn from; 0 elsewhere."""
+        return self._model.read_all(examples, read_entropy(self._head, self._temperature))[0]
+
+    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+        """The k most probable words in each trainable token's place: `.logp` and `.token_ids` of [B, T, k].
+
+        Normalised over the whole vocabulary: `.logp` are logits less their log-sum-exp. 0 where nothing is trainable.
+        """
+        read = self._model.read_all(examples, read_top_k(self._head, self._temperature, k))
+        return TopKLogp(logp=read[0], token_ids=read[1])
+
+    def forward_backward(self, examples: BatchT, loss: LossFunction[BatchT], *, output: Output = "logp") -> Sums:
+        """Accumulate the gradient of `loss` over all of `examples`; return its metric sums over all of them.
+
+        Args:
+            examples: the whole batch, the same on every rank.
+            loss: of the log-probabilities of some rows and those rows, to a scalar and named scalars that are added up.
+            output: "logp"; value and reward heads are the DTensor backend's.
+
+        Raises:
+            BatchError: the examples cannot be cut into microbatches; no gradient has changed.
+            RankError: another rank's loss raised. Whatever raises, on whichever rank, clears the gradient on all of
+                them, also what earlier calls have left, so that a retry does not start from a part of it.
+        """
+        if output != "logp":
+            raise ValueError(
+                f"output={output!r}: the Megatron backend has language models alone; train reward and value models with "
+                f"policy.dtensor_cfg.enabled=true"
+            )
+        cut = self._model.cut(examples)
+        with self._meter.forward_backward(examples, cut, asked=None):
+            reader = read_logp(self._head, self._temperature)
+            return self._accumulation.run(examples, cut[self._model.rank_of_rows], loss, reader=reader)
+
+    def optim_step(self) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite, and the optimizer was not told to skip such steps. No
+                update was made.
+            RuntimeError: `start_training` was not called, or there is no gradient.
+        """
+        optimizers = self._require_optimizers()
+        if not self._accumulation.started:
+            raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
+        with self._meter.optim_step() as outcome:
+            self._accumulation.started = False
+            step = clip_and_step(self._model.ddp, optimizers, version=self.version)
+            outcome.grad_norm, outcome.skipped = step.norm, step.skipped
+        if not step.skipped:
+            self.version += 1
+        return step.norm
+
+    def metrics(self) -> StepMetrics | None:
+        """Tokens, FLOPs, seconds, padding, balance and memory of the last step; None before the first."""
+        return self._meter.metrics()
+
+    def freeze_reference(self) -> ReferenceModel:
+        """A copy of the policy as it is now, laid out alike and frozen: `reference.logp(examples)`."""
+        copied = MegatronModel(self._skeleton, self.config, fill=from_megatron(self._model), trainable=False)
+        return ReferenceModel(copied, self._head, temperature=lambda: self._temperature)
+
+    def shards(self) -> list[HeldTensor]:
+        """This rank's part of every weight under its Hugging Face name: what an engine is fed from.
+
+        Nothing is gathered. `HeldTensor.boxes` tells which parts of the whole they are. A tensor of another pipeline
+        stage is not among them.
+        """
+        return [held for held in self._model.held if not held.duplicate]
+
+    def skeleton_buffers(self) -> dict[str, Tensor]:
+        """Buffers of the Hugging Face model that no file holds, such as rotary frequencies; the same on every rank."""
+        persistent = self._skeleton.state_dict().keys()
+        return {name: buffer for name, buffer in self._skeleton.named_buffers() if name not in persistent}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face model folder, tensor by tensor; every rank must call it. Whole or not at all.
+
+        Raises:
+            FileExistsError: `folder` is there already; nothing is overwritten.
+            OSError: the disk is full or read-only; `folder` does not exist afterwards.
+        """
+        dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
+        export_pretrained(self._skeleton, Path(folder), dtype=dtype, tensors=self._gatherer.tensors())
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        *,
+        weights: bool = True,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> CheckpointWrite:
+        """Write weights, optimizer, schedule and version into a new folder, from which any layout can go on.
+
+        Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
+        """
+        self._last_write = save_checkpoint(
+            self._model.held,
+            self._optimizers,
+            folder,
+            version=self.version,
+            layout=self._model.groups.sizes,
+            weights=weights,
+            asynchronous=asynchronous,
+            extra=extra,
+        )
+        return self._last_write
+
+    def load_checkpoint(
+        self, folder: str | Path, *, weights: bool = True, optimizer: bool = True, verify: bool = True
+    ) -> CheckpointState:
+        """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
+
+        Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
+        """
+        asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
+        state = load_checkpoint(self._model.held, self._optimizers, folder, **asked)
+        self._accumulation.discard()
+        self.version = state.version
+        return state
+
+    def explain(self) -> str:
+        """The layout, what is on which rank, where the weights came from, and the optimizer."""
+        return describe(self._model, optimizers=self._optimizers)
+
+    def close(self) -> None:
+        """Leave the process groups; nothing can be computed after.
+
+        Raises:
+            CheckpointError: the asynchronous save that was awaited first could not be written.
+        """
+        if self._last_write is not None:
+            self._last_write.wait()
+        self._model.close()
+
+    def _held(self) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...]]:
+        return self.model, () if self._optimizers is None else self._optimizers.each
+
+    def _require_optimizers(self) -> MegatronOptimizers:
+        if self._optimizers is None:
+            raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
+        return self._optimizers
+
+
+def _with_weights(model: nn.Module) -> nn.Module:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or pass "
+            f"fill= to put weights into it"
+        )
+    return model
+
+
+def _same_then(fill: Fill, source: nn.Module, model: MegatronModel) -> None:
+    """Fill, from a source that is the same on every rank."""
+    require_same_model(source)
+    fill(model)

@@ -1,0 +1,101 @@
+"""Save a model of Megatron, its optimizer and the generators of random numbers, in the coordinates of Hugging Face.
+
+Every box is written once, whichever ranks hold it. Weights that the optimizer keeps in float32 are saved in float32,
+and nothing in 16 bits beside them. Megatron's own checkpoints are not used: they are pickles, and without Transformer
+Engine those of the distributed optimizer do not come back as they were (seen in 0.16.1).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backends.checkpoints import CheckpointWrite
+from rl_backends.checkpoints.pieces import Piece, num_ranks, rng_pieces, whole_piece
+from rl_backends.checkpoints.storage import Contents
+from rl_backends.checkpoints.together import on_all
+from rl_backends.checkpoints.writing import as_json, write_checkpoint
+from rl_backends.megatron.checkpoint.description import MASTER, Description, describe, device_of, held_with
+from rl_backends.megatron.checkpoint.masters import Master, masters_of
+from rl_backends.megatron.mapping import HeldTensor
+from rl_backends.megatron.optimizer import MegatronOptimizers
+
+__all__ = ["save_checkpoint"]
+
+
+def save_checkpoint(
+    held: Sequence[HeldTensor],
+    optimizers: MegatronOptimizers | None,
+    folder: str | Path,
+    *,
+    version: int,
+    layout: Mapping[str, int],
+    weights: bool = True,
+    asynchronous: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> CheckpointWrite:
+    """Write weights, optimizer, schedule and random-number generators into a new folder; every rank must call it.
+
+    Args:
+        held: everything that this rank holds of the model.
+        optimizers: None saves the weights alone.
+        folder: the checkpoint to be; its parent belongs to this run, which removes what killed saves left there.
+        version: optimizer steps that the weights have seen.
+        layout: sizes of the axes that the model is laid over, for people.
+        weights: False leaves them out, where they lie elsewhere; float32 masters are then saved as state.
+        asynchronous: return when everything is copied to host memory, and write while training goes on.
+        extra: what else belongs to the run, as JSON.
+
+    Returns:
+        The write; already complete unless `asynchronous`.
+
+    Raises:
+        CheckpointError: on every rank: see `rl_backends.checkpoints.save_checkpoint`.
+    """
+
+    def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, Piece], Contents]:
+        masters = [] if optimizers is None else masters_of(optimizers)
+        description = describe(held, optimizers, masters, group=group)
+
+        def contents() -> Contents:
+            state: dict[str, Any] = {"optimizers": None, "schedule": None}
+            if optimizers is not None:
+                state["optimizers"] = description.optimizers(masters=not weights)
+                state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
+            return Contents(
+                version=version,
+                mesh={"ranks": num_ranks(), "axes": dict(layout)},
+                model=description.weights() if weights else description.model,
+                weights=weights,
+                state={"extra": as_json("extra", dict(extra or {}), exact=True), **state},
+            )
+
+        return _pieces(held, masters, description, weights=weights), on_all(contents, group=group)
+
+    return write_checkpoint(collect, folder, asynchronous=asynchronous)
+
+
+def _pieces(
+    held: Sequence[HeldTensor], masters: Sequence[Master], description: Description, *, weights: bool
+) -> dict[str, Piece]:
+    """What this rank holds of everything."""
+    own = [each for each in held if not each.duplicate]
+    pieces = rng_pieces(device_of(own))
+    for each, master in held_with(own, masters):
+        for key, value in master.state().items():
+            pieces[f"optimizer/{each.name}/{key}"] = _state_piece(each, master, value)
+        if master.is_copy:
+            pieces[f"weights/{each.name}" if weights else f"optimizer/{each.name}/{MASTER}"] = master.piece(each)
+    if weights:
+        pieces |= {
+            f"weights/{each.name}": Piece(local=each.local, shape=each.shape, boxes=each.parts)
+            for each in own
+            if each.name not in description.copies
+        }
+    return pieces
+
+
+def _state_piece(held: HeldTensor, master: Master, value: Tensor) -> Piece:
+    return master.piece(held, value) if value.ndim else whole_piece(value)

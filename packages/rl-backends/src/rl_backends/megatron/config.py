@@ -1,0 +1,229 @@
+"""How the Megatron backend lays a model over ranks and cuts a batch, and how it optimizes. Imports no Megatron.
+
+Names are megatron-core's own, where it has one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rl_backends.choices import check_choices, check_finite
+
+__all__ = ["MegatronConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig"]
+
+STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptimizerConfig:
+    """Megatron's optimizer, in its own words."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    optimizer: Literal["adam"] = "adam"
+    """Adam with decoupled weight decay (AdamW)."""
+
+    lr: float = 5.0e-6
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Where the decay of the learning rate ends; at most `lr`."""
+
+    weight_decay: float = 0.01
+    """Pulls matrices towards 0; norms and biases do not decay."""
+
+    adam_beta1: float = 0.9
+    """Of the running mean of the gradient."""
+
+    adam_beta2: float = 0.999
+    """Of the running mean of its square."""
+
+    adam_eps: float = 1.0e-8
+    """Added to the root of the mean square."""
+
+    clip_grad: float | None = 1.0
+    """The gradient is scaled down to this global norm; None does not clip."""
+
+    on_nonfinite_gradient: Literal["raise", "skip"] = "raise"
+    """What a NaN or infinite gradient does: an error, or a step that is left out and counted."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
+        problems = [
+            f"lr={self.lr} must be > 0" if not self.lr > 0 else "",
+            f"min_lr={self.min_lr} must be from 0 to lr={self.lr}" if not 0 <= self.min_lr <= self.lr else "",
+            f"weight_decay={self.weight_decay} must be >= 0" if not self.weight_decay >= 0 else "",
+            f"adam_eps={self.adam_eps} must be > 0" if not self.adam_eps > 0 else "",
+            *(
+                f"{name}={value} must be at least 0 and below 1"
+                for name, value in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2))
+                if not 0 <= value < 1
+            ),
+            f"clip_grad={self.clip_grad} must be > 0, or None"
+            if self.clip_grad is not None and not self.clip_grad > 0
+            else "",
+        ]
+        _raise_all(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSchedulerConfig:
+    """Megatron's schedule of the learning rate and of weight decay, in its own words. Steps are optimizer steps."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    """How the learning rate goes from `lr` to `min_lr`."""
+
+    lr_decay_iters: int | None = None
+    """Steps until it is there, warm-up included; None takes all steps of the stage."""
+
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate of the first warm-up step, as Megatron counts it: with 0 the first step changes nothing."""
+
+    start_weight_decay: float | None = None
+    """Weight decay of the first step; None: the optimizer's."""
+
+    end_weight_decay: float | None = None
+    """Weight decay of the last; None: the optimizer's."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay goes from the one to the other."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
+        decays = (self.start_weight_decay, self.end_weight_decay)
+        problems = [
+            f"lr_decay_iters={self.lr_decay_iters} must be >= 1, or None"
+            if self.lr_decay_iters is not None and self.lr_decay_iters < 1
+            else "",
+            f"lr_warmup_iters={self.lr_warmup_iters} must be >= 0" if self.lr_warmup_iters < 0 else "",
+            f"lr_warmup_init={self.lr_warmup_init} must be >= 0" if self.lr_warmup_init < 0 else "",
+            f"start_weight_decay and end_weight_decay are {decays}: give both, of which end is not less, or none"
+            if (decays[0] is None) != (decays[1] is None)
+            or (decays[0] is not None and decays[1] is not None and not 0 <= decays[0] <= decays[1])
+            else "",
+            "weight_decay_incr_style='constant' keeps one weight decay, and start and end differ"
+            if self.weight_decay_incr_style == "constant" and decays[0] != decays[1]
+            else "",
+        ]
+        _raise_all(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig:
+    """Ranks = tensor x context x pipeline x data; experts are shared out within context x data."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    enabled: bool = False
+    """Train with this backend; it takes precedence over DTensor where both are enabled."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model lives. It is stated, never guessed; `cuda` without a GPU is refused."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What weights and activations are; with bfloat16 the optimizer keeps float32 masters, and gradients are summed in
+    float32."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix multiplication."""
+
+    sequence_parallel: bool = False
+    """Under tensor parallelism, cut what lies between blocks along the sequence too: less memory for activations."""
+
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
+
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each row."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a mixture."""
+
+    use_distributed_optimizer: bool = False
+    """Share the optimizer's state out to data-parallel ranks (ZeRO-1)."""
+
+    micro_batch_size: int = 64
+    """Most rows in one forward and backward pass on one rank."""
+
+    micro_batch_tokens: int | None = None
+    """Most tokens in one pass on one rank, padding included; None bounds by rows alone."""
+
+    sequence_packing: bool = False
+    """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in backward: of whole layers, or of attention alone."""
+
+    optimizer: MegatronOptimizerConfig | None = None
+    """Megatron's optimizer. None translates the one that training is started with."""
+
+    scheduler: MegatronSchedulerConfig | None = None
+    """Megatron's schedule; only together with `optimizer`."""
+
+    checkpoint_dir: str | None = None
+    """Where conversions of Hugging Face models lie; None: see `megatron_checkpoint_dir`."""
+
+    peak_flops_per_s: float | None = None
+    """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
+    of a GPU; a CPU has none."""
+
+    timeout_s: float = 600.0
+    """Seconds that a rank waits for another in a collective before it gives up with an error; also for somebody else
+    who converts the same model."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_finite(self)
+        _raise_all([*self._numbers(), *self._combinations()])
+
+    @property
+    def data_multiple(self) -> int:
+        """Ranks that hold one copy of the model: the run's ranks are a multiple of it."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def _numbers(self) -> list[str]:
+        sizes = (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "micro_batch_size",
+        )
+        return [
+            *(f"{name}={getattr(self, name)} must be >= 1" for name in sizes if getattr(self, name) < 1),
+            f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound"
+            if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1
+            else "",
+            f"peak_flops_per_s={self.peak_flops_per_s} must be > 0, or None"
+            if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0
+            else "",
+            f"timeout_s={self.timeout_s} must be > 0" if not self.timeout_s > 0 else "",
+        ]
+
+    def _combinations(self) -> list[str]:
+        return [
+            "sequence_parallel=True needs tensor_model_parallel_size > 1, whose ranks share the sequence between blocks"
+            if self.sequence_parallel and self.tensor_model_parallel_size == 1
+            else "",
+            "expert_model_parallel_size > 1 with tensor_model_parallel_size > 1 needs sequence_parallel=True, or the "
+            "ranks of one row would send the same tokens to the experts several times"
+            if self.expert_model_parallel_size > 1
+            and self.tensor_model_parallel_size > 1
+            and not self.sequence_parallel
+            else "",
+            "scheduler is given without optimizer, whose learning rate it would follow: give both, or neither"
+            if self.scheduler is not None and self.optimizer is None
+            else "",
+        ]
+
+
+def _raise_all(problems: list[str]) -> None:
+    """One error for all that is wrong, not one a try."""
+    if found := [problem for problem in problems if problem]:
+        raise ValueError("; ".join(found))

@@ -1,0 +1,78 @@
+"""Megatron's GPT model, which ends before the logits and takes its rotary frequencies from the Hugging Face model.
+
+Imports Megatron: only `gpt_model.py` imports this, when a model is built.
+
+Axes: s tokens of this rank (under sequence parallelism a share of the row's), b rows, h hidden.
+"""
+
+from typing import Any
+
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from rl_backends.megatron.rope import Rope
+
+__all__ = ["Decoder", "FixedRotary"]
+
+
+class FixedRotary(RotaryEmbedding):  # type: ignore[misc]
+    """Angles of positions by given frequencies: no base is among its arguments, so that none can be wrong.
+
+    The factor on cosines and sines that some variants have is in the softmax scale.
+    """
+
+    def __init__(self, rope: Rope, *, cp_group: Any) -> None:
+        super().__init__(
+            kv_channels=2 * len(rope.inverse_frequencies),
+            rotary_percent=1.0,
+            use_cpu_initialization=True,
+            cp_group=cp_group,
+        )
+        self.inv_freq = rope.tensor()
+
+    def forward(  # noqa: PLR0917 - Megatron's signature
+        self,
+        max_seq_len: int,
+        offset: int = 0,
+        packed_seq: bool = False,  # noqa: FBT001, FBT002
+        cp_group: Any = None,
+    ) -> Tensor:
+        """Angles [tokens, 1, 1, head_dim], of this context-parallel rank's tokens unless rows are packed.
+
+        Megatron's own keeps the tables of the last 32 lengths, and with them the model; lengths hardly repeat here.
+        """
+        table: Tensor = self.get_emb(max_seq_len, offset)
+        group = self.cp_group if cp_group is None else cp_group
+        if group.size() > 1 and not packed_seq:
+            table = get_pos_emb_on_this_cp_rank(table, 0, group)
+        return table
+
+
+class Decoder(GPTModel):  # type: ignore[misc]
+    """Its forward gives hidden states [s, b, h]: after the last norm on the last pipeline stage.
+
+    `output_layer` holds this rank's rows of the head there, or, where embeddings are tied on one stage, no weight:
+    `head_weight` has them in both cases. Nobody makes logits of a whole row: they are read word by word where the loss
+    needs them.
+    """
+
+    def __init__(self, rope: Rope, **arguments: Any) -> None:
+        super().__init__(**arguments, position_embedding_type="rope")
+        self.rotary_pos_emb = FixedRotary(rope, cp_group=self.pg_collection.cp)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """On the last stage: this tensor-parallel rank's rows of the output layer, the last of which may be padding."""
+        if self.share_embeddings_and_output_weights:
+            weight: Tensor = self.shared_embedding_or_output_weight()
+            return weight
+        own: Tensor = self.output_layer.weight
+        return own
+
+    def _set_attention_backend(self) -> None:
+        """Megatron would write NVTE_* into the environment, and refuse one that somebody else has written there."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states

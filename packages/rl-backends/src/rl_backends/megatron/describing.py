@@ -1,0 +1,25 @@
+"""A backend in words: its layout, what this rank holds, its optimizer."""
+
+from rl_backends.megatron.model import MegatronModel
+from rl_backends.megatron.optimizer import MegatronOptimizers
+
+__all__ = ["describe"]
+
+
+def describe(model: MegatronModel, *, optimizers: MegatronOptimizers | None) -> str:
+    """Several lines; the optimizer's are there once training has begun."""
+    config, architecture = model.config, model.architecture
+    axes = " x ".join(f"{size} {axis}" for axis, size in model.groups.sizes.items())
+    numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
+    layers = [layer.layer_number - 1 for layer in model.gpt.decoder.layers]
+    lines = [
+        f"Megatron backend on {config.device}: {axes} ranks, weights in {config.precision}, gradients and optimizer in "
+        f"float32",
+        f"{architecture.model_type} of {architecture.num_layers} layers; this rank holds {numbers:,} numbers, layers "
+        f"{layers[0]} to {layers[-1]}{', and the head' if model.groups.last_stage else ''}",
+        f"microbatches of at most {config.micro_batch_size} rows"
+        + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
+        + (", packed" if config.sequence_packing else ", padded to their longest")
+        + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
+    ]
+    return "\n".join([*lines, *([] if optimizers is None else [optimizers.explain()])])

@@ -1,0 +1,78 @@
+"""Whether megatron-core can be used here, and its first import. Releases are read from metadata, before any import.
+
+Nothing else of `rl_backends` asks: a machine without megatron-core trains with DTensors as if this folder was absent.
+"""
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from importlib import metadata
+
+from rl_backends.errors import MissingDependencyError
+
+__all__ = ["require_megatron"]
+
+NEEDED = ">=0.16,<0.17"
+INSTALL = 'pip install "rl-backends[megatron]"'
+
+IMPORTED = (
+    "megatron.core",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe.moe_layer",
+)
+"""What warns while it is imported, or imports what does."""
+
+KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"Transformer Engine and Apex are not installed\. Falling back to ", UserWarning),
+    (r"Apex is not installed\. Falling back to Torch Norm", UserWarning),
+    (r"`torch\.jit\.script.*` is (deprecated|not supported)", DeprecationWarning),
+    (r"The following imports from `dynamic_context\.py` will be removed", DeprecationWarning),
+    (
+        r"The 'megatron\.core\.transformer\.custom_layers\.transformer_engine' \s*module is deprecated",
+        DeprecationWarning,
+    ),
+)
+"""Fallbacks to plain torch, which is what we ask for, and deprecations among megatron-core's own modules (0.16.1)."""
+
+
+@functools.cache
+def require_megatron() -> None:
+    """Import megatron-core, quietly; the next calls cost nothing.
+
+    Raises:
+        MissingDependencyError: megatron-core or psutil is absent, or megatron-core is of another release.
+    """
+    problems = [problem for problem in (_megatron_problem(), _psutil_problem()) if problem]
+    if problems:
+        raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")
+    with warnings.catch_warnings():
+        for message, category in KNOWN_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        for name in IMPORTED:
+            importlib.import_module(name)
+
+
+def _megatron_problem() -> str:
+    try:
+        installed = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return f"megatron-core is not installed, and {NEEDED} is needed"
+    from packaging.specifiers import SpecifierSet  # comes with megatron-core
+
+    if SpecifierSet(NEEDED).contains(installed):
+        return ""
+    return f"megatron-core {installed} is installed, and {NEEDED} is needed, whose workings the backend was tested with"
+
+
+def _psutil_problem() -> str:
+    if importlib.util.find_spec("psutil") is not None:
+        return ""
+    return "psutil is not installed, without which megatron-core's checkpoint writers never return"

@@ -1,0 +1,7 @@
+"""Which part of which Hugging Face tensor each of Megatron's parameters holds: the one source for whatever moves weights."""
+
+from rl_backends.megatron.mapping.gathering import Gatherer
+from rl_backends.megatron.mapping.held import HeldTensor
+from rl_backends.megatron.mapping.parameters import held_tensors
+
+__all__ = ["Gatherer", "HeldTensor", "held_tensors"]

@@ -1,0 +1,192 @@
+"""A Hugging Face model as Megatron lays it over ranks, and how rows of a batch go through it.
+
+Knows groups, microbatches and readers; no loss, no optimizer, no files.
+
+    sizes of the config -> groups -> GPT model of this stage -> weights -> gradient buffers -> read_all(rows)
+
+Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of the batch's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from rl_backends.batching.cut import MicrobatchLimits, cut_all
+from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
+from rl_backends.batching.microbatch import Microbatch
+from rl_backends.examples import TokenBatch
+from rl_backends.loading.shards_by_name import first_names
+from rl_backends.megatron.architecture import read_architecture
+from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.gpt_model import build_gpt_model
+from rl_backends.megatron.groups import ParallelGroups
+from rl_backends.megatron.mapping import HeldTensor, held_tensors
+from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
+from rl_backends.ranks import on_every_rank
+from rl_backends.readers import Reader
+from rl_backends.sameness import require_same_batch
+
+__all__ = ["Fill", "MegatronModel"]
+
+Fill = Callable[["MegatronModel"], object]
+"""Puts weights into a model's parameters, whose values are undefined until then."""
+
+
+class MegatronModel:
+    """The model of this rank's stage, each rank being handed whole batches and reading its own rows.
+
+    Args:
+        skeleton: the Hugging Face model, whose configuration, names and shapes count; its weights are not looked at.
+        config: sizes, device, precision, microbatches.
+        fill: puts the weights in.
+        trainable: with buffers for gradients; False for a reference.
+
+    Raises:
+        ModelError: an architecture that is not mapped, or sizes that do not divide it.
+        MissingDependencyError: megatron-core is absent, or another release.
+        ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
+    """
+
+    def __init__(self, skeleton: Any, config: MegatronConfig, *, fill: Fill, trainable: bool = True) -> None:
+        self.config = config
+        self.architecture = read_architecture(skeleton.config)
+        self.groups = ParallelGroups.join(config)
+        try:
+            self._build(skeleton, fill, trainable=trainable)
+        except BaseException:
+            self.groups.leave()
+            raise
+
+    def _build(self, skeleton: nn.Module, fill: Fill, *, trainable: bool) -> None:
+        names = first_names(skeleton)
+        self.shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
+        with cpu_compat():
+            self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
+        self.gpt.to(self.config.device)
+        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, self.groups)
+        on_every_rank(partial(fill, self))
+        if not trainable:
+            self.gpt.requires_grad_(requires_grad=False)
+        self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
+        self._head = OutputHead(self.gpt, self.groups, vocabulary_size=self.architecture.vocab_size)
+
+    @property
+    def rank_of_rows(self) -> int:
+        """This rank's place in what `cut` returns."""
+        return self.groups.rows.rank()
+
+    @property
+    def token_multiple(self) -> int:
+        """What the length of padded rows is rounded up to."""
+        context = self.config.context_parallel_size
+        return lcm(2 * context if context > 1 else 1, context * self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+    def cut(self, examples: TokenBatch) -> list[list[Microbatch]]:
+        """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
+
+        Raises:
+            BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
+        """
+        require_same_batch(examples)
+        limits = MicrobatchLimits(
+            rows=self.config.micro_batch_size,
+            tokens=self.config.micro_batch_tokens,
+            layout="packed" if self.config.sequence_packing else "padded",
+        )
+        return cut_all(
+            examples,
+            limits=limits,
+            num_ranks=self.groups.rows.size(),
+            token_multiple=self.token_multiple,
+            vocabulary_size=self.architecture.vocab_size,
+        )
+
+    def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int = 1) -> ModelInputs:
+        """What the model reads of rows on the host, on the device."""
+        context = self.groups.cp
+        made = make_inputs(
+            rows.tokens,
+            rows.lengths,
+            asked,
+            layout="packed" if self.config.sequence_packing else "padded",
+            offset=offset,
+            shard=None if context.size() == 1 else SequenceShard(context.rank(), context.size()),
+            multiple=self._multiple,
+        )
+        return made.to(self.config.device)
+
+    def read(
+        self, hidden: Tensor, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
+    ) -> tuple[Tensor, ...]:
+        """On the last stage, what the reader reads, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
+        return read_hidden(
+            hidden,
+            inputs,
+            reader,
+            head=self._head,
+            groups=self.groups,
+            sequence_parallel=self.config.sequence_parallel,
+            shape=shape,
+        )
+
+    @torch.no_grad()
+    def read_all(self, examples: TokenBatch, reader: Reader) -> dict[int, Tensor]:
+        """What `reader` reads of every trainable token, on every rank: by the number of its output, `[B, T, ...]`."""
+        microbatches = self.cut(examples)[self.rank_of_rows]
+        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        inputs = [self.inputs(each, each.trainable) for each in rows]
+        out: dict[int, Tensor] = {}
+
+        def keep(number: int, hidden: Tensor) -> Tensor:
+            shape = (rows[number].tokens.shape[0], rows[number].tokens.shape[1])
+            for output, each in enumerate(self.read(hidden, inputs[number], reader, shape=shape)):
+                whole = out.setdefault(output, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
+                if microbatches[number].counted:
+                    whole[microbatches[number].rows.to(whole.device), : microbatches[number].width] = each
+            return hidden.sum() * 0.0
+
+        run_passes(self.gpt, inputs, keep, forward_only=True)
+        return self._on_every_rank(out, device=examples.tokens.device)
+
+    def _on_every_rank(self, out: dict[int, Tensor], *, device: torch.device) -> dict[int, Tensor]:
+        last = self.groups.last_stage
+        told = told_by_last_stage(_values(out) if last else None, self.groups, device=self.config.device)
+        for whole in told:
+            if self.groups.rows.size() > 1:
+                dist.all_reduce(whole, group=self.groups.rows)
+        return {number: whole.to(device) for number, whole in enumerate(told)}
+
+    def close(self) -> None:
+        """Leave Megatron's process groups; nothing can be computed after."""
+        self.groups.leave()
+
+
+def _values(out: dict[int, Tensor]) -> Sequence[Tensor]:
+    return [out[number] for number in sorted(out)]
+
+
+def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
+    """Megatron's DDP, which adds gradients up in float32 and sums them over ranks when asked to, never by itself."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        grad_reduce_in_fp32=True,
+    )
+    with cpu_compat():
+        wrapped = DistributedDataParallel(gpt.config, options, gpt)
+        wrapped.zero_grad_buffer()
+    return wrapped

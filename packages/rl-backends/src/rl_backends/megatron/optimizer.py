@@ -1,0 +1,286 @@
+"""Megatron's optimizer over a model in Megatron's DDP, plain or distributed, with the settings of one of two sources.
+
+Either Megatron's own words (`MegatronConfig.optimizer`, `.scheduler`), or the `OptimizerConfig` of every other backend,
+translated so that the same recipe gives the same numbers. Knows parameters and steps; does not know losses, batches,
+gradients or clipping (`gradient_step`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from rl_backends.errors import CheckpointError, ModelError
+from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.schedule import MegatronSchedule, NeutralSchedule, Schedule
+from rl_backends.optimizers import OptimizerConfig
+
+__all__ = ["Adam", "MegatronOptimizers", "make_optimizers"]
+
+STEP_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """What both sources say of AdamW and of the gradient step, in one form."""
+
+    lr: float
+    """Peak learning rate."""
+    min_lr: float
+    """For Megatron's scheduler alone."""
+    weight_decay: float
+    """Decoupled, as a share of the learning rate."""
+    decay_vectors: bool
+    """Whether norms and biases decay like the matrices."""
+    betas: tuple[float, float]
+    """Of the running means of the gradient and of its square."""
+    eps: float
+    """Added to the root of the second moment."""
+    max_grad_norm: float | None
+    """Gradients whose global norm is larger are scaled down to it; None never scales."""
+    on_nonfinite_gradient: Literal["raise", "skip"]
+    """An error, or a step that is left out and counted."""
+
+
+def make_optimizers(
+    ddp: nn.Module,
+    transformer_config: Any,
+    config: MegatronConfig,
+    optimizer: OptimizerConfig | None,
+    *,
+    num_steps: int,
+) -> "MegatronOptimizers":
+    """Megatron's optimizer over the trainable parameters of `ddp`, for a stage of `num_steps` steps.
+
+    Make it after the weights were loaded: in bfloat16 it copies them into float32 here. Collective over all ranks.
+
+    ddp: Megatron's `DistributedDataParallel`, sharing its optimizer's state out if and only if `config` says so.
+    transformer_config: of the model.
+    optimizer: what training was started with; used where `config.optimizer` is None.
+
+    Raises:
+        ValueError: no source at all; settings that have no counterpart in Megatron, all of them at once; a schedule
+            that does not fit into `num_steps`.
+        ModelError: nothing is trainable.
+    """
+    adam = _adam(config.optimizer, optimizer)
+    with cpu_compat():
+        inner = _make_inner(ddp, transformer_config, adam, distributed=config.use_distributed_optimizer)
+        schedule = _make_schedule(inner, config, optimizer, num_steps=num_steps)
+        notes = _notes(config, optimizer)
+        return MegatronOptimizers(ddp, inner, schedule, adam=adam, num_steps=num_steps, notes=notes)
+
+
+@final
+class MegatronOptimizers:
+    """What `make_optimizers` made: Megatron's optimizer, and the learning rate of the next step."""
+
+    def __init__(
+        self,
+        ddp: nn.Module,
+        inner: Any,
+        schedule: Schedule,
+        *,
+        adam: Adam,
+        num_steps: int,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.inner = inner
+        """Megatron's `MegatronOptimizer`, for whatever keeps its state. Its learning rate is set anew by every step."""
+        self.adam = adam
+        """Its settings, and those of the gradient step."""
+        self.num_steps_taken = 0
+        """Steps since the stage began, without those left out for a gradient that was not finite."""
+        self.num_steps_skipped = 0
+        """Steps that were left out for a gradient that was not finite."""
+        self._ddp = ddp
+        self._schedule = schedule
+        self._num_steps = num_steps
+        self._notes = notes
+        schedule.apply(0)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Megatron's optimizers inside the chained one, which experts have their own of."""
+        return tuple(each for each in self.inner.chained_optimizers if not each.is_stub_optimizer)
+
+    @property
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:
+        """torch's optimizers inside Megatron's."""
+        return tuple(part.optimizer for part in self.parts)
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trainable parameters by Megatron's names, in which each pipeline stage counts its own layers."""
+        named = {
+            name.removeprefix("module.").removeprefix("module."): parameter
+            for name, parameter in self._ddp.named_parameters()
+        }
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self._schedule.learning_rate(self.num_steps_taken)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank from the first step on, float32 masters included."""
+        return sum(self._state_bytes(group) for group in self.inner.param_groups)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter along the gradient that `inner.prepare_grads()` has laid out."""
+        with cpu_compat():
+            self._schedule.apply(self.num_steps_taken)
+            self.inner.step_with_ready_grads()
+        self.num_steps_taken += 1
+
+    def zero_grad(self) -> None:
+        """Forget every gradient, also what microbatches have summed up."""
+        with cpu_compat():
+            self.inner.zero_grad()
+            self._ddp.zero_grad_buffer()
+
+    def schedule_state(self) -> dict[str, int]:
+        """How far the schedule has come; JSON can hold it."""
+        return {"num_steps_taken": self.num_steps_taken, "num_steps_skipped": self.num_steps_skipped}
+
+    def load_schedule_state(self, state: Mapping[str, int]) -> None:
+        """Go on where `schedule_state` was taken, along this stage's own schedule.
+
+        Raises:
+            CheckpointError: the state is not one, or the stage is over by then.
+        """
+        expected = self.schedule_state().keys()
+        if state.keys() != expected or not all(type(value) is int and value >= 0 for value in state.values()):
+            raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {sorted(expected)}, all >= 0")
+        if state["num_steps_taken"] > self._num_steps:
+            raise CheckpointError(
+                f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {self._num_steps}: "
+                "start it with as many steps as it had, or more"
+            )
+        self.num_steps_taken = state["num_steps_taken"]
+        self.num_steps_skipped = state["num_steps_skipped"]
+
+    def explain(self) -> str:
+        """The optimizer, its schedule, and what each group of parameters holds and needs on this rank."""
+        kinds = dict.fromkeys(f"{type(part).__name__} over {type(part.optimizer).__name__}" for part in self.parts)
+        lines = [f"Megatron's {', '.join(kinds)}: {self._schedule.explain()}", *self._notes]
+        rows = [["weight decay", "experts", "parameters", "elements here", "state on this rank"]]
+        rows += [self._row(group) for group in self.inner.param_groups]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join(lines)
+
+    def _row(self, group: Mapping[str, Any]) -> list[str]:
+        return [
+            f"{group['weight_decay']:g}" if group["wd_mult"] else "none",
+            "yes" if group["is_expert_parallel"] else "no",
+            f"{len(group['params']):,}",
+            f"{sum(each.numel() for each in group['params']):,}",
+            f"{self._state_bytes(group):,} bytes",
+        ]
+
+    def _state_bytes(self, group: Mapping[str, Any]) -> int:
+        """Two moments and a step for each, and the master where the model holds another dtype."""
+        masters = 1 if any(part.config.bf16 for part in self.parts) else 0
+        return sum((2 + masters) * each.numel() * each.element_size() + STEP_BYTES for each in group["params"])
+
+
+def _adam(megatron: MegatronOptimizerConfig | None, neutral: OptimizerConfig | None) -> Adam:
+    if megatron is not None:
+        return Adam(
+            lr=megatron.lr,
+            min_lr=megatron.min_lr,
+            weight_decay=megatron.weight_decay,
+            decay_vectors=False,
+            betas=(megatron.adam_beta1, megatron.adam_beta2),
+            eps=megatron.adam_eps,
+            max_grad_norm=megatron.clip_grad,
+            on_nonfinite_gradient=megatron.on_nonfinite_gradient,
+        )
+    if neutral is None:
+        raise ValueError(
+            "there is no optimizer: set megatron_cfg.optimizer (and megatron_cfg.scheduler), or start training with an "
+            "OptimizerConfig"
+        )
+    _refuse_what_megatron_lacks(neutral)
+    return Adam(
+        lr=neutral.lr,
+        min_lr=0.0,
+        weight_decay=neutral.weight_decay,
+        decay_vectors=neutral.decay_vectors,
+        betas=neutral.betas,
+        eps=neutral.eps,
+        max_grad_norm=neutral.max_grad_norm,
+        on_nonfinite_gradient=neutral.on_nonfinite_gradient,
+    )
+
+
+def _refuse_what_megatron_lacks(config: OptimizerConfig) -> None:
+    problems = [
+        f"name={config.name!r}: take 'adamw'" if config.name != "adamw" else "",
+        f"no_decay={config.no_decay}: names are those of Hugging Face, and Megatron holds several in one parameter; "
+        "leave it out"
+        if config.no_decay
+        else "",
+        f"implementation={config.implementation!r}: Megatron takes the AdamW of Transformer Engine or Apex where there "
+        "is one, else torch's; leave it out"
+        if config.name == "adamw" and config.implementation != "fused"
+        else "",
+    ]
+    if found := [problem for problem in problems if problem]:
+        raise ValueError(
+            f"the Megatron backend has no counterpart of {'; of '.join(found)}. Or set megatron_cfg.optimizer, which "
+            "is then used instead"
+        )
+
+
+def _notes(config: MegatronConfig, optimizer: OptimizerConfig | None) -> tuple[str, ...]:
+    if config.optimizer is None or optimizer is None:
+        return ()
+    unused = f"name={optimizer.name!r}, lr={optimizer.lr:g}, schedule={optimizer.schedule!r}"
+    return (f"From megatron_cfg.optimizer; the optimizer that training was started with ({unused}) is not used.",)
+
+
+def _make_schedule(inner: Any, config: MegatronConfig, optimizer: OptimizerConfig | None, *, num_steps: int) -> Schedule:
+    if config.optimizer is not None:
+        scheduler = config.scheduler or MegatronSchedulerConfig()
+        return MegatronSchedule(inner, config.optimizer, scheduler, num_steps=num_steps)
+    assert optimizer is not None
+    return NeutralSchedule(inner, optimizer, num_steps=num_steps)
+
+
+def _make_inner(ddp: nn.Module, transformer_config: Any, adam: Adam, *, distributed: bool) -> Any:
+    from megatron.core.optimizer import OptimizerConfig as TheirConfig
+    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+
+    theirs = TheirConfig(
+        optimizer="adam",
+        lr=adam.lr,
+        min_lr=adam.min_lr,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.betas[0],
+        adam_beta2=adam.betas[1],
+        adam_eps=adam.eps,
+        clip_grad=adam.max_grad_norm or 0.0,
+        bf16=transformer_config.bf16,
+        params_dtype=transformer_config.params_dtype,
+        use_distributed_optimizer=distributed,
+        log_num_zeros_in_grad=False,
+    )
+    # Only an empty dict lets everything decay; None means the standard ones, which leave out norms and biases.
+    overrides = {} if adam.decay_vectors else get_standard_config_overrides(theirs)
+    inner = get_megatron_optimizer(theirs, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
+    if not inner.param_groups:
+        raise ModelError(
+            f"none of the {len(list(ddp.parameters()))} parameters of {type(ddp).__name__} requires a gradient on any "
+            "rank, so there is nothing to optimize: unfreeze some"
+        )
+    return inner

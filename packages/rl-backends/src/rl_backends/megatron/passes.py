@@ -1,0 +1,180 @@
+"""Microbatches through the stages of the pipeline, and what is read of the last one's hidden states.
+
+    first stage  tokens -> hidden [s, b, H] -> ... -> last stage  hidden -> asked places -> reader -> [b, w, ...]
+
+Megatron's own schedules run the passes: one after the other, or 1F1B over several stages. Only the last stage reads;
+what it knows is told to the others by `told_by_last_stage`. No loss, no optimizer.
+
+Axes: b rows of a microbatch, w tokens of its longest, s tokens that the model reads at a time, H hidden.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rl_backends.batching.inputs import ModelInputs
+from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.groups import ParallelGroups
+from rl_backends.ranks import gather_text
+from rl_backends.readers import Reader
+
+__all__ = ["OutputHead", "read_hidden", "run_passes", "told_by_last_stage"]
+
+OnHidden = Callable[[int, Tensor], Tensor]
+"""Given a microbatch's number and the last stage's hidden states; returns the scalar that backward starts from."""
+
+
+def run_passes(
+    model: nn.Module, inputs: Sequence[ModelInputs], on_hidden: OnHidden, *, forward_only: bool = False
+) -> None:
+    """Forward, and backward unless `forward_only`, of every microbatch; gradients add up in `main_grad`.
+
+    model: on this stage, as wrapped for training or bare.
+    inputs: of each microbatch, equally many on every rank; all stages must be given the same.
+    on_hidden: called on the last stage alone, in the order of the microbatches.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(remaining: Iterator[tuple[int, ModelInputs]], stage: nn.Module) -> tuple[Tensor, Any]:
+        number, given = next(remaining)
+        hidden = stage(given.tokens, None, None, packed_seq_params=_packed(given))
+
+        def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total = on_hidden(number, hidden).clone()  # its memory is taken away after backward
+            return total, torch.zeros((), dtype=torch.int, device=hidden.device), {}
+
+        return hidden, finish
+
+    with cpu_compat():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(list(enumerate(inputs))),
+            model=[model],
+            num_microbatches=len(inputs),
+            seq_length=inputs[0].tokens.shape[1],  # shapes are sent with what they are of, between stages
+            micro_batch_size=inputs[0].tokens.shape[0],
+            forward_only=forward_only,
+        )
+
+
+class OutputHead(nn.Module):
+    """The last stage's output layer as a reader looks at it: a linear layer whose words lie on several ranks."""
+
+    def __init__(self, model: Any, groups: ParallelGroups, *, vocabulary_size: int) -> None:
+        super().__init__()
+        self._model = [model]  # not a submodule: its parameters are the model's
+        self._groups = groups
+        self._vocabulary_size = vocabulary_size
+
+    def get_output_embeddings(self) -> nn.Module:
+        """A layer with the one attribute `weight` [V, H], a DTensor where it is cut."""
+        layer = nn.Module()
+        layer.weight = self._weight()
+        return layer
+
+    def _weight(self) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        model, mesh = self._model[0], self._groups.tp_mesh
+        tied = model.share_embeddings_and_output_weights
+        weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        share, hidden = weight.shape
+        start = self._groups.tp.rank() * share
+        own = weight[: min(share, max(0, self._vocabulary_size - start))]
+        if mesh is None:
+            return own
+        shape = torch.Size((self._vocabulary_size, hidden))
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
+
+
+def read_hidden(
+    hidden: Float[Tensor, "s b H"],
+    inputs: ModelInputs,
+    reader: Reader,
+    *,
+    head: OutputHead,
+    groups: ParallelGroups,
+    sequence_parallel: bool,
+    shape: tuple[int, int],
+) -> tuple[Tensor, ...]:
+    """What the reader reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
+    if sequence_parallel:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        # The reader gives every rank the whole gradient, of which each keeps its own tokens'.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    places = _in_order_of_tokens(inputs.at, num_rows=hidden.shape[1], num_tokens=hidden.shape[0])
+    read = reader(head, hidden.flatten(0, 1).index_select(0, places), inputs)
+    several = (read,) if isinstance(read, Tensor) else tuple(read)
+    return tuple(_in_rows(each, inputs, shape, groups.cp) for each in several)
+
+
+def told_by_last_stage(
+    tensors: Sequence[Tensor] | None, groups: ParallelGroups, *, device: torch.device | str
+) -> list[Tensor]:
+    """The last stage's tensors, on every stage of this rank's pipeline.
+
+    tensors: None on the other stages.
+    """
+    if groups.pp.size() == 1:
+        return list(tensors or ())
+    kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors or ()]
+    text = gather_text(json.dumps(kinds), group=groups.pp)[-1]
+    told = [each.to(device) for each in tensors] if tensors is not None else _empty(json.loads(text), device)
+    last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
+    for each in told:
+        dist.broadcast(each, src=last, group=groups.pp)
+    return told
+
+
+def _empty(kinds: list[Any], device: torch.device | str) -> list[Tensor]:
+    return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in kinds]
+
+
+def _packed(inputs: ModelInputs) -> Any:
+    if inputs.cu_seq_lens is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends, longest = inputs.cu_seq_lens, inputs.longest
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _in_order_of_tokens(at: Int[Tensor, " n"], *, num_rows: int, num_tokens: int) -> Int[Tensor, " n"]:
+    """Places in [b * s] as places in [s * b]: Megatron's hidden states have tokens first."""
+    return at % num_tokens * num_rows + at // num_tokens
+
+
+def _in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], context: dist.ProcessGroup) -> Tensor:
+    placed = read.new_zeros(shape[0] * shape[1], *read.shape[1:]).index_copy(0, inputs.into, read)
+    whole = placed if context.size() == 1 else _SumOverRanks.apply(placed, context)  # type: ignore[no-untyped-call]
+    return whole.view(*shape, *read.shape[1:])  # type: ignore[no-any-return]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """What each context-parallel rank has read of its own tokens, added up; each keeps the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        del ctx
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradients[0], None

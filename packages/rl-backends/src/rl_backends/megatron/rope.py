@@ -1,0 +1,119 @@
+"""Rotary frequencies of a Hugging Face configuration, by `transformers` itself. Imports no Megatron.
+
+Megatron's own formulas know one base and one kind of scaling with fixed constants. Here the numbers are those that the
+Hugging Face model multiplies positions by, so that no variant can be nearly right. What changes them with the length
+of a sequence is refused.
+
+References: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Peng et al. 2023, "YaRN" (arXiv:2309.00071).
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Rope", "read_rope", "rope_problems"]
+
+STATIC = ("default", "linear", "llama3", "yarn")
+"""Kinds whose frequencies are the same for any length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Position p turns pair i of a head by p * inverse_frequencies[i]."""
+
+    kind: str
+    """`rope_type` of the configuration."""
+
+    inverse_frequencies: tuple[float, ...]
+    """head_dim / 2 numbers, each exact in float32."""
+
+    attention_scaling: float
+    """What cosines and sines are multiplied by; 1 but for YaRN."""
+
+    def tensor(self) -> torch.Tensor:
+        """The frequencies: float32 [head_dim / 2] on the CPU."""
+        return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
+
+
+def rope_problems(hf_config: Any) -> list[str]:
+    """Why the rotary positions of a configuration are not built here, each with its field and value."""
+    if _is_written_by_a_newer_release(hf_config):
+        found, base = hf_config.rope_parameters, getattr(hf_config, "rope_theta", None)
+        reason = (
+            f"rope_parameters={found}: the configuration was written by transformers 5, and the release that is "
+            f"installed would read rope_theta={base} in its place; install transformers>=5"
+        )
+        return [reason]
+    fields = _fields(hf_config)
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        return [
+            f"rope_parameters={dict(fields)}: one kind of rotary positions for each kind of layer is not built here"
+        ]
+    problems = []
+    if _kind(fields) not in STATIC:
+        problems.append(
+            f"rope_type={_kind(fields)!r}: its frequencies change with the length of a sequence, or are unknown here; "
+            f"what is built: {', '.join(STATIC)}"
+        )
+    if not isinstance(_base(hf_config), int | float):
+        problems.append(f"rope_theta={_base(hf_config)!r}: the base of rotary positions is a number")
+    partial = fields.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
+    if partial not in (None, 1, 1.0):
+        problems.append(f"partial_rotary_factor={partial}: whole heads are turned here")
+    return problems
+
+
+def read_rope(hf_config: Any, *, head_dim: int) -> Rope:
+    """The frequencies of a configuration.
+
+    Args:
+        hf_config: one in which `rope_problems` finds nothing.
+        head_dim: elements of a head.
+    """
+    kind = _kind(_fields(hf_config))
+    with torch.device("cpu"):
+        frequencies, scaling = _default(_base(hf_config), head_dim) if kind == "default" else _scaled(hf_config, kind)
+    assert frequencies.shape == (head_dim // 2,), (kind, frequencies.shape, head_dim)
+    return Rope(
+        kind=kind,
+        inverse_frequencies=tuple(frequencies.to(torch.float32).tolist()),
+        attention_scaling=float(scaling),
+    )
+
+
+def _default(base: float, head_dim: int) -> tuple[torch.Tensor, float]:
+    """As `transformers` computes it, to the bit; release 5 has it inside each model."""
+    return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+
+
+def _scaled(hf_config: Any, kind: str) -> tuple[torch.Tensor, float]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(hf_config), torch.device("cpu"))
+    return frequencies, scaling
+
+
+def _is_release_5(hf_config: Any) -> bool:
+    return hasattr(hf_config, "standardize_rope_params")
+
+
+def _is_written_by_a_newer_release(hf_config: Any) -> bool:
+    return not _is_release_5(hf_config) and bool(getattr(hf_config, "rope_parameters", None))
+
+
+def _fields(hf_config: Any) -> Mapping[str, Any]:
+    """Where they lie: `rope_parameters` since release 5, `rope_scaling` before."""
+    name = "rope_parameters" if _is_release_5(hf_config) else "rope_scaling"
+    return getattr(hf_config, name, None) or {}
+
+
+def _kind(fields: Mapping[str, Any]) -> str:
+    return str(fields.get("rope_type", fields.get("type", "default")))
+
+
+def _base(hf_config: Any) -> Any:
+    """The base. A configuration of release 5 that was made by hand may have it beside the fields."""
+    return _fields(hf_config).get("rope_theta") or getattr(hf_config, "rope_theta", None)

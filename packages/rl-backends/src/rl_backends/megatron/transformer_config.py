@@ -1,0 +1,183 @@
+"""Megatron's `TransformerConfig` for an architecture and a layout. Knows no weights and builds no layer.
+
+What is fused into one kernel elsewhere is left apart: plain torch on any device, and the order of roundings of the
+Hugging Face model. Dropout is 0.
+"""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_backends.errors import ModelError
+from rl_backends.megatron.architecture import Architecture
+from rl_backends.megatron.config import MegatronConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+__all__ = ["padded_vocab_size", "require_layout", "transformer_config"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(
+    architecture: Architecture, config: MegatronConfig, *, transformer_engine: bool = False
+) -> "TransformerConfig":
+    """The configuration of every layer.
+
+    Args:
+        architecture: of the Hugging Face model.
+        config: how it is laid over ranks.
+        transformer_engine: the layers will be Transformer Engine's, which read sliding windows here.
+
+    Raises:
+        ModelError: the architecture cannot be cut like this; every reason is in the message.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    require_layout(architecture, config)
+    with warnings.catch_warnings():
+        # said of any recomputed attention, also of ours, which keeps no scores
+        warnings.filterwarnings("ignore", message=".*the core_attn is from transformer_engine", category=UserWarning)
+        return TransformerConfig(
+            **_sizes(architecture),
+            **_layout(config),
+            **_recompute(config),
+            **(_mixture(architecture, grouped=transformer_engine) if architecture.num_experts else {}),
+            **(_windows(architecture) if transformer_engine else {}),
+            transformer_impl="transformer_engine" if transformer_engine else "local",
+            cuda_graph_scope=[],  # the default is deprecated, and says so
+        )
+
+
+def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
+    """Refuse what cannot be cut, before Megatron does, one assertion at a time. Imports no Megatron.
+
+    Raises:
+        ModelError: every reason is in the message.
+    """
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    experts, expert_ranks = architecture.num_experts, config.expert_model_parallel_size
+    multiples = [
+        ("num_key_value_heads", architecture.num_query_groups, "tensor_model_parallel_size", tensor),
+        ("num_hidden_layers", architecture.num_layers, "pipeline_model_parallel_size", stages),
+        ("num_experts", experts, "expert_model_parallel_size", expert_ranks if experts else 1),
+        # Experts are not cut.
+        ("intermediate_size", 0 if experts else architecture.ffn_hidden_size, "tensor_model_parallel_size", tensor),
+    ]
+    problems = [
+        f"{name}={size} of the model is no multiple of {parts}={ranks}; lower it to a divisor"
+        for name, size, parts, ranks in multiples
+        if size % ranks
+    ]
+    if expert_ranks > 1 and not experts:
+        problems.append(f"expert_model_parallel_size={expert_ranks}, and the model has no experts; set it to 1")
+    if experts and tensor > 1 and not config.sequence_parallel:
+        problems.append(
+            f"tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=True, or its ranks "
+            f"would each send the same tokens to the experts"
+        )
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ModelError(f"a {architecture.model_type} of this size cannot be laid out as asked:\n{listed}")
+
+
+def padded_vocab_size(architecture: Architecture, config: MegatronConfig) -> int:
+    """Rows of Megatron's embeddings over all tensor-parallel ranks, which hold as many each.
+
+    Rows past the vocabulary are 0 and stand for no word: whoever reads logits leaves them out.
+    """
+    ranks = config.tensor_model_parallel_size
+    return -(-architecture.vocab_size // ranks) * ranks
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    """In place of random first values, which take longer to draw than a checkpoint to read, and are replaced by it.
+
+    `perform_initialization=False` would leave memory as it is found, and, worse, the marks of tensor parallelism out,
+    which Megatron puts on parameters as it initialises them: gradient norms are counted by them.
+    """
+    return torch.nn.init.zeros_(weight)
+
+
+def _sizes(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.head_dim,
+        "softmax_scale": architecture.softmax_scale,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_eps,
+        "qk_layernorm": architecture.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_bias,
+        "attention_softmax_in_fp32": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method": _zeros,
+        "output_layer_init_method": _zeros,
+        "embedding_init_method": _zeros,
+    }
+
+
+def _layout(config: MegatronConfig) -> dict[str, Any]:
+    on_cpu, stages = config.device == "cpu", config.pipeline_model_parallel_size
+    dtype = DTYPES[config.precision]
+    return {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_model_parallel_size": stages,
+        "context_parallel_size": config.context_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        "calculate_per_token_loss": True,  # gradients are sums, and nobody divides them
+        "variable_seq_lengths": stages > 1,  # each microbatch is as long as its longest row
+        "batch_p2p_comm": not on_cpu,  # it waits for a GPU after each message
+        "deallocate_pipeline_outputs": stages > 1,
+        "moe_token_dispatcher_type": "alltoall",  # asked of dense models too, where lengths vary
+    }
+
+
+def _recompute(config: MegatronConfig) -> dict[str, Any]:
+    if config.recompute_granularity is None:
+        return {}
+    if config.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _mixture(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
+    return {
+        "num_moe_experts": architecture.num_experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,
+        # Of all experts before the choice, the weights are their probabilities; of the chosen alone, they add up to 1.
+        "moe_router_pre_softmax": not architecture.normalise_router,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": grouped,
+    }
+
+
+def _windows(architecture: Architecture) -> dict[str, Any]:
+    """Transformer Engine counts the tokens to the left of a token; ours gets its window with its layer's spec."""
+    sizes = {window for window in architecture.sliding_windows if window is not None}
+    if not sizes:
+        return {}
+    (window,) = sizes
+    return {
+        "window_size": (window - 1, 0),
+        "window_attn_skip_freq": [int(window is not None) for window in architecture.sliding_windows],
+    }

@@ -1,0 +1,55 @@
+"""The frozen model that a policy is compared with: a model of its own, or the policy with its adapters off.
+
+A copy has its own parameters, so that nothing which fails can leave its weights in the policy.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rl_backends.examples import TokenBatch
+from rl_backends.readers import Head, Reader, read_logp
+
+__all__ = ["Readable", "ReferenceModel", "without_weights"]
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A model over ranks, of which every rank is told what is read of all rows."""
+
+    def read_all(self, examples: TokenBatch, reader: Reader) -> dict[int, Tensor]:
+        """By the number of the reader's output, `[B, T, ...]`."""
+
+
+class ReferenceModel:
+    """Log-probabilities of a model that nothing trains."""
+
+    def __init__(
+        self,
+        model: Readable,
+        head: Head,
+        *,
+        temperature: Callable[[], float],
+        as_reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._head = head
+        self._temperature = temperature
+        self._as_reference = as_reference
+
+    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """As the policy's `logp`, at the policy's temperature; float32."""
+        with self._as_reference():
+            return self._model.read_all(examples, read_logp(self._head, self._temperature()))[0]
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its parameters on the meta device, ties and buffers kept; no weight is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,139 @@
+"""Which training backend a policy gets: Megatron where it is enabled, otherwise DTensor.
+
+Knows the two configurations; imports neither backend until one is made, so that only a policy that Megatron trains
+needs megatron-core.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from torch import nn
+
+from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.megatron.config import MegatronConfig
+
+if TYPE_CHECKING:
+    from rl_backends.dtensor.backend import DTensorBackend
+    from rl_backends.megatron.backend import MegatronBackend
+
+    Backend: TypeAlias = DTensorBackend | MegatronBackend
+    """What a selection makes. The two have the same surface."""
+else:
+    Backend = object  # naming the classes would load both
+
+__all__ = ["Backend", "BackendConfigs", "Selection", "select_backend"]
+
+
+@runtime_checkable
+class BackendConfigs(Protocol):
+    """What a selection is made from: whatever holds both configurations, such as a recipe's `policy`."""
+
+    @property
+    def dtensor_cfg(self) -> DTensorConfig:
+        """Of the DTensor backend, enabled unless it is switched off."""
+
+    @property
+    def megatron_cfg(self) -> MegatronConfig:
+        """Of the Megatron backend, off unless it is enabled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The backend that was chosen, and why."""
+
+    backend: Literal["dtensor", "megatron"]
+    """Which one."""
+
+    reason: str
+    """Why that one, and which settings of the other have no effect."""
+
+    config: DTensorConfig | MegatronConfig
+    """Of the chosen one."""
+
+    unused: tuple[str, ...] = ()
+    """Settings of the other that differ from their defaults, as `dtensor_cfg.device='cuda'`."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody needs to be told: DTensor, as by default, and nothing was set in vain."""
+        return self.backend == "dtensor" and not self.unused
+
+    def require_installed(self) -> None:
+        """Refuse at once what `make` would refuse after a model was loaded.
+
+        Raises:
+            MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
+        """
+        if self.backend == "megatron":
+            from rl_backends.megatron.installed import require_megatron
+
+            require_megatron()
+
+    def make(self, model: nn.Module, **options: Any) -> Backend:
+        """The backend over `model`, with its weights; options and errors are those of its constructor.
+
+        Raises:
+            MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
+        """
+        made: Backend = self._class()(model, self.config, **options)
+        return made
+
+    def from_pretrained(self, model_name: str, **options: Any) -> Backend:
+        """The backend over a folder or hub id; options and errors are those of its `from_pretrained`.
+
+        Raises:
+            MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
+        """
+        made: Backend = self._class().from_pretrained(model_name, self.config, **options)
+        return made
+
+    def _class(self) -> Any:
+        self.require_installed()
+        if self.backend == "megatron":
+            from rl_backends.megatron.backend import MegatronBackend
+
+            return MegatronBackend
+        from rl_backends.dtensor.backend import DTensorBackend
+
+        return DTensorBackend
+
+
+def select_backend(configs: BackendConfigs) -> Selection:
+    """Choose by `megatron_cfg.enabled`, which takes precedence, and `dtensor_cfg.enabled`.
+
+    Raises:
+        ValueError: neither is enabled.
+    """
+    dtensor, megatron = configs.dtensor_cfg, configs.megatron_cfg
+    if megatron.enabled:
+        why = "megatron_cfg.enabled is true, and takes precedence"
+        other = f"dtensor_cfg.enabled is {'true too' if dtensor.enabled else 'false'}"
+        return _selected("megatron", f"{why}; {other}", config=megatron, unused=_changed("dtensor_cfg", dtensor))
+    if dtensor.enabled:
+        why = "dtensor_cfg.enabled is true, and megatron_cfg.enabled is false"
+        return _selected("dtensor", why, config=dtensor, unused=_changed("megatron_cfg", megatron))
+    raise ValueError(
+        "dtensor_cfg.enabled and megatron_cfg.enabled are both false, which leaves nothing to train with; set one of "
+        "them to true"
+    )
+
+
+def _selected(
+    backend: Literal["dtensor", "megatron"],
+    why: str,
+    *,
+    config: DTensorConfig | MegatronConfig,
+    unused: tuple[str, ...],
+) -> Selection:
+    effect = f"; of no effect: {', '.join(unused)}" if unused else ""
+    return Selection(backend=backend, reason=why + effect, config=config, unused=unused)
+
+
+def _changed(name: str, config: DTensorConfig | MegatronConfig) -> tuple[str, ...]:
+    """The settings that were given, `enabled` apart."""
+    default = type(config)()
+    return tuple(
+        f"{name}.{field.name}={getattr(config, field.name)!r}"
+        for field in fields(config)
+        if field.name != "enabled" and getattr(config, field.name) != getattr(default, field.name)
+    )

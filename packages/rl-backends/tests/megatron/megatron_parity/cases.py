@@ -1,0 +1,168 @@
+"""The cells of the table: models by layouts over ranks by layouts of the batch, and cells of their own.
+
+A cell is exact (every quantity within its bar) or refused in the words that stand here.
+"""
+
+import dataclasses
+
+from megatron_parity.problems import Problem
+
+BAR = 1e-5
+BFLOAT16_BAR = 5e-2
+
+MODELS = ("Llama", "Llama, rope of Llama 3", "Mistral", "Qwen2", "Qwen3", "Qwen3-MoE")
+TIES = ("untied", "tied")
+TP, PP, EP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
+CP = "context_parallel_size"
+SP = {"sequence_parallel": True}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+MESHES = {  # ranks, configuration, the share of the parameters that a rank may hold at most
+    "1": (1, {}, 1.0),
+    "TP2": (2, {TP: 2}, 0.5),
+    "TP2+SP": (2, {TP: 2, **SP}, 0.5),
+    "PP2": (2, {PP: 2}, 0.5),
+    "CP2": (2, {CP: 2}, 1.0),
+    "EP2": (2, {EP: 2}, 0.65),
+    "DP2": (2, {}, 1.0),
+    "DP2, distributed optimizer": (2, DISTRIBUTED, 1.0),
+    "TP2×PP2": (4, {TP: 2, PP: 2}, 0.25),
+}
+OTHER_MESHES = {  # for cells of their own
+    "TP2+SP×PP2": (4, {TP: 2, PP: 2, **SP}, 0.25),
+    "CP2×TP2+SP": (4, {CP: 2, TP: 2, **SP}, 0.5),
+    "CP2×PP2": (4, {CP: 2, PP: 2}, 0.5),
+    "DP2×PP2, distributed optimizer": (4, {PP: 2, **DISTRIBUTED}, 0.5),
+    "DP2×TP2, distributed optimizer": (4, {TP: 2, **DISTRIBUTED}, 0.5),
+    "EP2×PP2": (4, {EP: 2, PP: 2}, 0.35),
+    "EP2×CP2": (4, {EP: 2, CP: 2}, 0.65),
+    "EP2×TP2+SP": (4, {EP: 2, TP: 2, **SP}, 0.45),
+    "DP2×EP2, distributed optimizer": (4, {EP: 2, **DISTRIBUTED}, 0.65),
+    "EP2, distributed optimizer": (2, {EP: 2, **DISTRIBUTED}, 0.65),
+    "PP4": (4, {PP: 4}, 0.35),
+}
+LAYOUTS = {
+    "padded": {"micro_batch_size": 2},
+    "packed": {"sequence_packing": True, "micro_batch_size": 3},
+}
+FULL, SELECTIVE = ({"recompute_granularity": each} for each in ("full", "selective"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the backend, and what it must come to."""
+
+    model: str
+    mesh: str
+    layout: str
+    problem: Problem
+    config: dict = dataclasses.field(hash=False)
+    ranks: int = 1
+    calls: int = 1
+    bar: float = BAR
+    most_held: float = 1.0
+    refusal: str | None = None
+
+    @property
+    def name(self):
+        return f"{self.model}, {'tied' if self.problem.tied else 'untied'}, {self.mesh}, {self.layout}"
+
+
+def table():
+    """Models by meshes by layouts."""
+    return [
+        cell(model, mesh, layout, tied=tied == "tied")
+        for mesh in MESHES
+        for model in MODELS
+        for tied in TIES
+        for layout in LAYOUTS
+        if mesh != "EP2" or model == "Qwen3-MoE"
+    ]
+
+
+def apart():
+    """What the table has no column for, one cell each."""
+    pairs, one, cold = (
+        Problem("Qwen3", "pairs"),
+        Problem("Qwen3", "one row"),
+        Problem("Qwen3", temperature=0.7),
+    )
+    return [
+        cell("Qwen3", "DP2", "padded", note="pairs that stay together", problem=pairs),
+        cell("Qwen3", "PP2", "packed", note="pairs that stay together", problem=pairs),
+        cell("Qwen3", "DP2", "padded", note="a rank without rows", problem=one),
+        cell("Qwen3", "PP2", "packed", note="one microbatch", problem=one),
+        cell("Qwen3", "TP2", "packed", note="temperature 0.7", problem=cold),
+        cell("Qwen3", "PP2", "padded", note="temperature 0.7", problem=cold),
+        cell("Qwen3", "1", "padded", note="three calls a step", calls=3),
+        cell("Qwen3", "PP2", "packed", note="three calls a step", calls=3, tied=True),
+        cell("Qwen3", "TP2+SP", "padded", note="three calls a step", calls=3),
+        cell("Qwen3", "DP2, distributed optimizer", "packed", note="three calls a step", calls=3),
+        cell("Qwen3", "1", "padded", note="one pass", micro_batch_size=64),
+        cell("Qwen3", "PP2", "padded", note="one row a pass", micro_batch_size=1, tied=True),
+        cell("Qwen3", "TP2", "padded", note="at most 220 tokens a pass", micro_batch_size=64, micro_batch_tokens=220),
+        cell("Qwen3", "1", "padded", note="layers recomputed", **FULL),
+        cell("Qwen3", "TP2+SP", "packed", note="layers recomputed", **FULL),
+        cell("Qwen3", "PP2", "padded", note="layers recomputed", **FULL),
+        cell("Qwen3", "CP2", "padded", note="attention recomputed", **SELECTIVE),
+        cell("Qwen3-MoE", "EP2", "packed", note="layers recomputed", **FULL),
+        cell("Llama", "1", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell("Qwen3", "TP2+SP", "packed", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell("Qwen2", "PP2", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR, tied=True),
+        cell("Qwen3", "DP2, distributed optimizer", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell("Llama, yarn", "TP2", "padded"),
+        cell("Llama, yarn", "CP2", "padded"),
+        cell("Mistral, window of 6", "1", "padded"),
+        cell("Mistral, window of 6", "TP2+SP", "packed"),
+        cell("Mistral, window of 6", "CP2", "padded"),
+        cell("Qwen3-MoE, router as it is", "EP2", "padded"),
+        cell("Qwen3-MoE", "EP2, distributed optimizer", "packed"),
+        cell("Llama, 4 layers", "PP4", "padded", tied=True),
+        cell("Qwen2", "TP2+SP×PP2", "padded", tied=True),
+        cell("Qwen3", "TP2+SP×PP2", "packed"),
+        cell("Qwen3", "CP2×TP2+SP", "padded"),
+        cell("Llama, rope of Llama 3", "CP2×PP2", "padded", tied=True),
+        cell("Qwen3", "DP2×PP2, distributed optimizer", "packed", tied=True),
+        cell("Qwen2", "DP2×TP2, distributed optimizer", "padded"),
+        cell("Qwen3-MoE", "EP2×PP2", "padded", tied=True),
+        cell("Qwen3-MoE", "EP2×CP2", "padded"),
+        cell("Qwen3-MoE", "EP2×TP2+SP", "packed"),
+        cell("Qwen3-MoE", "DP2×EP2, distributed optimizer", "padded"),
+        cell("Llama, 1 head", "TP2", "padded", refusal="heads"),
+        cell("Llama", "EP2", "padded", refusal="expert"),
+        cell("Gemma-3", "1", "padded", refusal="gemma3_text"),
+        cell("Llama", "TP2", "padded", note="three stages", pipeline_model_parallel_size=3, refusal="3"),
+        cell("Llama", "TP2", "padded", note="four", tensor_model_parallel_size=4, refusal="4"),
+    ]
+
+
+def cell(model, mesh, layout, *, tied=False, note=None, **options):
+    """A cell of `mesh` and `layout`; other names than those of `Cell` are fields of the configuration."""
+    ranks, config, most_held = {**MESHES, **OTHER_MESHES}[mesh]
+    own = {name: options.pop(name) for name in ("calls", "bar", "refusal") if name in options}
+    problem = dataclasses.replace(options.pop("problem", None) or Problem(model), tied=tied)
+    return Cell(
+        model=model,
+        mesh=mesh,
+        layout=f"{layout}, {note}" if note else layout,
+        problem=problem,
+        config={**config, **LAYOUTS[layout], **options},
+        ranks=ranks,
+        most_held=most_held,
+        **own,
+    )
+
+
+def whole():
+    """All of them."""
+    return [*table(), *apart()]
+
+
+def usual():
+    """On each mesh each model once, tied or untied and padded or packed by turns, and all cells of their own."""
+    chosen = []
+    for each in table():
+        turn = MODELS.index(each.model) + list(MESHES).index(each.mesh)
+        tied, layout = TIES.index("tied" if each.problem.tied else "untied"), list(LAYOUTS).index(each.layout)
+        if (tied, layout) == (turn % 2, turn // 2 % 2):
+            chosen.append(each)
+    return [*chosen, *apart()]
