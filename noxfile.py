@@ -30,6 +30,7 @@ from house import House, Package, admitted, floor, group  # noqa: E402
 HOUSE = House.read(HERE)
 TOOLS = nox.project.load_toml(HERE / "pyproject.toml")
 PYTHON = "3.11"  # the oldest one admitted; torch packages name theirs in their cells
+MEGATRON = HOUSE.packages["rl-backends"].extra("megatron")
 HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loaded by importing a package of ours
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for a network
@@ -193,7 +194,7 @@ for _package in HOUSE.packages.values():
 @nox.session(python=PYTHON, tags=["quick"])
 def integration(session: nox.Session) -> None:
     """Test what only holds for the packages together, in real processes."""
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"])
+    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=MEGATRON)
     session.run("pytest", "tests-integration", *session.posargs, env=OFFLINE)
 
 
@@ -267,5 +268,5 @@ def release(session: nox.Session) -> None:
 def dev(session: nox.Session) -> None:
     """Make `.venv`, with every package editable and every tool: where one edits, and runs pytest without nox."""
     tools = [line for name in ("lint", "layers", "types", "test") for line in group(TOOLS, name)]
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=tools, home=HERE / ".venv")
+    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=[*tools, *MEGATRON], home=HERE / ".venv")
     session.log("ready: . .venv/bin/activate")

@@ -56,6 +56,10 @@ class Package:
         requirements = map(Requirement, self.pyproject["project"].get("dependencies", []))
         return {requirement.name: requirement for requirement in requirements}
 
+    def extra(self, name: str) -> list[str]:
+        """The requirements of an extra, `megatron` for one."""
+        return list(self.pyproject["project"]["optional-dependencies"][name])
+
     def group(self, name: str) -> list[str]:
         """The requirements of a dependency group, `test` for one; none where the package has no such group."""
         return group(self.pyproject, name)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_backends.checkpoint_directory import megatron_checkpoint_dir
     from rl_backends.checkpoints import (
         CheckpointState,
         CheckpointWrite,
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from rl_backends.dry_run.report import DryRun
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
-    from rl_backends.errors import BatchError, CheckpointError, ModelError, NonFiniteGradientError, RankError
+    from rl_backends.errors import (
+        BatchError,
+        CheckpointError,
+        MissingDependencyError,
+        ModelError,
+        NonFiniteGradientError,
+        RankError,
+    )
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
     from rl_backends.loading import (
@@ -36,12 +44,23 @@ if TYPE_CHECKING:
         open_model,
     )
     from rl_backends.lora import LoraConfig, MergedWeights
+    from rl_backends.megatron.backend import MegatronBackend
+    from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
     from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
     from rl_backends.reference import ReferenceModel
+    from rl_backends.selection import BackendSelection, select_backend
 
 _HOMES = {
+    "megatron_checkpoint_dir": "checkpoint_directory",
+    "BackendSelection": "selection",
+    "select_backend": "selection",
+    "MissingDependencyError": "errors",
+    "MegatronSchedulerConfig": "megatron.config",
+    "MegatronOptimizerConfig": "megatron.config",
+    "MegatronConfig": "megatron.config",
+    "MegatronBackend": "megatron.backend",
     "BatchError": "errors",
     "CheckpointError": "errors",
     "CheckpointState": "checkpoints",
@@ -88,6 +107,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BackendSelection",
     "BatchError",
     "CheckpointError",
     "CheckpointState",
@@ -99,8 +119,13 @@ __all__ = [
     "GradientStep",
     "LoadReport",
     "LoraConfig",
+    "MegatronBackend",
+    "MegatronConfig",
+    "MegatronOptimizerConfig",
+    "MegatronSchedulerConfig",
     "MemoryUse",
     "MergedWeights",
+    "MissingDependencyError",
     "ModelError",
     "ModelFlops",
     "ModelSource",
@@ -125,12 +150,14 @@ __all__ = [
     "load_tokenizer",
     "make_optimizers",
     "materialize",
+    "megatron_checkpoint_dir",
     "memory_by_category",
     "open_model",
     "peak_flops_per_s",
     "predict",
     "prune",
     "save_checkpoint",
+    "select_backend",
 ]
 
 

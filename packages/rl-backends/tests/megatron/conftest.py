@@ -27,12 +27,10 @@ def has_megatron():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs Megatron where there is none; in the cell that asks for it, its absence is an error."""
-    from importlib.metadata import version
-
-    if has_megatron() or version("transformers").startswith(f"{CELL['transformers']}."):
+    """Skip what needs Megatron where there is none."""
+    if has_megatron():
         return
-    reason = f"needs megatron-core, which the cell of transformers {CELL['transformers']} has"
+    reason = f"needs megatron-core {CELL['megatron-core']}, which the cell of transformers {CELL['transformers']} has"
     for item in items:
         if HERE in item.path.parents and item.path.name not in WITHOUT_MEGATRON:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -53,21 +51,9 @@ def nothing_outlives_its_module(request):
 @pytest.fixture(scope="session")
 def imported():
     """Everything that a rank needs is imported here once, and not on each."""
-    import torch
-    import transformers.models.llama.modeling_llama
-    import transformers.models.mistral.modeling_mistral
-    import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.qwen3.modeling_qwen3
-    import transformers.models.qwen3_moe.modeling_qwen3_moe
+    from megatron_parity.program import import_all
 
-    try:
-        from rl_backends.megatron.installed import require_megatron
-    except ImportError: require_megatron=lambda:None
-
-    require_megatron()
-    #import rl_backends.megatron.backend
-
-    torch.set_num_threads(1)  # no pool of threads that ranks would miss
+    import_all()
 
 
 @pytest.fixture

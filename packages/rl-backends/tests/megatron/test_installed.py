@@ -1,4 +1,4 @@
-"""Claims about an absent, old or new megatron-core: it is refused by name, before it is imported, and nobody else cares."""
+"""Claims about an absent, old or new megatron-core: it is refused by name before it is imported, and nobody else cares."""
 
 import importlib
 import importlib.util
@@ -62,7 +62,7 @@ def test_a_release_of_the_tested_line_is_imported(pretend_installed, release):
 
 
 def test_psutil_is_asked_for_because_saving_would_hang_without_it(pretend_installed):
-    with pytest.raises(MissingDependencyError, match="psutil is not installed, without which .* never return"):
+    with pytest.raises(MissingDependencyError, match=r"psutil is not installed, without which .* never return"):
         pretend_installed(megatron="0.16.1", psutil=False)()
 
 
@@ -76,7 +76,7 @@ import importlib.abc, importlib.metadata, sys
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("megatron", "psutil"):
+        if name.split(".")[0] == "megatron":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Block())
@@ -112,7 +112,9 @@ assert not [name for name in sys.modules if name.split(".")[0] == "megatron"]
 
 
 def test_everything_else_works_where_megatron_cannot_be_imported():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEGATRON], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "megatron-core is not installed" in done.stdout
 
@@ -135,7 +137,7 @@ assert before == (list(warnings.filters), list(logging.getLogger().handlers), th
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_the_first_import_is_silent_and_changes_no_filter_and_no_logger():
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FIRST_IMPORT], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-c", FIRST_IMPORT], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("", "")

@@ -11,7 +11,16 @@ from typing import Any
 from rl_algorithms.chat import Chat, Demonstration, Prompt
 from rl_algorithms.data import DataError, Dataset, read_jsonl, split_held_out
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_backends import DTensorBackend, check_generation_config, check_vocabulary, load_causal_lm, load_tokenizer
+from rl_backends import (
+    Backend,
+    MissingDependencyError,
+    Selection,
+    check_generation_config,
+    check_vocabulary,
+    load_causal_lm,
+    load_tokenizer,
+    select_backend,
+)
 from rl_generation import Sampling, TransformersEngine
 from rl_launcher.errors import LauncherError
 from rl_launcher.recipe import load_object
@@ -29,7 +38,9 @@ HELD_OUT_SHARE = 0.1
 class Parts:
     """All that a run is made of."""
 
-    policy: DTensorBackend
+    policy: Backend
+    selection: Selection
+    """Which backend trains, and why."""
     engine: TransformersEngine
     weight_sync: WeightSync
     environment: RewardFunctionEnvironment
@@ -48,6 +59,7 @@ def build(recipe: Recipe) -> Parts:
     Raises:
         ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
     """
+    selection = _installed_backend(recipe.policy)
     reward = _load_function(recipe.env.reward, wanted="a reward function (env.reward)")
     environment = RewardFunctionEnvironment(reward=reward, on_error=recipe.env.on_error)
     dataset = load_dataset(recipe.data, seed=recipe.seed)
@@ -58,9 +70,10 @@ def build(recipe: Recipe) -> Parts:
     held_out = [chat.prompt(row) for row in dataset.held_out]
     demonstrations = [] if recipe.sft is None else [chat.demonstration(row) for row in dataset.demonstrations]
     _check_lengths(model, [*prompts, *held_out], demonstrations, max_new_tokens=recipe.policy.generation.max_new_tokens)
+    own = copy.deepcopy(model)  # weights of the engine's own, refitted like those of any other
+    policy = selection.make(model)
     engine = TransformersEngine(
-        # Its own weights, refitted like those of any other engine.
-        copy.deepcopy(model).to(recipe.policy.dtensor_cfg.device),
+        _in_dtypes_of(policy, own).to(selection.config.device),
         stop_token_ids=chat.stop_token_ids,
         pad_token_id=chat.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         max_batch_size=recipe.policy.generation.max_batch_size,
@@ -68,11 +81,11 @@ def build(recipe: Recipe) -> Parts:
         # No answer from weights that a refit has left torn; the sink is made of the engine, below.
         ready=lambda: sink.check(),  # noqa: PLW0108
     )
-    policy = DTensorBackend(model, recipe.policy.dtensor_cfg)
     sink = ModuleSink(engine.model, on_commit=engine.commit_version)
     refit = Refit(weight_source(policy), sink, **asdict(recipe.policy.refit))
     return Parts(
         policy=policy,
+        selection=selection,
         engine=engine,
         weight_sync=WeightSync(refit),
         environment=environment,
@@ -82,6 +95,23 @@ def build(recipe: Recipe) -> Parts:
         held_out=held_out,
         demonstrations=demonstrations,
     )
+
+
+def _installed_backend(config: PolicyConfig) -> Selection:
+    selection = select_backend(config)
+    try:
+        selection.require_installed()
+    except MissingDependencyError as error:
+        raise LauncherError(f"policy.megatron_cfg.enabled=true: {error}") from error
+    return selection
+
+
+def _in_dtypes_of(policy: Backend, model: Any) -> Any:
+    """`model` with its parameters in the dtypes that `policy` sends them in; buffers stay as they are."""
+    dtypes = {shard.name: shard.local.dtype for shard in policy.shards()}
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+    return model
 
 
 def sampling(config: GenerationConfig, *, greedy: bool = False, seed: int | None = None) -> Sampling:

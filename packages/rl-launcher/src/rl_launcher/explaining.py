@@ -1,5 +1,6 @@
 """What a run would do, in text: the recipe with the origin of each value, the sharding, the engine, the refit."""
 
+from rl_backends import MegatronConfig, Selection, explain_megatron_checkpoint_dir
 from rl_launcher.building import build
 from rl_launcher.recipe import Resolved
 from rl_launcher.recipe_schema import Recipe
@@ -21,8 +22,19 @@ def explain(resolved: Resolved[Recipe]) -> str:
     sections = {
         "Recipe": resolved.explain(),
         "Data": data,
+        "Backend": _describe(parts.selection),
         "Policy": parts.policy.explain(),
         "Engine": parts.engine.explain(),
         "Refit": parts.weight_sync.explain(),
     }
     return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items())
+
+
+def _describe(selection: Selection) -> str:
+    """Which backend and why; for Megatron, where its conversions lie, of which a run in one process needs none."""
+    chosen = f"{selection.backend}: {selection.reason}"
+    if not isinstance(selection.config, MegatronConfig):
+        return chosen
+    own = selection.config.checkpoint_dir
+    folder = explain_megatron_checkpoint_dir() if own is None else f"{own} (megatron_cfg.checkpoint_dir says so)"
+    return f"{chosen}\nconversions lie in {folder}; this run fills Megatron from the model as it is loaded, and makes none"

@@ -10,7 +10,7 @@ from rl_algorithms.chat import PromptFormat
 from rl_algorithms.dpo import DPOConfig
 from rl_algorithms.grpo import GRPOConfig
 from rl_algorithms.sft import SFTConfig
-from rl_backends import DTensorConfig, OptimizerConfig
+from rl_backends import DTensorConfig, MegatronConfig, OptimizerConfig, select_backend
 from rl_refit import RefitConfig
 
 __all__ = [
@@ -71,13 +71,19 @@ class PolicyConfig:
     """Accept a model with more embeddings than its tokenizer has tokens, as Qwen's have."""
 
     dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
-    """The training backend."""
+    """The training backend of PyTorch's own parallelism, used unless the next one is enabled."""
+
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    """The training backend of megatron-core, which takes precedence where it is enabled."""
 
     generation: GenerationConfig
     """The engine."""
 
     refit: RefitConfig = field(default_factory=RefitConfig)
     """The way from the one to the other."""
+
+    def __post_init__(self) -> None:
+        select_backend(self)  # refuses where there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ def train(recipe: Recipe, parts: Parts, recorder: Recorder, *, progress: Progres
     evaluator = Evaluator(parts, recipe)
     headline = headline_stage(recipe)
     progress.restore(parts)
+    if not parts.selection.is_plain:
+        recorder.message(f"policy: {parts.selection.backend} trains it: {parts.selection.reason}")
     parts.weight_sync(version=progress.version)  # proves, before training, that every weight of the engine can be fed
     if recipe.sft is not None and headline not in {"sft", progress.stage}:
         recorder.start()

@@ -4,36 +4,47 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from rl_backends import DTensorBackend
+from rl_backends import Backend, DTensorBackend
+from rl_parallel_plans import NamedShard
 from rl_refit import Binding, Region, StateDictSource
 
 __all__ = ["weight_source"]
 
 
-def weight_source(policy: DTensorBackend) -> StateDictSource:
+def weight_source(policy: Backend) -> StateDictSource:
     """A `WeightSource` over the policy's shards, of the values of the latest `policy.shards()`.
 
-    Adapters are merged; call `policy.shards()` before each refit to merge them anew. Fused weights whose rows tensor
-    parallelism has put in another order are sent box by box, in the order of the unsharded model.
+    Adapters are merged; call `policy.shards()` before each refit to merge them anew. What lies in memory otherwise than
+    in the unsharded model is sent box by box, in the order of that: fused weights whose rows tensor parallelism has put
+    in another order, and everything that Megatron has, of whose parameters each holds parts of several tensors.
     """
     shards = policy.shards()
-    tensors = {shard.name: shard.tensor for shard in shards} | _transient_buffers(policy.model)
-    reordered = [shard for shard in shards if shard.row_order is not None]
+    as_they_lie = {shard.name: shard.tensor for shard in shards if isinstance(shard, NamedShard)}
+    in_boxes = [shard for shard in shards if not isinstance(shard, NamedShard) or shard.row_order is not None]
+    storage = {
+        f"storage of {shard.name}, {number}": shard.tensor
+        for number, shard in enumerate(in_boxes)
+        if not isinstance(shard, NamedShard) and shard.boxes()  # a rank may hold nothing but padding
+    }
+    device = shards[0].tensor.device
+    buffers = {name: buffer.to(device) for name, buffer in _transient_buffers(policy).items()}
 
     def bindings(_: nn.Module) -> Iterator[Binding]:
-        for shard in reordered:
+        for shard in in_boxes:
             for box in shard.boxes():
                 region = Region(shard.name, box.offsets, box.sizes)
                 yield Binding(region, shape=shard.shape, tensor=box.of_local(shard.local))
 
-    return StateDictSource(tensors, bindings=bindings if reordered else None)
+    return StateDictSource(as_they_lie | storage | buffers, bindings=bindings if in_boxes else None)
 
 
-def _transient_buffers(model: nn.Module) -> dict[str, Tensor]:
+def _transient_buffers(policy: Backend) -> dict[str, Tensor]:
     """Buffers that no state dict has, such as rotary frequencies: an engine of the same class has them too."""
+    if not isinstance(policy, DTensorBackend):
+        return policy.skeleton_buffers()
     transient = {
         f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
+        for path, module in policy.model.named_modules()
         for name in module._non_persistent_buffers_set  # noqa: SLF001 - no public one
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name in transient}
+    return {name: buffer for name, buffer in policy.model.named_buffers() if name in transient}

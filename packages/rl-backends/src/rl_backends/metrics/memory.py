@@ -80,7 +80,7 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
     named = named_parameters(model)
     tensors: dict[str, Sequence[tuple[str, torch.Tensor]]] = {
         "parameters": named,
-        "gradients": [(name, p.grad) for name, p in named if p.grad is not None],
+        "gradients": [(name, grad) for name, p in named if (grad := _gradient(p)) is not None],
         "optimizer state": list(optimizer_tensors(optimizers)),
         "buffers": list(model.named_buffers()),
     }
@@ -97,6 +97,11 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
         resident=resident,
         peak_resident=peak,
     )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Megatron adds gradients up in `main_grad`, a part of a buffer of its own."""
+    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
 
 
 def _cuda(tensors: Iterable[torch.Tensor]) -> dict[str, int] | None:

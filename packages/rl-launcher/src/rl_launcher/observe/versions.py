@@ -18,6 +18,7 @@ _DISTRIBUTIONS = (
     "torch",
     "transformers",
     "tokenizers",
+    "megatron-core",
     "rl-launcher",
     "rl-algorithms",
     "rl-generation",

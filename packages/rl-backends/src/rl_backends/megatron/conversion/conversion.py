@@ -13,7 +13,7 @@ import torch
 
 from rl_backends.errors import CheckpointError
 from rl_backends.megatron.conversion.marker import Marker, check_files, read_marker
-from rl_backends.megatron.conversion.space import GIB
+from rl_backends.megatron.conversion.space import told_bytes
 from rl_backends.megatron.conversion.tensors import ShardedModel, load_tensors, stored_dtypes
 from rl_backends.ranks import on_every_rank
 
@@ -73,7 +73,7 @@ class Conversion:
         model = marker.model_name + (f" at {marker.revision[:8]}" if marker.revision else "")
         return (
             f"{self.folder}: {model} ({marker.architecture}) as a Megatron checkpoint in {marker.dtype}, "
-            f"{marker.num_bytes / GIB:.3f} GiB, made {marker.written_at} in {marker.seconds:.1f} s by "
+            f"{told_bytes(marker.num_bytes)}, made {marker.written_at} in {marker.seconds:.1f} s by "
             f"{marker.ranks} rank{'s' if marker.ranks > 1 else ''}; {self.why}"
         )
 

@@ -28,7 +28,7 @@ from rl_backends.megatron.conversion.lock import WriterLock
 from rl_backends.megatron.conversion.marker import Marker, read_marker, records, write_marker
 from rl_backends.megatron.conversion.place import Place
 from rl_backends.megatron.conversion.progress import told_while_writing
-from rl_backends.megatron.conversion.space import ELSEWHERE, GIB, check_space
+from rl_backends.megatron.conversion.space import ELSEWHERE, check_space, told_bytes
 from rl_backends.megatron.conversion.tensors import ShardedModel, save_tensors
 from rl_backends.ranks import gather_text, on_every_rank, on_rank_0
 
@@ -154,7 +154,7 @@ def _convert(place: Place, source: ModelSource, build: Build, *, why: str, say: 
         if removed := place.remove_leftovers():
             say(f"removed what an interrupted run left: {', '.join(folder.name for folder in removed)}")
         check_space(place.directory, tensor_bytes=content.tensor_bytes)
-        say(f"converting {content.model_name} to {place.target}, {content.tensor_bytes / GIB:.3f} GiB: {why}")
+        say(f"converting {content.model_name} to {place.target}, {told_bytes(content.tensor_bytes)}: {why}")
         return str(place.begin())
 
     unfinished = Path(_from_rank_0(begin))
@@ -174,7 +174,7 @@ def _convert(place: Place, source: ModelSource, build: Build, *, why: str, say: 
 def _save(model: ShardedModel, weights: Path, content: SourceContent, *, say: Say) -> None:
     from rl_backends.megatron.cpu_compat import cpu_compat
 
-    on_rank_0(lambda: say(f"writing {content.tensor_bytes / GIB:.3f} GiB"))
+    on_rank_0(lambda: say(f"writing {told_bytes(content.tensor_bytes)}"))
     quiet: Say = say if _is_first_rank() else _say_nothing
     try:
         with cpu_compat(), told_while_writing(weights, total_bytes=content.tensor_bytes, say=quiet):
@@ -208,7 +208,7 @@ def _finish(place: Place, unfinished: Path, source: ModelSource, *, started: flo
         raise CheckpointError(f"the files of {content.model_name} were changed while they were converted; start again")
     write_marker(unfinished, marker)
     place.publish(unfinished)
-    say(f"{place.target}: {marker.num_bytes / GIB:.3f} GiB in {marker.seconds:.1f} s")
+    say(f"{place.target}: {told_bytes(marker.num_bytes)} in {marker.seconds:.1f} s")
 
 
 def _seen(target: Path, why: str) -> Conversion:

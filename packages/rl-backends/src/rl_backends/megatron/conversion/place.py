@@ -17,7 +17,7 @@ from rl_backends.megatron.conversion.content import SourceContent
 from rl_backends.megatron.conversion.conversion import Conversion, read_conversion
 from rl_backends.megatron.conversion.lock import WriterLock
 from rl_backends.megatron.conversion.marker import MARKER, read_marker
-from rl_backends.megatron.conversion.space import GIB
+from rl_backends.megatron.conversion.space import told_bytes
 
 __all__ = ["Place"]
 
@@ -86,7 +86,7 @@ class Place:
             except CheckpointError:
                 continue
             if (marker.model_name, marker.revision) == (self.content.model_name, self.content.revision):
-                told.append(f"{folder.name} ({marker.num_bytes / GIB:.3f} GiB)")
+                told.append(f"{folder.name} ({told_bytes(marker.num_bytes)})")
         return ", ".join(sorted(told))
 
     def _unfinished(self) -> Iterator[Path]:

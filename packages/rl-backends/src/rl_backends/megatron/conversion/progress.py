@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rl_backends.megatron.conversion.space import GIB
+from rl_backends.megatron.conversion.space import told_bytes
 
 __all__ = ["told_while_writing"]
 
@@ -23,7 +23,7 @@ def told_while_writing(folder: Path, *, total_bytes: int, say: Callable[[str], N
         while not ended.wait(EVERY_S):
             done = sum(_size(path) for path in folder.rglob("*"))
             seconds = time.monotonic() - started
-            say(f"written {done / GIB:.3f} of {total_bytes / GIB:.3f} GiB in {seconds:.0f} s")
+            say(f"written {told_bytes(done)} of {told_bytes(total_bytes)} in {seconds:.0f} s")
 
     thread = threading.Thread(target=watch, name="conversion progress", daemon=True)
     thread.start()

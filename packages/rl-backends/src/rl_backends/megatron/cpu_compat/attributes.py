@@ -1,6 +1,5 @@
 """Names of torch and megatron-core that megatron-core takes for granted, and what stands there without CUDA."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def _splits_as_on_gpu(tensor: Any, as_numpy: bool = False, record_stream: bool =
 
 
 def _scatter_contiguous(
-    tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, *args: Any, **kwargs: Any
+    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     whole = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
     return torch.distributed.distributed_c10d.scatter(tensor, whole, *args, **kwargs)
@@ -64,7 +63,7 @@ ATTRIBUTE_WORKAROUNDS = (
     Workaround(
         name="CUDA's random state",
         reason="recomputation saves and restores it: saving fails, and each restoring is queued, with a stack trace, "
-        "for a CUDA that never starts, so that memory grows with every step. An empty state, restored by doing nothing.",
+        "for a CUDA that never starts, so that memory grows with every step. An empty state; restoring does nothing.",
         attributes={
             "torch.cuda.get_rng_state": _no_cuda_rng_state,
             "torch.cuda.random.get_rng_state": _no_cuda_rng_state,
@@ -73,8 +72,8 @@ ATTRIBUTE_WORKAROUNDS = (
     ),
     Workaround(
         name="te_general_gemm of moe_utils",
-        reason="the name is bound only where Transformer Engine is installed, and the router reads it: NameError. Bound "
-        "to None, which the router takes for an absent kernel.",
+        reason="the name is bound only where Transformer Engine is installed, and the router reads it: NameError. "
+        "Bound to None, which the router takes for an absent kernel.",
         absent_attributes={"megatron.core.transformer.moe.moe_utils.te_general_gemm": None},
     ),
     Workaround(

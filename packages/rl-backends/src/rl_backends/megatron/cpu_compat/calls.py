@@ -1,6 +1,7 @@
 """Torch calls that megatron-core makes with CUDA in mind, and the mode that answers them on the CPU.
 
-The mode sees every torch call of a training step, so that all it does for almost every one is a look-up.
+The mode sees every torch call of a forward pass, so that all it does for almost every one is a look-up. It sees none of
+a backward pass, where torch (2.13) has no function modes: what is recomputed there relies on the attributes alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +30,6 @@ class CpuCalls(TorchFunctionMode):
         rule = self._rules.get(func)
         if rule is None or not is_pretending():
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func is torch.Tensor.backward:
-            with self:  # torch takes a mode away inside an overridden call, and hooks and recomputation need it
-                return rule(func, args, kwargs or {})
         return rule(func, args, kwargs or {})
 
 
@@ -64,12 +62,6 @@ def _cuda_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     asks = len(args) == 1 and not kwargs and args[0].device.type == "cpu"
     return answer.replace("torch.", "torch.cuda.", 1) if asks else answer
 
-
-def _backward(_func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch.autograd.backward(*args, **{_BACKWARD_NAMES.get(name, name): value for name, value in kwargs.items()})
-
-
-_BACKWARD_NAMES = {"gradient": "grad_tensors"}
 
 _FACTORIES = (
     torch.arange,
@@ -117,12 +109,5 @@ CALL_WORKAROUNDS = (
         reason="both optimizers and gradient clipping tell dtypes by that string, and raise TypeError for "
         "'torch.FloatTensor'. A CPU tensor spells its type as a CUDA tensor would.",
         calls={torch.Tensor.type: _cuda_type},
-    ),
-    Workaround(
-        name="Tensor.backward()",
-        reason="torch switches a function mode off inside an overridden call, so that recomputation and gradient hooks "
-        "would meet CUDA again. Handed to torch.autograd.backward, which is what it does, with the mode on.",
-        seen_in="torch 2.13.0",
-        calls={torch.Tensor.backward: _backward},
     ),
 )

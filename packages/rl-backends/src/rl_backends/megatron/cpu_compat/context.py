@@ -17,7 +17,7 @@ import torch
 
 from rl_backends.megatron.cpu_compat.attributes import ATTRIBUTE_WORKAROUNDS
 from rl_backends.megatron.cpu_compat.calls import CALL_WORKAROUNDS, CpuCalls
-from rl_backends.megatron.cpu_compat.state import is_pretending, pretend
+from rl_backends.megatron.cpu_compat.state import come_in, is_inside, is_pretending, pretend
 from rl_backends.megatron.cpu_compat.workaround import CallRule, Workaround
 from rl_backends.megatron.installed import require_megatron
 
@@ -43,17 +43,17 @@ def entries() -> tuple[Workaround, ...]:
 def cpu_compat() -> Iterator[None]:
     """Let Megatron run on the CPU inside; where CUDA is available, do nothing.
 
-    It may be nested, in itself and in `user_code`, and holds for the thread that entered it: backward passes on the CPU
-    run in the thread that starts them. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
+    It may be nested, in itself and in `user_code`, and holds for the thread that entered it, in which torch runs backward
+    passes on the CPU too. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
 
     Raises:
         MissingDependencyError: see `require_megatron`.
     """
-    if is_pretending() or torch.cuda.is_available():
+    if torch.cuda.is_available():
         yield
         return
     require_megatron()
-    with _attributes_replaced(), CpuCalls(_RULES), pretend(True):
+    with contextlib.nullcontext() if is_inside() else _applied(), pretend(True):
         yield
 
 
@@ -61,6 +61,12 @@ def cpu_compat() -> Iterator[None]:
 def user_code() -> Iterator[None]:
     """Inside `cpu_compat`: show an honest torch to code that is not Megatron's. Elsewhere: nothing."""
     with pretend(False):
+        yield
+
+
+@contextlib.contextmanager
+def _applied() -> Iterator[None]:
+    with _attributes_replaced(), CpuCalls(_RULES), come_in():
         yield
 
 

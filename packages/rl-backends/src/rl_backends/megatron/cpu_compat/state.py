@@ -4,14 +4,30 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["is_pretending", "pretend"]
+__all__ = ["come_in", "is_inside", "is_pretending", "pretend"]
 
 
 class _Thread(threading.local):
+    inside = False
     pretending = False
 
 
 _thread = _Thread()
+
+
+def is_inside() -> bool:
+    """True inside `cpu_compat`, in this thread."""
+    return _thread.inside
+
+
+@contextlib.contextmanager
+def come_in() -> Iterator[None]:
+    """Be inside `cpu_compat`, which is entered once however often it is nested."""
+    _thread.inside = True
+    try:
+        yield
+    finally:
+        _thread.inside = False
 
 
 def is_pretending() -> bool:

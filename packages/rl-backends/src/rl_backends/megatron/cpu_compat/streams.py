@@ -15,7 +15,8 @@ class NullStream:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A null stream inside `cpu_compat`, what torch says elsewhere."""
-        return super().__new__(cls) if is_pretending() else torch.cuda.streams.Stream(*args, **kwargs)
+        honest: Any = torch.cuda.streams.Stream
+        return super().__new__(cls) if is_pretending() else honest(*args, **kwargs)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Device and priority mean nothing."""
