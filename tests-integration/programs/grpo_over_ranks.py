@@ -1,8 +1,8 @@
-"""One rank of a GRPO run on the quickstart's task: every rank trains its part of the policy and has an engine of its own.
+"""One rank of a GRPO run on the quickstart's task: each trains its part of the policy and has an engine of its own.
 
 argv[1]: JSON of {"folder": of the model, "out": folder, "dtensor": options, "megatron": options or null, "steps": int}.
-Under torchrun over its ranks, otherwise alone. Rank 0 writes what was logged, and the weights after the first step; each
-rank writes the digest of its engine's weights.
+Under torchrun over its ranks, otherwise alone. Rank 0 writes what was logged, and its engine's weights after the first
+step and after the last; each rank writes the digest of the latter and what its refits have moved.
 """
 
 import copy
@@ -108,6 +108,7 @@ def run(task):
     policy.save_pretrained(folder / "saved")
     if sync.rank == 0:
         (folder / "logged.json").write_text(json.dumps(logged))
+        torch.save(engine.model.state_dict(), folder / "engine.pt")
     weights = b"".join(tensor.numpy().tobytes() for tensor in engine.model.state_dict().values())
     digest = hashlib.sha256(weights).hexdigest()
     (folder / f"engine_{sync.rank}.json").write_text(json.dumps({"digest": digest, "refits": sync.sent}))

@@ -31,6 +31,14 @@ CASES = {
     "another vocabulary": (["policy.model_name={folder}/model.py:other_vocabulary"], ["64 embeddings", "51 tokens"]),
     "no chat template": (["policy.model_name={folder}/model.py:no_template"], ["chat template", "plain"]),
     "reward of another signature": (["env.reward={folder}/reward.py:wants_more"], ["requires solution", "answer"]),
+    "no backend": (
+        ["policy.dtensor_cfg.enabled=false"],
+        ["dtensor_cfg.enabled and megatron_cfg.enabled are both false"],
+    ),
+    "impossible settings of both backends": (
+        ["policy.dtensor_cfg.sequence_parallel=true", "policy.megatron_cfg.sequence_parallel=true"],
+        ["2 problems", "needs tensor_parallel_size > 1", "needs tensor_model_parallel_size > 1"],
+    ),
     "too many ranks": (["policy.dtensor_cfg.tensor_parallel_size=2"], ["tensor_parallel_size=2"]),
     "unwritable run directory": (["run_dir=/proc/run"], ["run_dir='/proc/run' cannot be written"]),
 }

@@ -180,7 +180,13 @@ def test_a_column_that_only_some_rows_have_may_be_asked_for(recipe, tmp_path):
 def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
     result = CliRunner().invoke(app, ["explain", str(recipe), "seed=7"])
     assert result.exit_code == 0, result.output
-    for text in ('override "seed=7"', "6 prompts to learn from, 2 held out", "DTensor backend on cpu", "lm_head"):
+    for text in (
+        'override "seed=7"',
+        "6 prompts to learn from, 2 held out",
+        "dtensor trains the policy: dtensor_cfg.enabled is true, and megatron_cfg.enabled is false",
+        "DTensor backend on cpu",
+        "lm_head",
+    ):
         assert text in result.stdout
     assert not (tmp_path / "run").exists()
 

@@ -1,6 +1,7 @@
 """The meter of a backend's steps, from what backends have in common."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ def make_meter(
     skeleton: nn.Module,
     *,
     device: str,
-    precision: str,
+    precision: Literal["float32", "bfloat16"],
     packed: bool,
     token_multiple: int,
     recomputed: bool,

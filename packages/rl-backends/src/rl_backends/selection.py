@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     Backend = object  # naming the classes would load both
 
-__all__ = ["Backend", "BackendConfigs", "Selection", "select_backend"]
+__all__ = ["Backend", "BackendConfigs", "BackendSelection", "select_backend"]
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class BackendConfigs(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class BackendSelection:
     """The backend that was chosen, and why."""
 
     backend: Literal["dtensor", "megatron"]
@@ -98,7 +98,7 @@ class Selection:
         return DTensorBackend
 
 
-def select_backend(configs: BackendConfigs) -> Selection:
+def select_backend(configs: BackendConfigs) -> BackendSelection:
     """Choose by `megatron_cfg.enabled`, which takes precedence, and `dtensor_cfg.enabled`.
 
     Raises:
@@ -106,9 +106,10 @@ def select_backend(configs: BackendConfigs) -> Selection:
     """
     dtensor, megatron = configs.dtensor_cfg, configs.megatron_cfg
     if megatron.enabled:
-        why = "megatron_cfg.enabled is true, and takes precedence"
-        other = f"dtensor_cfg.enabled is {'true too' if dtensor.enabled else 'false'}"
-        return _selected("megatron", f"{why}; {other}", config=megatron, unused=_changed("dtensor_cfg", dtensor))
+        alone = "megatron_cfg.enabled is true, and dtensor_cfg.enabled is false"
+        both = "megatron_cfg.enabled is true, and takes precedence over dtensor_cfg.enabled, which is true too"
+        why = both if dtensor.enabled else alone
+        return _selected("megatron", why, config=megatron, unused=_changed("dtensor_cfg", dtensor))
     if dtensor.enabled:
         why = "dtensor_cfg.enabled is true, and megatron_cfg.enabled is false"
         return _selected("dtensor", why, config=dtensor, unused=_changed("megatron_cfg", megatron))
@@ -124,9 +125,9 @@ def _selected(
     *,
     config: DTensorConfig | MegatronConfig,
     unused: tuple[str, ...],
-) -> Selection:
+) -> BackendSelection:
     effect = f"; of no effect: {', '.join(unused)}" if unused else ""
-    return Selection(backend=backend, reason=why + effect, config=config, unused=unused)
+    return BackendSelection(backend=backend, reason=why + effect, config=config, unused=unused)
 
 
 def _changed(name: str, config: DTensorConfig | MegatronConfig) -> tuple[str, ...]:

@@ -36,9 +36,7 @@ def held(model, fill, precision="float32", **sizes):
     skeleton = source.skeleton()
     config = MegatronConfig(precision=precision, **sizes)
     made = MegatronModel(skeleton, config, fill=lambda each: fill(each, source, skeleton), trainable=False)
-    parts = {
-        f"{part.name}|{box.offsets}": box.of_local(part.local).clone() for part in made.held for box in part.parts
-    }
+    parts = {f"{part.name}|{box.offsets}": box.of_local(part.local).clone() for part in made.held for box in part.parts}
     made.close()
     return parts
 

@@ -54,8 +54,8 @@ def plain(tensors, lengths, *, window=None, scale=FEATURES**-0.5):
     query, key, value, gradient = (tensor.double() for tensor in tensors)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     out = []
-    for q, k, v in zip(*(leaf.split(lengths) for leaf in leaves), strict=True):
-        k, v = (tensor.repeat_interleave(QUERY_HEADS // tensor.shape[1], dim=1) for tensor in (k, v))
+    for q, *shared in zip(*(leaf.split(lengths) for leaf in leaves), strict=True):
+        k, v = (tensor.repeat_interleave(QUERY_HEADS // tensor.shape[1], dim=1) for tensor in shared)
         behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
         hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -123,9 +123,11 @@ class LargestTensor(TorchDispatchMode):
 
     nbytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.nbytes = max([self.nbytes, *(t.untyped_storage().nbytes() for t in tree_leaves(out) if torch.is_tensor(t))])
+        self.nbytes = max(
+            [self.nbytes, *(t.untyped_storage().nbytes() for t in tree_leaves(out) if torch.is_tensor(t))]
+        )
         return out
 
 
@@ -252,7 +254,7 @@ def test_rows_that_ranks_cannot_share_are_refused():
         attention(group=two)._held(packed([4, 6]), num_tokens=5)
 
 
-def test_megatron_builds_and_calls_it_as_its_own(imported):  # noqa: ARG001
+def test_megatron_builds_and_calls_it_as_its_own(imported):
     from megatron.core.transformer.attention import CoreAttention, CoreAttentionBuilder
 
     def names(function):

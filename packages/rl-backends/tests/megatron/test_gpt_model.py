@@ -19,6 +19,9 @@ from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import held_tensors
 from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout, transformer_config
 
+pytestmark = pytest.mark.filterwarnings(  # megatron-core 0.16.1 says so to its own linear layers, in every forward
+    "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"
+)
 BAR = 1e-5
 LENGTH = 640
 WINDOWS = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}
@@ -185,7 +188,9 @@ def test_layers_of_a_later_pipeline_stage_have_their_own_numbers_and_windows(on_
 
     def run(_):
         groups = ParallelGroups.join(config)
-        gpt = built(read_architecture(plain_model("Qwen2", **{**WINDOWS, "max_window_layers": 3}).config), groups, config)
+        gpt = built(
+            read_architecture(plain_model("Qwen2", **{**WINDOWS, "max_window_layers": 3}).config), groups, config
+        )
         layers = [
             (layer.layer_number, layer.self_attention.core_attention.sliding_window) for layer in gpt.decoder.layers
         ]
@@ -237,7 +242,10 @@ def test_recomputation_gives_the_same_gradients(on_ranks):
 def test_what_ranks_cannot_share_is_refused_in_one_error_before_megatron_asserts():
     dense = read_architecture(transformers.LlamaConfig(**{**SIZES, "intermediate_size": 50}))
     config = MegatronConfig(
-        tensor_model_parallel_size=4, pipeline_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        sequence_parallel=True,
     )
     with pytest.raises(ModelError) as caught:
         transformer_config(dense, config)

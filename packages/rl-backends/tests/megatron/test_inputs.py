@@ -132,7 +132,7 @@ def test_padded_rows_are_cut_as_the_sequences_of_rl_parallel_plans(question):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_megatron_turns_packed_rows_by_the_same_positions(imported, ranks):  # noqa: ARG001
+def test_megatron_turns_packed_rows_by_the_same_positions(imported, ranks):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 
     torch.manual_seed(0)

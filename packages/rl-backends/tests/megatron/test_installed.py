@@ -1,4 +1,4 @@
-"""Claims about an absent, old or new megatron-core: it is refused by name before it is imported, and nobody else cares."""
+"""Claims about an absent, old or new megatron-core: refused by name before it is imported, and nobody else cares."""
 
 import importlib
 import importlib.util

@@ -12,15 +12,15 @@ from rl_algorithms.chat import Chat, Demonstration, Prompt
 from rl_algorithms.data import DataError, Dataset, read_jsonl, split_held_out
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import (
-    Backend,
+    BackendSelection,
     MissingDependencyError,
-    Selection,
     check_generation_config,
     check_vocabulary,
     load_causal_lm,
     load_tokenizer,
     select_backend,
 )
+from rl_backends.selection import Backend
 from rl_generation import Sampling, TransformersEngine
 from rl_launcher.errors import LauncherError
 from rl_launcher.recipe import load_object
@@ -39,7 +39,7 @@ class Parts:
     """All that a run is made of."""
 
     policy: Backend
-    selection: Selection
+    selection: BackendSelection
     """Which backend trains, and why."""
     engine: TransformersEngine
     weight_sync: WeightSync
@@ -97,7 +97,7 @@ def build(recipe: Recipe) -> Parts:
     )
 
 
-def _installed_backend(config: PolicyConfig) -> Selection:
+def _installed_backend(config: PolicyConfig) -> BackendSelection:
     selection = select_backend(config)
     try:
         selection.require_installed()

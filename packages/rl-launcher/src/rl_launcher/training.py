@@ -5,6 +5,7 @@ sft -> held-out before -> grpo or dpo -> held-out after
 
 from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator, HeldOut
+from rl_launcher.explaining import describe_backend
 from rl_launcher.progress import Progress
 from rl_launcher.recipe_schema import Recipe
 from rl_launcher.recording import Recorder
@@ -19,7 +20,7 @@ def train(recipe: Recipe, parts: Parts, recorder: Recorder, *, progress: Progres
     headline = headline_stage(recipe)
     progress.restore(parts)
     if not parts.selection.is_plain:
-        recorder.message(f"policy: {parts.selection.backend} trains it: {parts.selection.reason}")
+        recorder.message(describe_backend(recipe, parts.selection))
     parts.weight_sync(version=progress.version)  # proves, before training, that every weight of the engine can be fed
     if recipe.sft is not None and headline not in {"sft", progress.stage}:
         recorder.start()

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from rl_backends import Backend, DTensorBackend
+from rl_backends import DTensorBackend
+from rl_backends.selection import Backend
 from rl_parallel_plans import NamedShard
 from rl_refit import Binding, Region, StateDictSource
 

@@ -39,17 +39,25 @@ class SequenceShard:
     num_ranks: int
     """Of that axis."""
 
-    def positions(self, held: Int[Tensor, " b"]) -> Int[Tensor, "b t"]:
-        """Where in their rows the tokens of this rank lie, which holds `held` of each; one column per token it holds.
+    def padded(self, length: int) -> int:
+        """Tokens of rows of `length` tokens with the padding that makes them 2 · num_ranks equal chunks."""
+        return -(-length // (2 * self.num_ranks)) * 2 * self.num_ranks
 
-        Rows of which it holds fewer than the most end before their last column.
+    def positions(self, length: int) -> Int[Tensor, " t"]:
+        """Of this rank's tokens in rows of `length` tokens before padding."""
+        return self.positions_of_rows(torch.tensor([self.padded(length) // self.num_ranks]))[0]
+
+    def positions_of_rows(self, held: Int[Tensor, " b"]) -> Int[Tensor, "b t"]:
+        """The same of rows of which this rank holds `held` tokens each, padding included.
+
+        A row of which it holds fewer than of another ends before the last column.
         """
         columns, chunk = torch.arange(int(held.max())), _half(held)[:, None]
         last = 2 * self.num_ranks - 1 - self.rank
         return torch.where(columns < chunk, columns + chunk * self.rank, columns + chunk * (last - 1))
 
     def columns(self, positions: Int[Tensor, " n"], held: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """The reverse, of one position a row: in which column of `positions` it is; -1 where another rank has it."""
+        """The reverse, of one position a row: in which column it is there; -1 where another rank has it."""
         chunk = _half(held)
         number, within = positions // chunk, positions % chunk
         last = 2 * self.num_ranks - 1 - self.rank
@@ -137,7 +145,7 @@ def make_inputs(
     own = place >= 0
     rows, columns, place = rows[own], columns[own], place[own]
 
-    positions = whole.positions(held)
+    positions = whole.positions_of_rows(held)
     ids = _ids_at(positions, tokens, lengths, pad_token_id=pad_token_id)
     ends = held.cumsum(0)
     packed = layout == "packed"

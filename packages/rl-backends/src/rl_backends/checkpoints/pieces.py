@@ -43,8 +43,8 @@ class Piece:
     """Of the whole tensor."""
     boxes: tuple[Box | FlatBox, ...]
     """The parts of the whole that lie in `local`."""
-    source: str | None = None
-    """What is read into it, where that has another name: a weight that is held twice is saved once."""
+    saved_as: str | None = None
+    """The tensor of the checkpoint that it is part of, where several pieces are of one, or one is not named by it."""
     takes: frozenset[torch.dtype] = frozenset()
     """Dtypes besides its own that may be read into it, and are rounded or widened to its own."""
 

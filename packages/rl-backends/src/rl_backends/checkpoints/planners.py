@@ -51,17 +51,21 @@ class PieceSavePlanner(DefaultSavePlanner):
         """Take the pieces, by name."""
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
-        self._boxes = _by_offsets(state_dict)
+        self._boxes = {
+            (piece.saved_as or name, box.offsets): (piece, box)
+            for name, piece in state_dict.items()
+            for box in piece.boxes
+        }
 
     def create_local_plan(self) -> SavePlan:
         """One item for each box that this rank holds."""
-        items = [_write_item(name, piece, box) for name, piece in self.state_dict.items() for box in piece.boxes]
+        items = [_write_item(name, piece, box) for (name, _), (piece, box) in self._boxes.items()]
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The numbers of one box: a view of this rank's memory."""
-        return _view(self.state_dict, self._boxes, write_item.index)
+        return _view(self._boxes, write_item.index)
 
 
 class PieceLoadPlanner(LoadPlanner):
@@ -77,7 +81,7 @@ class PieceLoadPlanner(LoadPlanner):
         assert metadata is not None
         self._pieces: dict[str, Piece] = state_dict
         self._saved = metadata.state_dict_metadata
-        self._boxes = _by_offsets(state_dict)
+        self._boxes = {(name, box.offsets): (piece, box) for name, piece in state_dict.items() for box in piece.boxes}
 
     def create_local_plan(self) -> LoadPlan:
         """Which parts of saved boxes fill the boxes of this rank.
@@ -88,7 +92,7 @@ class PieceLoadPlanner(LoadPlanner):
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
             if piece.boxes:
-                items += _read_items(name, piece, self._saved.get(piece.source or name))
+                items += _read_items(name, piece, self._saved.get(piece.saved_as or name))
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -101,7 +105,7 @@ class PieceLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where the numbers go: a view of this rank's memory."""
-        box = _view(self._pieces, self._boxes, read_item.dest_index)
+        box = _view(self._boxes, read_item.dest_index)
         return box[_slices(read_item.dest_offsets, read_item.lengths)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
@@ -112,16 +116,13 @@ class PieceLoadPlanner(LoadPlanner):
         raise AssertionError(read_item)
 
 
-Boxes = dict[tuple[str, tuple[int, ...]], Box | FlatBox]
+Boxes = dict[tuple[str, tuple[int, ...]], tuple[Piece, Box | FlatBox]]
 
 
-def _by_offsets(pieces: dict[str, Piece]) -> Boxes:
-    return {(name, box.offsets): box for name, piece in pieces.items() for box in piece.boxes}
-
-
-def _view(pieces: dict[str, Piece], boxes: Boxes, index: MetadataIndex) -> Tensor:
+def _view(boxes: Boxes, index: MetadataIndex) -> Tensor:
     assert index.offset is not None
-    return boxes[index.fqn, tuple(index.offset)].of_local(pieces[index.fqn].local)
+    piece, box = boxes[index.fqn, tuple(index.offset)]
+    return box.of_local(piece.local)
 
 
 def _write_item(name: str, piece: Piece, box: Box | FlatBox) -> WriteItem:
@@ -135,7 +136,7 @@ def _write_item(name: str, piece: Piece, box: Box | FlatBox) -> WriteItem:
 
 
 def _read_items(name: str, piece: Piece, saved: object) -> list[ReadItem]:
-    source = piece.source or name
+    source = piece.saved_as or name
     if not isinstance(saved, TensorStorageMetadata):
         raise CheckpointError(f"the checkpoint has no {source}: it was written by another model or optimizer")
     if tuple(saved.size) != piece.shape or saved.properties.dtype not in {piece.local.dtype, *piece.takes}:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = MegatronConfig(
         tensor_model_parallel_size=arguments.tp,
-        sequence_parallel=arguments.tp > 1 and arguments.ep > 1,
+        sequence_parallel=arguments.tp > 1,  # experts need it, and it cuts no weight otherwise
         pipeline_model_parallel_size=arguments.pp,
         expert_model_parallel_size=arguments.ep,
         checkpoint_dir=arguments.dir,

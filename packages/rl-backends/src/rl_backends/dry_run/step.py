@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rl_backends.dtensor.backend import DTensorBackend
-from rl_backends.reference import ReferenceModel
 from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
+from rl_backends.reference import ReferenceModel
 from rl_parallel_plans.forecast import Ledger, MemoryTracker, gathered_labels
 from rl_parallel_plans.forecast.tracker import (
     ACTIVATIONS,

@@ -120,7 +120,8 @@ class TorchAttention(nn.Module):
             {
                 "attention_mask": attention_mask is not None,
                 "attention_bias": attention_bias is not None,
-                f"attn_mask_type={getattr(attn_mask_type, 'name', None)}": attn_mask_type is not None and not _is_causal(attn_mask_type),
+                f"attn_mask_type={getattr(attn_mask_type, 'name', None)}": attn_mask_type is not None
+                and not _is_causal(attn_mask_type),
                 "packed_seq_params.cp_group": packed is not None and packed.cp_group is not None,
                 "packed_seq_params.local_cp_size": packed is not None and packed.local_cp_size is not None,
                 "a qkv_format other than 'thd'": packed is not None and packed.qkv_format != "thd",

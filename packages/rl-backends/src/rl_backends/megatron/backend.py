@@ -8,6 +8,7 @@ Axes: B rows, T tokens, k words.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class MegatronBackend:
         self._optimizers: MegatronOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
+        self._origin = "a model in memory"
         self.version = 0
         """Optimizer steps that the weights have seen."""
 
@@ -108,7 +110,9 @@ class MegatronBackend:
         groups = ParallelGroups.join(config)  # once for the conversion and for the model, which join them again
         try:
             conversion = conversion_of(source, config)
-            return cls(source.skeleton(), config, fill=lambda model: conversion.load_into(model.gpt))
+            backend = cls(source.skeleton(), config, fill=lambda model: conversion.load_into(model.gpt))
+            backend._origin = conversion.explain()
+            return backend
         finally:
             groups.leave()
 
@@ -165,7 +169,8 @@ class MegatronBackend:
 
         Args:
             examples: the whole batch, the same on every rank.
-            loss: of the log-probabilities of some rows and those rows, to a scalar and named scalars that are added up.
+            loss: of the log-probabilities of some rows and those rows, to a scalar and named scalars, which are added
+                up.
             output: "logp"; value and reward heads are the DTensor backend's.
 
         Raises:
@@ -206,10 +211,14 @@ class MegatronBackend:
         """Tokens, FLOPs, seconds, padding, balance and memory of the last step; None before the first."""
         return self._meter.metrics()
 
-    def freeze_reference(self) -> ReferenceModel:
-        """A copy of the policy as it is now, laid out alike and frozen: `reference.logp(examples)`."""
+    def freeze_reference(self, *, offload: bool = False) -> ReferenceModel:
+        """A copy of the policy as it is now, laid out alike and frozen: `reference.logp(examples)`.
+
+        offload: keep the copy in host memory; it visits the device while it is asked.
+        """
         copied = MegatronModel(self._skeleton, self.config, fill=from_megatron(self._model), trainable=False)
-        return ReferenceModel(copied, self._head, temperature=lambda: self._temperature)
+        visit = copied.visiting_the_device if offload else nullcontext
+        return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
 
     def shards(self) -> list[HeldTensor]:
         """This rank's part of every weight under its Hugging Face name: what an engine is fed from.
@@ -273,7 +282,7 @@ class MegatronBackend:
 
     def explain(self) -> str:
         """The layout, what is on which rank, where the weights came from, and the optimizer."""
-        return describe(self._model, optimizers=self._optimizers)
+        return describe(self._model, origin=self._origin, optimizers=self._optimizers)
 
     def close(self) -> None:
         """Leave the process groups; nothing can be computed after.

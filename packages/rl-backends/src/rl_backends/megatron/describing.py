@@ -6,17 +6,19 @@ from rl_backends.megatron.optimizer import MegatronOptimizers
 __all__ = ["describe"]
 
 
-def describe(model: MegatronModel, *, optimizers: MegatronOptimizers | None) -> str:
+def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:
     """Several lines; the optimizer's are there once training has begun."""
     config, architecture = model.config, model.architecture
     axes = " x ".join(f"{size} {axis}" for axis, size in model.groups.sizes.items())
     numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
     layers = [layer.layer_number - 1 for layer in model.gpt.decoder.layers]
+    head = ", and the head" if model.groups.last_stage else ""
     lines = [
-        f"Megatron backend on {config.device}: {axes} ranks, weights in {config.precision}, gradients and optimizer in "
-        f"float32",
-        f"{architecture.model_type} of {architecture.num_layers} layers; this rank holds {numbers:,} numbers, layers "
-        f"{layers[0]} to {layers[-1]}{', and the head' if model.groups.last_stage else ''}",
+        f"Megatron backend on {config.device}: {axes} ranks",
+        f"weights in {config.precision}, gradients and optimizer in float32",
+        f"{architecture.model_type} of {architecture.num_layers} layers",
+        f"this rank holds {numbers:,} numbers, layers {layers[0]} to {layers[-1]}{head}",
+        f"weights from {origin}",
         f"microbatches of at most {config.micro_batch_size} rows"
         + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
         + (", packed" if config.sequence_packing else ", padded to their longest")

@@ -86,9 +86,7 @@ def _clip(optimizers: MegatronOptimizers, norm: float) -> bool:
     return norm > max_norm
 
 
-def _leave_out(
-    optimizers: MegatronOptimizers, *, norm: float, version: int, names: Mapping[str, str]
-) -> GradientStep:
+def _leave_out(optimizers: MegatronOptimizers, *, norm: float, version: int, names: Mapping[str, str]) -> GradientStep:
     found = _nonfinite_gradients(optimizers, names)
     optimizers.zero_grad()
     if optimizers.adam.on_nonfinite_gradient == "raise":

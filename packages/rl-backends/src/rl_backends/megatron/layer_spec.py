@@ -87,9 +87,14 @@ def layer_spec(
         "qk_layernorm": transformer_config.qk_layernorm,
     }
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(**asked)
-    spec = copy.deepcopy(get_gpt_layer_local_spec(**asked, normalization="RMSNorm"))
+        spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**asked))
+    else:
+        spec = copy.deepcopy(get_gpt_layer_local_spec(**asked, normalization="RMSNorm"))
     parts = spec.submodules
+    if not asked["num_experts"]:
+        parts.mlp.params["ffn_hidden_size"] = transformer_config.ffn_hidden_size  # which Megatron warns about otherwise
+    if transformer_engine:
+        return spec
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(module=TorchAttention, params={"sliding_window": sliding_window})

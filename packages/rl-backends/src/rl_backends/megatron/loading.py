@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ def build_for_conversion(source: ModelSource, dtype: torch.dtype, config: Megatr
 
     dtype: bfloat16 where all files are; else float32, which holds every number of other dtypes exactly.
     """
-    precision = "bfloat16" if dtype is torch.bfloat16 else "float32"
+    precision: Literal["float32", "bfloat16"] = "bfloat16" if dtype is torch.bfloat16 else "float32"
     skeleton = source.skeleton()
     laid_out = replace(config, precision=precision)
     model = MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)

@@ -7,7 +7,8 @@ Knows groups, microbatches and readers; no loss, no optimizer, no files.
 Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of the batch's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import lcm
 from typing import Any
@@ -70,7 +71,7 @@ class MegatronModel:
         with cpu_compat():
             self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
         self.gpt.to(self.config.device)
-        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, self.groups)
+        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, groups=self.groups)
         on_every_rank(partial(fill, self))
         if not trainable:
             self.gpt.requires_grad_(requires_grad=False)
@@ -166,6 +167,15 @@ class MegatronModel:
             if self.groups.rows.size() > 1:
                 dist.all_reduce(whole, group=self.groups.rows)
         return {number: whole.to(device) for number, whole in enumerate(told)}
+
+    @contextmanager
+    def visiting_the_device(self) -> Iterator[None]:
+        """The weights are on the device inside, and in host memory after."""
+        self.gpt.to(self.config.device)
+        try:
+            yield
+        finally:
+            self.gpt.to("cpu")
 
     def close(self) -> None:
         """Leave Megatron's process groups; nothing can be computed after."""

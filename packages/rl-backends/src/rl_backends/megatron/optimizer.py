@@ -249,7 +249,9 @@ def _notes(config: MegatronConfig, optimizer: OptimizerConfig | None) -> tuple[s
     return (f"From megatron_cfg.optimizer; the optimizer that training was started with ({unused}) is not used.",)
 
 
-def _make_schedule(inner: Any, config: MegatronConfig, optimizer: OptimizerConfig | None, *, num_steps: int) -> Schedule:
+def _make_schedule(
+    inner: Any, config: MegatronConfig, optimizer: OptimizerConfig | None, *, num_steps: int
+) -> Schedule:
     if config.optimizer is not None:
         scheduler = config.scheduler or MegatronSchedulerConfig()
         return MegatronSchedule(inner, config.optimizer, scheduler, num_steps=num_steps)

@@ -80,9 +80,8 @@ class OutputHead(nn.Module):
     def _weight(self) -> Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
-        model, mesh = self._model[0], self._groups.tp_mesh
-        tied = model.share_embeddings_and_output_weights
-        weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        mesh = self._groups.tp_mesh
+        weight: Tensor = self._model[0].head_weight
         share, hidden = weight.shape
         start = self._groups.tp.rank() * share
         own = weight[: min(share, max(0, self._vocabulary_size - start))]
@@ -111,7 +110,7 @@ def read_hidden(
     places = _in_order_of_tokens(inputs.at, num_rows=hidden.shape[1], num_tokens=hidden.shape[0])
     read = reader(head, hidden.flatten(0, 1).index_select(0, places), inputs)
     several = (read,) if isinstance(read, Tensor) else tuple(read)
-    return tuple(_in_rows(each, inputs, shape, groups.cp) for each in several)
+    return tuple(_in_rows(each, inputs, shape, context=groups.cp) for each in several)
 
 
 def told_by_last_stage(
@@ -158,10 +157,10 @@ def _in_order_of_tokens(at: Int[Tensor, " n"], *, num_rows: int, num_tokens: int
     return at % num_tokens * num_rows + at // num_tokens
 
 
-def _in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], context: dist.ProcessGroup) -> Tensor:
+def _in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], *, context: dist.ProcessGroup) -> Tensor:
     placed = read.new_zeros(shape[0] * shape[1], *read.shape[1:]).index_copy(0, inputs.into, read)
-    whole = placed if context.size() == 1 else _SumOverRanks.apply(placed, context)  # type: ignore[no-untyped-call]
-    return whole.view(*shape, *read.shape[1:])  # type: ignore[no-any-return]
+    whole: Tensor = placed if context.size() == 1 else _SumOverRanks.apply(placed, context)  # type: ignore[no-untyped-call]
+    return whole.view(*shape, *read.shape[1:])
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -180,4 +180,5 @@ def _windows(architecture: Architecture) -> dict[str, Any]:
     return {
         "window_size": (window - 1, 0),
         "window_attn_skip_freq": [int(window is not None) for window in architecture.sliding_windows],
+        "cp_comm_type": "all_gather",  # over context-parallel ranks; its default, a ring, knows no windows
     }

@@ -1,6 +1,4 @@
-"""Where the weights of a Megatron model come from: a Hugging Face model in memory, its files, another Megatron model."""
-
-from collections.abc import Callable
+"""Where the weights of a Megatron model come from: a Hugging Face model in memory, its files, or another of Megatron."""
 
 import torch
 from torch import nn
@@ -8,11 +6,9 @@ from torch import nn
 from rl_backends.loading import ModelSource
 from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.mapping import HeldTensor
-from rl_backends.megatron.model import MegatronModel
+from rl_backends.megatron.model import Fill, MegatronModel
 
 __all__ = ["from_files", "from_hugging_face", "from_megatron"]
-
-Fill = Callable[[MegatronModel], object]
 
 
 def from_hugging_face(source: nn.Module) -> Fill:

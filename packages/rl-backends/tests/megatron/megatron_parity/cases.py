@@ -67,16 +67,26 @@ class Cell:
         return f"{self.model}, {'tied' if self.problem.tied else 'untied'}, {self.mesh}, {self.layout}"
 
 
+WITHOUT_SP = "qwen3_moe"
+
+
 def table():
     """Models by meshes by layouts."""
     return [
-        cell(model, mesh, layout, tied=tied == "tied")
+        cell(model, mesh, layout, tied=tied == "tied", **_special(model, mesh))
         for mesh in MESHES
         for model in MODELS
         for tied in TIES
         for layout in LAYOUTS
         if mesh != "EP2" or model == "Qwen3-MoE"
     ]
+
+
+def _special(model, mesh):
+    """Tensor parallelism does not cut experts, and Megatron has no mixtures under it without sequence parallelism."""
+    if model != "Qwen3-MoE" or not mesh.startswith("TP2"):
+        return {}
+    return {"most_held": 0.85} if mesh == "TP2+SP" else {"refusal": WITHOUT_SP}
 
 
 def apart():
@@ -139,6 +149,7 @@ def cell(model, mesh, layout, *, tied=False, note=None, **options):
     """A cell of `mesh` and `layout`; other names than those of `Cell` are fields of the configuration."""
     ranks, config, most_held = {**MESHES, **OTHER_MESHES}[mesh]
     own = {name: options.pop(name) for name in ("calls", "bar", "refusal") if name in options}
+    most_held = options.pop("most_held", most_held)
     problem = dataclasses.replace(options.pop("problem", None) or Problem(model), tied=tied)
     return Cell(
         model=model,

@@ -2,13 +2,17 @@
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
+import pkgutil
+import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 
+from megatron_parity import problems
 from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY
 
 SMALLEST_SHARE = 1e-4
@@ -16,22 +20,29 @@ SMALLEST_SHARE = 1e-4
 
 
 def import_all():
-    """What every rank needs, before they are forked."""
+    """What every rank needs, before they are forked, and what is worked out at its first use."""
+    import transformers
     import transformers.models.llama.modeling_llama
     import transformers.models.mistral.modeling_mistral
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen3.modeling_qwen3
-    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+    import transformers.models.qwen3_moe.modeling_qwen3_moe
 
     from rl_backends.megatron.installed import require_megatron
 
     require_megatron()
     import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel.schedules  # noqa: F401
 
-    import rl_backends.megatron.backend  # noqa: F401
+    import rl_backends.megatron
 
+    for each in pkgutil.walk_packages(rl_backends.megatron.__path__, "rl_backends.megatron."):
+        importlib.import_module(each.name)
+    with tempfile.TemporaryDirectory() as folder:  # reading and writing a folder compiles hundreds of patterns
+        problems.Problem("Llama").model().save_pretrained(folder)
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.set_num_threads(1)  # no pool of threads that ranks would miss
 
 

@@ -83,12 +83,12 @@ def load_checkpoint(
     states = on_all(lambda: _new_states(held, masters, saved), group=opened.group) if kept is not None else []
     filled = [piece for state in states for piece in state.pieces]
     if weights:
-        filled += _weight_pieces(held, masters, source="weights/{}")
+        filled += _weight_pieces(held, masters, name="weights/{}")
     else:
         mastered = [each for each in held if MASTER in saved.get(each.name, {})]
-        filled += _weight_pieces(mastered, masters, source=f"optimizer/{{}}/{MASTER}")
+        filled += _weight_pieces(mastered, masters, name=f"optimizer/{{}}/{MASTER}")
     # One tensor of a checkpoint may go to several places here, so these are numbered.
-    read_pieces(opened, rng | {f"{index} {each.source}": each for index, each in enumerate(filled)}, schedule=kept)
+    read_pieces(opened, rng | {f"{index} {each.saved_as}": each for index, each in enumerate(filled)}, schedule=kept)
     on_all(lambda: _put(states), group=opened.group)
     set_rng(rng)
     _clear_gradients(held, optimizers)
@@ -145,11 +145,11 @@ def _new_state(master: Master, held: Sequence[HeldTensor], saved: dict[str, Any]
     moments = {key: torch.zeros_like(master.tensor.detach()) for key in first if key != "step"}
     steps = {each.name: master.new_step() for each in held if "step" in first}
     pieces = [
-        replace(master.piece(each, tensor), source=f"optimizer/{each.name}/{key}")
+        replace(master.piece(each, tensor), saved_as=f"optimizer/{each.name}/{key}")
         for each in held
         for key, tensor in moments.items()
     ]
-    pieces += [replace(whole_piece(step), source=f"optimizer/{name}/step") for name, step in steps.items()]
+    pieces += [replace(whole_piece(step), saved_as=f"optimizer/{name}/step") for name, step in steps.items()]
     return _NewState(master=master, moments=moments, steps=steps, pieces=pieces)
 
 
@@ -167,14 +167,14 @@ def _put(states: Sequence[_NewState]) -> None:
         state.master.put_state(state.moments if step is None else {"step": step, **state.moments})
 
 
-def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, source: str) -> Iterator[Piece]:
+def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, name: str) -> Iterator[Piece]:
     """The parameters, and what the optimizer keeps of them in more digits: both are filled from one source."""
     for each in held:
-        piece = Piece(local=each.local, shape=each.shape, boxes=each.parts, source=source.format(each.name))
+        piece = Piece(local=each.local, shape=each.shape, boxes=each.parts, saved_as=name.format(each.name))
         yield replace(piece, takes=MIXED) if each.parameter.dtype in MIXED - {torch.float32} else piece
     for each, master in held_with(held, masters):
         if master.is_copy:
-            yield replace(master.piece(each), source=source.format(each.name), takes=MIXED)
+            yield replace(master.piece(each), saved_as=name.format(each.name), takes=MIXED)
 
 
 def _clear_gradients(held: Sequence[HeldTensor], optimizers: MegatronOptimizers | None) -> None:

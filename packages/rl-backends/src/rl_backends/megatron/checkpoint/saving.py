@@ -6,11 +6,11 @@ Engine those of the distributed optimizer do not come back as they were (seen in
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from rl_backends.checkpoints import CheckpointWrite
 from rl_backends.checkpoints.pieces import Piece, num_ranks, rng_pieces, whole_piece
@@ -80,22 +80,25 @@ def save_checkpoint(
 def _pieces(
     held: Sequence[HeldTensor], masters: Sequence[Master], description: Description, *, weights: bool
 ) -> dict[str, Piece]:
-    """What this rank holds of everything."""
+    """What this rank holds of everything; of one tensor several pieces, where it is several parameters of Megatron."""
     own = [each for each in held if not each.duplicate]
-    pieces = rng_pieces(device_of(own))
+    pieces: list[Piece] = []
+    steps: dict[str, Piece] = {}
     for each, master in held_with(own, masters):
         for key, value in master.state().items():
-            pieces[f"optimizer/{each.name}/{key}"] = _state_piece(each, master, value)
+            name = f"optimizer/{each.name}/{key}"
+            if value.ndim == 0:
+                steps[name] = whole_piece(value)
+            else:
+                pieces.append(replace(master.piece(each, value), saved_as=name))
         if master.is_copy:
-            pieces[f"weights/{each.name}" if weights else f"optimizer/{each.name}/{MASTER}"] = master.piece(each)
+            name = f"weights/{each.name}" if weights else f"optimizer/{each.name}/{MASTER}"
+            pieces.append(replace(master.piece(each), saved_as=name))
     if weights:
-        pieces |= {
-            f"weights/{each.name}": Piece(local=each.local, shape=each.shape, boxes=each.parts)
+        pieces += [
+            Piece(local=each.local, shape=each.shape, boxes=each.parts, saved_as=f"weights/{each.name}")
             for each in own
             if each.name not in description.copies
-        }
-    return pieces
-
-
-def _state_piece(held: HeldTensor, master: Master, value: Tensor) -> Piece:
-    return master.piece(held, value) if value.ndim else whole_piece(value)
+        ]
+    numbered = {f"{index} {piece.saved_as}": piece for index, piece in enumerate(pieces)}
+    return rng_pieces(device_of(own)) | steps | numbered

@@ -195,6 +195,7 @@ def _finish(place: Place, unfinished: Path, source: ModelSource, *, started: flo
         revision=content.revision,
         content=content.key,
         architecture=next(iter(source.config.architectures or [source.config.model_type])),
+        vocabulary_size=source.config.vocab_size,
         dtype=content.dtype,
         source_dtype=content.source_dtype,
         num_bytes=sum(record.num_bytes for record in files),

@@ -53,6 +53,8 @@ class Marker:
     """Key of the files that it was made of."""
     architecture: str
     """Class of transformers."""
+    vocabulary_size: int
+    """Without what layouts pad it with."""
     dtype: str
     """Of its tensors."""
     source_dtype: str

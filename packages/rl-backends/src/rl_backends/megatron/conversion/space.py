@@ -30,6 +30,5 @@ def check_space(directory: Path, *, tensor_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(
-            f"{directory} has {told_bytes(free)} free, and the conversion would take {told_bytes(needed)}: "
-            f"{ELSEWHERE}"
+            f"{directory} has {told_bytes(free)} free, and the conversion would take {told_bytes(needed)}: {ELSEWHERE}"
         )

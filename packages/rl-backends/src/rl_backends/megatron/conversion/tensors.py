@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol, final, runtime_checkable
 
 import torch
 
+from rl_backends.checkpoints.together import told
 from rl_backends.errors import CheckpointError
 from rl_backends.ranks import on_rank_0
 
@@ -72,7 +73,8 @@ def save_tensors(model: ShardedModel, folder: Path) -> None:
 def load_tensors(model: ShardedModel, folder: Path) -> None:
     """Fill a model, in whatever layout, from a folder of `save_tensors`; a collective of all ranks.
 
-    Numbers are cast to the model's dtype. Parameters are written in place.
+    Numbers are cast to the model's dtype. Parameters are written in place. Rows that pad a vocabulary become 0; that
+    the vocabulary itself is the same cannot be seen here, because every layout pads it otherwise.
 
     Raises:
         CheckpointError: tensors are missing, left over, or of another shape; the model is unusable afterwards.
@@ -81,6 +83,7 @@ def load_tensors(model: ShardedModel, folder: Path) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.mapping import apply_factories
     from megatron.core.dist_checkpointing.validation import StrictHandling
+    from torch.distributed.checkpoint.api import CheckpointException
 
     sharded = _weights(model)
     apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
@@ -91,8 +94,8 @@ def load_tensors(model: ShardedModel, folder: Path) -> None:
             for message in AGAINST_ITS_OWN:
                 warnings.filterwarnings("ignore", message=message, category=FutureWarning)
             loaded = load(parts, str(folder), strict=StrictHandling.RAISE_ALL)
-    except (CheckpointingException, KeyError) as error:
-        raise CheckpointError(f"{folder} does not hold this model: {error}") from error
+    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
+        raise CheckpointError(f"{folder} does not hold this model, or cannot be read: {told(error)}") from error
     for name, target in targets.items():
         if loaded[name].data_ptr() != target.data_ptr():
             target.copy_(loaded[name].view(target.shape))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_backends.errors import CheckpointError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
 from rl_backends.megatron.config import MegatronConfig
@@ -43,6 +44,10 @@ def export_conversion(
         ModelError: an architecture that is not mapped.
         OSError: the disk is full or read-only.
     """
+    if (asked := source.config.vocab_size) != (there := conversion.marker.vocabulary_size):
+        raise CheckpointError(
+            f"{conversion.folder} has a vocabulary of {there}, and {source.model_name} one of {asked}"
+        )
     precision: Any = conversion.marker.dtype
     skeleton = source.skeleton()
     config = MegatronConfig(precision=precision)

@@ -43,8 +43,8 @@ def entries() -> tuple[Workaround, ...]:
 def cpu_compat() -> Iterator[None]:
     """Let Megatron run on the CPU inside; where CUDA is available, do nothing.
 
-    It may be nested, in itself and in `user_code`, and holds for the thread that entered it, in which torch runs backward
-    passes on the CPU too. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
+    It may be nested, in itself and in `user_code`, and holds for the thread that entered it, in which torch runs
+    backward passes on the CPU too. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
 
     Raises:
         MissingDependencyError: see `require_megatron`.

@@ -77,7 +77,8 @@ def _require_all(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str]) ->
     if wrong := [name for name, volume in held.items() if volume != torch.Size(shapes.get(name, ())).numel()]:
         raise ModelError(
             f"the ranks together do not hold the whole of {', '.join(wrong[:3])}"
-            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}: Megatron has no place for it, or another model's"
+            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}: Megatron has no place for it, or it is of "
+            f"another model"
         )
 
 

@@ -36,7 +36,9 @@ class _Place:
     first_expert: int
 
 
-def held_tensors(model: nn.Module, architecture: Architecture, shapes: Shapes, groups: ParallelGroups) -> list[HeldTensor]:
+def held_tensors(
+    model: nn.Module, architecture: Architecture, shapes: Shapes, *, groups: ParallelGroups
+) -> list[HeldTensor]:
     """What this rank holds of every tensor of the Hugging Face model, in the order of Megatron's parameters.
 
     Args:
@@ -79,8 +81,9 @@ def _first_expert(architecture: Architecture) -> int:
         return 0
     from megatron.core import parallel_state
 
-    share = architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    return int(parallel_state.get_expert_model_parallel_rank()) * share
+    share: int = architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    rank: int = parallel_state.get_expert_model_parallel_rank()
+    return rank * share
 
 
 def _require(name: str, shapes: Shapes, megatron_name: str) -> None:
@@ -111,7 +114,7 @@ def _of_layer(prefix: str, name: str, place: _Place) -> Iterator[Part]:
         yield from _qkv(prefix, name.rpartition(".")[2], place)
     elif match := EXPERT.fullmatch(name):
         index, which = match["local"] or match["grouped"], match["which1"] or match["which2"]
-        yield from _expert(prefix, place.first_expert + int(index), which, place)
+        yield from _expert(prefix, place.first_expert + int(index), which, place=place)
     elif name in MATRICES:
         yield from MATRICES[name](prefix, place)
 
@@ -177,8 +180,8 @@ MATRICES = {
 }
 
 
-def _expert(prefix: str, index: int, which: str, place: _Place) -> Iterator[Part]:
-    """transformers 5 stacks the experts of a layer, 4 has a module for each; no expert is cut."""
+def _expert(prefix: str, index: int, which: str, *, place: _Place) -> Iterator[Part]:
+    # A stack of all experts in transformers 5, a module for each in 4; no expert is cut.
     stacked = f"{prefix}mlp.experts.{'gate_up_proj' if which == 'linear_fc1' else 'down_proj'}"
     if stacked in place.shapes:
         yield stacked, layouts.expert(place.shapes[stacked], index)
