@@ -3,11 +3,16 @@
 Each assignment holds a class of one package to the protocol of another. `nox -s typecheck` checks them without running.
 """
 
+import importlib.util
+import inspect
 from typing import TYPE_CHECKING
+
+import pytest
 
 from rl_algorithms import contracts, dpo, grpo, sft
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, TokenBatch
+from rl_backends.selection import Backend, BackendConfigs
 from rl_generation import (
     Rollout,
     Sampling,
@@ -18,13 +23,20 @@ from rl_generation import (
     VllmAsyncEngine,
     VllmEngine,
 )
+from rl_launcher.recipe_schema import PolicyConfig
 from rl_launcher.weight_sync import WeightSync
 from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
 if TYPE_CHECKING:
+    from rl_backends import MegatronBackend
 
-    def policy_of(backend: DTensorBackend) -> contracts.Policy:
-        return backend
+    def policies_of(
+        a: DTensorBackend, b: MegatronBackend, c: Backend
+    ) -> tuple[contracts.Policy, contracts.Policy, contracts.Policy]:
+        return a, b, c
+
+    def backend_configs_of(policy: PolicyConfig) -> BackendConfigs:
+        return policy
 
     def engines_of(
         a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine
@@ -65,3 +77,12 @@ def test_a_backend_is_a_policy_at_run_time_too() -> None:
     names = {name for name in vars(contracts.Policy) if not name.startswith("_")}
     assert names == {"logp", "forward_backward", "optim_step"}
     assert all(callable(getattr(DTensorBackend, name)) for name in names)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatron_is_a_policy_with_the_arguments_of_dtensor() -> None:
+    from rl_backends import MegatronBackend
+
+    for name in ("logp", "forward_backward", "optim_step", "save_checkpoint", "load_checkpoint", "save_pretrained"):
+        ours, theirs = getattr(MegatronBackend, name), getattr(DTensorBackend, name)
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name

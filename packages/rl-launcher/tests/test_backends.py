@@ -1,4 +1,4 @@
-"""Claims about the choice of a backend: what a run says of it, and what it needs. That both train: see tests-integration."""
+"""Claims about the choice of a backend: what a run says of it, and what it needs."""
 
 import importlib.metadata
 import importlib.util

@@ -1,5 +1,6 @@
 """Claims about Ctrl-C and SIGTERM: the state is saved, the message says where, and the run can go on."""
 
+import importlib.util
 import itertools
 import json
 import signal
@@ -62,6 +63,12 @@ def stop_after(monkeypatch, steps):
     monkeypatch.setattr(Recorder, "step", step)
 
 
+def on_megatron(precision, steps):
+    overrides = ["policy.megatron_cfg.enabled=true", f"policy.megatron_cfg.precision={precision}"]
+    absent = importlib.util.find_spec("megatron") is None
+    return pytest.param(overrides, steps, marks=pytest.mark.skipif(absent, reason="megatron-core is not installed"))
+
+
 DPO = "dpo={max_num_steps: 6, batch_size: 4, num_prompts: 6, num_generations_per_prompt: 8, optimizer: {lr: 0.001}}"
 CASES = {
     "in sft": ([], 3),
@@ -70,6 +77,8 @@ CASES = {
     "at the end of grpo": ([], 10),
     "in sft alone": (["grpo=null"], 4),
     "in dpo": (["grpo=null", DPO, "evaluation.every=1"], 9),
+    "in grpo, on Megatron": on_megatron("float32", 8),
+    "in grpo, on Megatron in bfloat16": on_megatron("bfloat16", 8),
 }
 
 

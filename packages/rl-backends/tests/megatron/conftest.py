@@ -26,8 +26,12 @@ def has_megatron():
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
-ITS_OWN = "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"
-"""Megatron's layers say this of how they call one another."""
+ITS_OWN = (
+    "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning",
+    "ignore:When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE:UserWarning",
+    "ignore:.torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor). is deprecated:FutureWarning",
+)
+"""What megatron-core 0.16 says of how its layers call one another and torch 2.13."""
 
 
 def pytest_collection_modifyitems(items):
@@ -35,7 +39,7 @@ def pytest_collection_modifyitems(items):
     reason = f"needs megatron-core {CELL['megatron-core']}, which the cell of transformers {CELL['transformers']} has"
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings(ITS_OWN))
+            item.add_marker(pytest.mark.filterwarnings(*ITS_OWN))
             if not has_megatron() and item.path.name not in WITHOUT_MEGATRON:
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -332,7 +332,7 @@ def test_bfloat16_computes_in_bfloat16_and_steps_in_float32(world, make_backend)
     """A step too small for bfloat16 is not lost: many of them together move the weights."""
     examples = world.make_examples()
     tiny = OptimizerConfig(lr=1e-5, eps=1e-8, schedule="constant")
-    backend = make_backend(make_model(world, "Llama"), optimizer=tiny, num_steps=40, precision="bfloat16")
+    backend = make_backend(make_model(world, "Llama"), optimizer=tiny, num_steps=20, precision="bfloat16")
     with torch.no_grad():
         expected = world.plain_logp(make_model(world, "Llama"), examples)
     assert 0 < (backend.logp(examples) - expected).abs().max() < 0.1
@@ -340,7 +340,7 @@ def test_bfloat16_computes_in_bfloat16_and_steps_in_float32(world, make_backend)
     before = {held.name: held.local.clone() for held in backend.shards()}
     name = "model.layers.0.mlp.gate_proj.weight"
     changed = []
-    for _ in range(40):
+    for _ in range(20):
         backend.forward_backward(examples, loss_for(world, examples))
         backend.optim_step()
         now = next(held.local for held in backend.shards() if held.name == name)

@@ -141,11 +141,10 @@ def test_every_rank_reads_the_same_and_it_is_what_one_process_reads(found, layou
         assert (each["read"][1][examples.trainable] > 0).all()
 
 
-def test_a_loss_that_raises_on_one_rank_raises_on_all_and_clears_every_gradient(found, layout):
+def test_a_loss_that_raises_on_one_rank_raises_on_all_and_clears_every_gradient(found):
     for each in found:
         failed = each["failed"]["loss of one rank"]
-        own = layout in {"TP2", "TP2+SP", "CP2", "PP2"} and False
-        assert "ZeroDivisionError: no rewards" in failed["raised"], own
+        assert "ZeroDivisionError: no rewards" in failed["raised"]
         assert failed["left"] == 0.0
     assert found[1]["failed"]["loss of one rank"]["raised"] == "ZeroDivisionError: no rewards"
     assert found[0]["failed"]["loss of one rank"]["raised"].startswith("RankError: rank 1 failed")
@@ -180,7 +179,7 @@ def test_the_steps_after_all_that_went_wrong_are_those_of_a_plain_loop(found, la
 
 def test_the_reference_is_the_policy_of_before_on_every_rank(found):
     for each in found:
-        torch.testing.assert_close(each["frozen"], found[0]["read"][0], rtol=0, atol=0)
+        torch.testing.assert_close(each["frozen"], found[0]["read"][0], rtol=1e-6, atol=1e-6)
 
 
 def test_a_rank_without_rows_counts_nothing_and_the_version_counts_steps(found):

@@ -1,5 +1,6 @@
 """Claims about checkpoints of Megatron in one process: what comes back, what other backends read, what is refused."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -51,9 +52,12 @@ def start(imported, world):
 
 @pytest.fixture
 def train(world):
+    examples = world.make_examples()
+    # The gradient of the padding token's embedding is left out by transformers, and not by Megatron.
+    examples = dataclasses.replace(examples, tokens=examples.tokens.clamp(min=1))
+
     def train(backend, steps):
         for _ in range(steps):
-            examples = world.make_examples()
             backend.forward_backward(examples, lambda logp, rows: world.token_loss(logp, rows, num_tokens=50))
             backend.optim_step()
         return backend

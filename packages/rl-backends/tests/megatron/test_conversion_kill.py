@@ -7,11 +7,11 @@ import signal
 import time
 from pathlib import Path
 
+import conversions
 import pytest
 import torch
-
-import conversions
 from forked import RanksFailedError
+
 from rl_backends.errors import CheckpointError
 from rl_backends.megatron.conversion.lock import WriterLock
 
@@ -57,12 +57,12 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing_and_the_next_run_goes_on(wor
     assert len(calls) > 8
     for moment in range(1, len(calls) + 1):
         directory = tmp_path / f"killed at {moment}"
+
+        def killed(rank, moment=moment, directory=directory):
+            _watch(moment)
+            conversions.convert(model, directory)
+
         with pytest.raises(RanksFailedError, match="ended with code -9"):
-
-            def killed(rank, moment=moment, directory=directory):
-                _watch(moment)
-                conversions.convert(model, directory)
-
             on_ranks(killed, ranks=1)
         visible = [path for path in directory.iterdir() if not path.name.startswith(".")]
         assert bool(visible) == (moment > renamed)
@@ -101,7 +101,7 @@ def test_one_of_two_writers_converts_and_the_other_uses_it(world, tmp_path, on_r
         def progress(line):
             told.append(line)
             if line.startswith("writing"):
-                _until(lambda: (tmp_path / "waits").exists())
+                _until((tmp_path / "waits").exists)
             if line.startswith("waiting for"):
                 (tmp_path / "waits").touch()
 
@@ -110,7 +110,7 @@ def test_one_of_two_writers_converts_and_the_other_uses_it(world, tmp_path, on_r
         found = conversions.held(model, conversions.from_conversion(conversion))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         (tmp_path / f"{rank}.done").touch()
-        _until(lambda: (tmp_path / f"{1 - rank}.done").exists())
+        _until((tmp_path / f"{1 - rank}.done").exists)
         rendezvous = f"file://{tmp_path / 'again'}"
         torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
         return conversion.why, "\n".join(told), os.getpid()

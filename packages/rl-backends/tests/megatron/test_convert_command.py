@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 
+import conversions
 import pytest
 import torch
 
-import conversions
 from rl_backends.__main__ import main
 
 

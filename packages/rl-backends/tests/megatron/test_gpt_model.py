@@ -68,7 +68,7 @@ def filled(gpt, model, groups):
     """The weights of `model`, whose configuration may be another's than that which `gpt` was made of."""
     weights = dict(model.named_parameters())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    held = held_tensors(gpt, read_architecture(model.config), shapes, groups)
+    held = held_tensors(gpt, read_architecture(model.config), shapes, groups=groups)
     for each in held:
         for box in each.parts:
             box.of_local(each.local).copy_(box.of_whole(weights[each.name]))
@@ -170,7 +170,8 @@ def test_nothing_is_random_before_weights_are_loaded_and_the_environment_stays(o
 
     ((values, same),) = on_ranks(run, ranks=1)
     assert same
-    assert values and all(found == ([1.0] if "norm" in name else [0.0]) for name, found in values.items())
+    assert values
+    assert all(found == ([1.0] if "norm" in name else [0.0]) for name, found in values.items())
 
 
 def test_megatron_knows_which_parameters_ranks_share(on_ranks):
@@ -180,7 +181,8 @@ def test_megatron_knows_which_parameters_ranks_share(on_ranks):
         return {name: bool(getattr(each, "tensor_model_parallel", False)) for name, each in gpt.named_parameters()}
 
     (shared,) = on_ranks(run, ranks=1)
-    assert shared and all(found == ("norm" not in name and "router" not in name) for name, found in shared.items())
+    assert shared
+    assert all(found == ("norm" not in name and "router" not in name) for name, found in shared.items())
 
 
 def test_layers_of_a_later_pipeline_stage_have_their_own_numbers_and_windows(on_ranks):
@@ -274,6 +276,7 @@ def test_transformer_engine_reads_windows_in_the_configuration():
     asked = transformer_config(architecture, MegatronConfig(), transformer_engine=True)
     assert asked.window_size == (39, 0)  # tokens to the left of a token, which sees itself too
     assert asked.window_attn_skip_freq == [0, 0, 1, 1]
+    assert asked.cp_comm_type == "all_gather"
 
 
 def test_transformer_engine_on_a_cpu_is_refused(on_ranks):

@@ -11,7 +11,7 @@ from rl_backends.batching.inputs import SequenceShard, make_inputs
 from rl_parallel_plans.context_parallel.layout import chunk_positions
 
 WIDTH = 11
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=80, deadline=None)
 
 
 @st.composite

@@ -26,11 +26,7 @@ class Examples:
     rows_per_unit = 1
     tokens = torch.arange(12).view(2, 6)
     lengths = torch.tensor([6, 5])
-    trainable = torch.arange(6).expand(2, 6) > 0
-
-class Rows(Examples):
-    def __init__(self, **tensors):
-        vars(self).update(tensors)
+    trainable = (torch.arange(6) > 0) & (torch.arange(6) < lengths[:, None])
 
 examples = Examples()
 reference = backend.freeze_reference()
@@ -47,8 +43,8 @@ print("end of the program", flush=True)
 
 @pytest.mark.parametrize(
     ("ranks", "ends", "code"),
-    [(1, "closed", 0), (1, "by an error", 3), (2, "closed", 0)],
-    ids=["one rank", "one rank that fails", "two ranks"],
+    [(1, "by an error", 3), (2, "closed", 0)],
+    ids=["one rank that fails", "two ranks"],
 )
 def test_a_program_that_has_used_a_backend_ends_and_leaves_nothing_behind(world, tmp_path, ranks, ends, code):
     world.make_model("Qwen3").save_pretrained(tmp_path / "model")

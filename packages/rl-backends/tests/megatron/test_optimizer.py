@@ -1,6 +1,7 @@
 """Claims about Megatron's optimizer: the numbers of the other backend, whole steps or none, the same on every rank."""
 
 import copy
+import inspect
 import json
 import math
 
@@ -13,8 +14,12 @@ from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientErr
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.optimizers import MuonConfig, OptimizerConfig
 
-# megatron-core 0.16 names collectives as torch did before 2.13.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
+pytestmark = [
+    # megatron-core 0.16 names collectives as torch did before 2.13.
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+    # Of GPUs alone.
+    pytest.mark.filterwarnings("ignore:When using sequence parallelism it is recommended:UserWarning"),
+]
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -32,20 +37,34 @@ class Layered(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 + seed))
 
 
-@pytest.fixture
-def alone(imported):
-    """Megatron's groups of this one process."""
-    from rl_backends.megatron.groups import ParallelGroups
+def alone(test):
+    """Run a test on one rank that is forked for it, in Megatron's groups of that process alone.
 
-    groups = ParallelGroups.join(MegatronConfig())
-    yield groups
-    groups.leave()
+    Not in this process: what groups leave behind here would crash ranks that are forked later.
+    """
+
+    def run(on_ranks, **given):
+        def on_rank(rank):
+            from rl_backends.megatron.groups import ParallelGroups
+
+            groups = ParallelGroups.join(MegatronConfig())
+            test(**given)
+            groups.leave()
+
+        on_ranks(on_rank, ranks=1)
+
+    own = inspect.signature(test).parameters.values()
+    fixture = inspect.Parameter("on_ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([fixture, *own])
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
 
 
 def wrap(model, config):
     """The model in Megatron's DDP, as the backend does it, and Megatron's configuration of it."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from rl_backends.megatron.cpu_compat import cpu_compat
 
     dtype = getattr(torch, config.precision)
@@ -112,7 +131,8 @@ def plain_steps(model, config, *, num_steps):
         {"schedule": "wsd", "decay_steps": 2, "final_lr_ratio": 0.0, "max_grad_norm": None},
     ],
 )
-def test_the_same_recipe_gives_the_numbers_of_the_other_backend(alone, recipe, distributed):
+@alone
+def test_the_same_recipe_gives_the_numbers_of_the_other_backend(recipe, distributed):
     model = Layered()
     plain, config = copy.deepcopy(model), OptimizerConfig(**ADAMW, **recipe)
     expected = plain_steps(plain, config, num_steps=4)
@@ -125,7 +145,8 @@ def test_the_same_recipe_gives_the_numbers_of_the_other_backend(alone, recipe, d
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=1e-6)
 
 
-def test_a_stage_begins_anew_over_the_same_gradient_buffers(alone):
+@alone
+def test_a_stage_begins_anew_over_the_same_gradient_buffers():
     from rl_backends.megatron.optimizer import make_optimizers
 
     model, config = Layered(), OptimizerConfig(**ADAMW)
@@ -141,7 +162,8 @@ def test_a_stage_begins_anew_over_the_same_gradient_buffers(alone):
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=1e-6)
 
 
-def test_bfloat16_weights_follow_float32_masters(alone):
+@alone
+def test_bfloat16_weights_follow_float32_masters():
     model, config = Layered().to(torch.bfloat16), OptimizerConfig(**{**ADAMW, "lr": 1e-4})
     plain = copy.deepcopy(model).float()  # as the masters begin
     plain_steps(plain, config, num_steps=8)
@@ -153,7 +175,8 @@ def test_bfloat16_weights_follow_float32_masters(alone):
     assert optimizers.state_bytes == sum(12 * each.numel() + 4 for each in model.parameters())
 
 
-def test_gradients_of_several_calls_add_up_and_none_is_left_after_the_step(alone):
+@alone
+def test_gradients_of_several_calls_add_up_and_none_is_left_after_the_step():
     ddp, optimizers = make(Layered(), MegatronConfig(), OptimizerConfig(**ADAMW))
     give_gradients(ddp, seed=0)
     found = step(ddp, optimizers, seed=1)
@@ -165,7 +188,8 @@ def test_gradients_of_several_calls_add_up_and_none_is_left_after_the_step(alone
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(alone, value):
+@alone
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(value):
     model = Layered()
     ddp, optimizers = make(model, MegatronConfig(), OptimizerConfig(**ADAMW))
     step(ddp, optimizers, seed=0)
@@ -179,7 +203,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(alone, value
     assert (optimizers.num_steps_taken, optimizers.num_steps_skipped) == (1, 0)
 
 
-def test_a_skipped_step_is_counted_and_does_not_move_the_schedule(alone):
+@alone
+def test_a_skipped_step_is_counted_and_does_not_move_the_schedule():
     model = Layered()
     config = OptimizerConfig(**ADAMW, warmup_steps=2, on_nonfinite_gradient="skip")
     ddp, optimizers = make(model, MegatronConfig(), config)
@@ -193,7 +218,8 @@ def test_a_skipped_step_is_counted_and_does_not_move_the_schedule(alone):
     assert step(ddp, optimizers, seed=0).skipped is False
 
 
-def test_everything_without_a_counterpart_is_told_at_once(alone):
+@alone
+def test_everything_without_a_counterpart_is_told_at_once():
     with pytest.raises(ValueError, match=r"(?s)no_decay=\('\*table\*',\).*implementation='foreach'"):
         make(Layered(), MegatronConfig(), OptimizerConfig(**ADAMW, no_decay=("*table*",), implementation="foreach"))
     with pytest.raises(ValueError, match="name='muon'"):
@@ -202,14 +228,16 @@ def test_everything_without_a_counterpart_is_told_at_once(alone):
         make(Layered(), MegatronConfig(), OptimizerConfig(lr=1e-3, name="adamw_8bit"))
 
 
-def test_no_optimizer_at_all_and_nothing_to_train_are_refused(alone):
+@alone
+def test_no_optimizer_at_all_and_nothing_to_train_are_refused():
     with pytest.raises(ValueError, match=r"there is no optimizer: set megatron_cfg\.optimizer"):
         make(Layered(), MegatronConfig(), None)
     with pytest.raises(ModelError, match="none of the 5 parameters"):
         make(Layered().requires_grad_(False), MegatronConfig(), OptimizerConfig(**ADAMW))
 
 
-def test_the_schedule_goes_on_from_json(alone):
+@alone
+def test_the_schedule_goes_on_from_json():
     config = OptimizerConfig(**ADAMW, warmup_steps=4)
     ddp, optimizers = make(Layered(), MegatronConfig(), config, num_steps=6)
     step(ddp, optimizers, seed=0)
@@ -223,7 +251,8 @@ def test_the_schedule_goes_on_from_json(alone):
         resumed.load_schedule_state({"steps": 1})
 
 
-def test_explain_names_the_optimizer_in_use_and_the_one_that_is_not(alone):
+@alone
+def test_explain_names_the_optimizer_in_use_and_the_one_that_is_not():
     theirs = MegatronOptimizerConfig(lr=2e-3, weight_decay=0.1, min_lr=1e-4)
     config = MegatronConfig(optimizer=theirs, scheduler=MegatronSchedulerConfig(lr_decay_style="cosine"))
     _, optimizers = make(Layered(), config, OptimizerConfig(**ADAMW))

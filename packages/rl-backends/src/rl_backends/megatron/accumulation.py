@@ -75,6 +75,7 @@ class GradientAccumulation:
     def discard(self) -> None:
         """Forget the gradient."""
         self._model.ddp.zero_grad_buffer()
+        self._model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
         self.started = False
 
     def _added_up(self, sums: Sums) -> Sums:

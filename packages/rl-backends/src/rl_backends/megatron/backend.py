@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,7 @@ from rl_backends.megatron.loading import conversion_of
 from rl_backends.megatron.mapping import Gatherer, HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
-from rl_backends.megatron.weights import from_hugging_face, from_megatron
+from rl_backends.megatron.weights import at_random, from_hugging_face, from_megatron
 from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.optimizers import OptimizerConfig
@@ -52,6 +52,7 @@ class MegatronBackend:
         model: a Hugging Face causal LM with its weights, the same on every rank; it is copied from, and not kept.
         config: sizes, device, precision, microbatches, optimizer.
         fill: for a model on the meta device: what puts the weights into Megatron's parameters.
+        origin: where the weights come from, for `explain`.
 
     Raises:
         MissingDependencyError: megatron-core is absent, or a release that this package was not made for.
@@ -59,7 +60,9 @@ class MegatronBackend:
         ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
     """
 
-    def __init__(self, model: nn.Module, config: MegatronConfig, *, fill: Fill | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: MegatronConfig, *, fill: Fill | None = None, origin: str = "a model in memory"
+    ) -> None:
         self.config = config
         self._skeleton = without_weights(model)
         if fill is None:
@@ -81,7 +84,7 @@ class MegatronBackend:
         self._optimizers: MegatronOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
-        self._origin = "a model in memory"
+        self._origin = origin
         self.version = 0
         """Optimizer steps that the weights have seen."""
 
@@ -91,6 +94,8 @@ class MegatronBackend:
         model_name: str,
         config: MegatronConfig,
         *,
+        weights: Literal["pretrained", "random"] = "pretrained",
+        seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "MegatronBackend":
@@ -99,6 +104,9 @@ class MegatronBackend:
         Args:
             model_name: a folder with `config.json` and safetensors weights, or a hub id.
             config: sizes, device, precision, microbatches, optimizer.
+            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
+                same weights in every layout; nothing is converted.
+            seed: of random weights.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
 
@@ -107,12 +115,14 @@ class MegatronBackend:
             CheckpointError: the conversion cannot be written or read.
         """
         source = open_model(model_name, revision=revision, trust_remote_code=trust_remote_code)
+        if weights == "random":
+            skeleton = source.skeleton()
+            return cls(skeleton, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
         groups = ParallelGroups.join(config)  # once for the conversion and for the model, which join them again
         try:
             conversion = conversion_of(source, config)
-            backend = cls(source.skeleton(), config, fill=lambda model: conversion.load_into(model.gpt))
-            backend._origin = conversion.explain()
-            return backend
+            fill: Fill = lambda model: conversion.load_into(model.gpt)  # noqa: E731
+            return cls(source.skeleton(), config, fill=fill, origin=conversion.explain())
         finally:
             groups.leave()
 
@@ -180,8 +190,8 @@ class MegatronBackend:
         """
         if output != "logp":
             raise ValueError(
-                f"output={output!r}: the Megatron backend has language models alone; train reward and value models with "
-                f"policy.dtensor_cfg.enabled=true"
+                f"output={output!r}: the Megatron backend has language models alone; train reward and value models "
+                f"with policy.dtensor_cfg.enabled=true"
             )
         cut = self._model.cut(examples)
         with self._meter.forward_backward(examples, cut, asked=None):

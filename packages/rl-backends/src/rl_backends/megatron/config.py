@@ -211,8 +211,8 @@ class MegatronConfig:
             "sequence_parallel=True needs tensor_model_parallel_size > 1, whose ranks share the sequence between blocks"
             if self.sequence_parallel and self.tensor_model_parallel_size == 1
             else "",
-            "expert_model_parallel_size > 1 with tensor_model_parallel_size > 1 needs sequence_parallel=True, or the "
-            "ranks of one row would send the same tokens to the experts several times"
+            "expert_model_parallel_size > 1 with tensor_model_parallel_size > 1 needs sequence_parallel=True, or its "
+            "ranks would each send the same tokens to the experts"
             if self.expert_model_parallel_size > 1
             and self.tensor_model_parallel_size > 1
             and not self.sequence_parallel

@@ -62,6 +62,11 @@ class ParallelGroups:
                 "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
                 "(policy.megatron_cfg.device in a recipe)"
             )
+        if config.device == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
+                "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
+            )
         if not dist.is_initialized():
             init_process_group(config.device, timeout_s=config.timeout_s)
             _joined.made_process_group = True

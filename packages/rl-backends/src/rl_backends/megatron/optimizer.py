@@ -5,6 +5,7 @@ translated so that the same recipe gives the same numbers. Knows parameters and 
 gradients or clipping (`gradient_step`).
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -45,7 +46,7 @@ class Adam:
     """An error, or a step that is left out and counted."""
 
 
-def make_optimizers(
+def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may say how
     ddp: nn.Module,
     transformer_config: Any,
     config: MegatronConfig,
@@ -96,7 +97,7 @@ class MegatronOptimizers:
         """Steps since the stage began, without those left out for a gradient that was not finite."""
         self.num_steps_skipped = 0
         """Steps that were left out for a gradient that was not finite."""
-        self._ddp = ddp
+        self._ddp: Any = ddp
         self._schedule = schedule
         self._num_steps = num_steps
         self._notes = notes
@@ -109,7 +110,7 @@ class MegatronOptimizers:
 
     @property
     def each(self) -> tuple[torch.optim.Optimizer, ...]:
-        """torch's optimizers inside Megatron's."""
+        """Torch's optimizers inside Megatron's."""
         return tuple(part.optimizer for part in self.parts)
 
     @property
@@ -279,7 +280,9 @@ def _make_inner(ddp: nn.Module, transformer_config: Any, adam: Adam, *, distribu
     )
     # Only an empty dict lets everything decay; None means the standard ones, which leave out norms and biases.
     overrides = {} if adam.decay_vectors else get_standard_config_overrides(theirs)
-    inner = get_megatron_optimizer(theirs, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
+        inner = get_megatron_optimizer(theirs, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
     if not inner.param_groups:
         raise ModelError(
             f"none of the {len(list(ddp.parameters()))} parameters of {type(ddp).__name__} requires a gradient on any "

@@ -80,6 +80,12 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
             f"tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=True, or its ranks "
             f"would each send the same tokens to the experts"
         )
+    if experts and tensor > 1 and expert_ranks == 1:
+        # Megatron sums the gradients of experts over data-parallel ranks alone then, and not over tensor-parallel ones.
+        problems.append(
+            f"tensor_model_parallel_size={tensor} of a mixture of experts needs expert_model_parallel_size > 1: each "
+            f"tensor-parallel rank would train all experts on its own tokens; set it to {tensor}"
+        )
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ModelError(f"a {architecture.model_type} of this size cannot be laid out as asked:\n{listed}")

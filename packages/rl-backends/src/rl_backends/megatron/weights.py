@@ -1,14 +1,15 @@
-"""Where the weights of a Megatron model come from: a Hugging Face model in memory, its files, or another of Megatron."""
+"""Where the weights of a Megatron model come from: a Hugging Face model in memory, its files, another Megatron one."""
 
 import torch
 from torch import nn
 
 from rl_backends.loading import ModelSource
-from rl_backends.loading.shards_by_name import first_names
+from rl_backends.loading.initialise import initial_value
+from rl_backends.loading.shards_by_name import first_names, write_whole
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
 
-__all__ = ["from_files", "from_hugging_face", "from_megatron"]
+__all__ = ["at_random", "from_files", "from_hugging_face", "from_megatron"]
 
 
 def from_hugging_face(source: nn.Module) -> Fill:
@@ -30,11 +31,19 @@ def from_files(source: ModelSource, skeleton: nn.Module) -> Fill:
     """This rank's parts, read from the safetensors files one by one."""
 
     def fill(model: MegatronModel) -> None:
-        shards: dict[str, list[HeldTensor]] = {}
-        for held in model.held:
-            shards.setdefault(held.name, []).append(held)
         _zero_padding(model)
-        source.load_shards(shards, skeleton)
+        source.load_shards(_by_name(model), skeleton)
+
+    return fill
+
+
+def at_random(skeleton: nn.Module, *, seed: int) -> Fill:
+    """This rank's parts of the weights that transformers would begin with; the same weights in every layout."""
+
+    def fill(model: MegatronModel) -> None:
+        _zero_padding(model)
+        for name, held in _by_name(model).items():
+            write_whole(initial_value(skeleton, name, seed=seed), held)
 
     return fill
 
@@ -48,6 +57,13 @@ def from_megatron(policy: MegatronModel) -> Fill:
             mine.copy_(theirs)
 
     return fill
+
+
+def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
+    shards: dict[str, list[HeldTensor]] = {}
+    for held in model.held:
+        shards.setdefault(held.name, []).append(held)
+    return shards
 
 
 @torch.no_grad()

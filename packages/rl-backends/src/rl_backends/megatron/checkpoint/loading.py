@@ -91,7 +91,7 @@ def load_checkpoint(
     read_pieces(opened, rng | {f"{index} {each.saved_as}": each for index, each in enumerate(filled)}, schedule=kept)
     on_all(lambda: _put(states), group=opened.group)
     set_rng(rng)
-    _clear_gradients(held, optimizers)
+    _clear_gradients(held)
     return opened.told(rng_restored=bool(rng))
 
 
@@ -177,8 +177,8 @@ def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, nam
             yield replace(master.piece(each), saved_as=name.format(each.name), takes=MIXED)
 
 
-def _clear_gradients(held: Sequence[HeldTensor], optimizers: MegatronOptimizers | None) -> None:
-    if optimizers is not None:
-        optimizers.zero_grad()
+def _clear_gradients(held: Sequence[HeldTensor]) -> None:
     for each in held:
         each.parameter.grad = None
+        if (summed := getattr(each.parameter, "main_grad", None)) is not None:
+            summed.zero_()

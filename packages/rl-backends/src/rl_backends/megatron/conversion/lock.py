@@ -1,7 +1,7 @@
 """One writer at a time for one name in a folder that jobs and nodes share. Knows nothing of what is written.
 
 The lock is the kernel's (`flock`): it goes with the process that holds it, however that ends. The file that carries it
-stays, and says who held it last. Over NFS the server keeps it, for all nodes.
+stays, and says who holds it. Over NFS the server keeps it, for all nodes.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from rl_backends.errors import CheckpointError
 
 __all__ = ["WriterLock", "lock_file"]
 
+SIGNED_S = 2.0
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -65,18 +66,22 @@ class WriterLock:
         """Give it back, if this one has it."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            with contextlib.suppress(OSError):  # children that were forked share the descriptor: closing is not enough
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked children share the descriptor: closing is not enough
             os.close(descriptor)
 
     def holder(self) -> str:
-        """Who has it, or had it last, in words."""
-        try:
-            told = json.loads(self._path.read_text(encoding="utf-8"))
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told["since"]))
-            return f"process {told['pid']} on {told['host']}, since {since}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "a process that has not yet said who it is"
+        """Who has it, in words."""
+        until = time.monotonic() + SIGNED_S
+        while time.monotonic() < until:
+            try:
+                told = json.loads(self._path.read_text(encoding="utf-8"))
+                since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told["since"]))
+                return f"process {told['pid']} on {told['host']}, since {since}"
+            except (OSError, ValueError, KeyError, TypeError):
+                time.sleep(SIGNED_S / 20)  # between taking it and saying who did
+        return "a process that does not say who it is"
 
     @contextlib.contextmanager
     def held_if_free(self) -> Iterator[bool]:

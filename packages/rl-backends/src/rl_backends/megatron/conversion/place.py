@@ -78,7 +78,8 @@ class Place:
 
     def outdated(self) -> str:
         """What lies here of the same model and commit with other content, in words; empty where nothing does."""
-        found = [marker.parent for marker in self.directory.glob(f"*/{MARKER}") if marker.parent != self.target]
+        folders = (marker.parent for marker in self.directory.glob(f"*/{MARKER}"))
+        found = [folder for folder in folders if folder != self.target and not folder.name.startswith(".")]
         told = []
         for folder in found:
             try:

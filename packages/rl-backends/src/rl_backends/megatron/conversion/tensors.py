@@ -133,7 +133,8 @@ def _write(sharded: dict[str, Any], folder: Path) -> None:
         _replace_state_dict_keys_with_sharded_keys,
         mcore_to_pyt_state_dict,
     )
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     by_key = _replace_state_dict_keys_with_sharded_keys(sharded, True)[0]
     save(

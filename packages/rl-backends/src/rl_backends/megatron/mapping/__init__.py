@@ -1,4 +1,4 @@
-"""Which part of which Hugging Face tensor each parameter of Megatron holds: the one table for whatever moves weights."""
+"""Which part of which Hugging Face tensor each parameter of Megatron holds: one table for whatever moves weights."""
 
 from rl_backends.megatron.mapping.gathering import Gatherer
 from rl_backends.megatron.mapping.held import HeldTensor
