@@ -33,7 +33,7 @@ def make_meter(
         device: that it computes on.
         precision: that it computes in.
         packed: rows lie one after the other, without padding.
-        token_multiple: what the length of padded rows is rounded up to.
+        token_multiple: what the length of rows is rounded up to.
         recomputed: whether backward computes every layer again.
         peak_flops_per_s: of one device; None looks it up.
         memory_of: whose memory to account for.

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,14 @@ pytestmark = [
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, warmup_steps=3)
 BFLOAT16 = {"precision": "bfloat16"}
 SHARED = {"precision": "bfloat16", "use_distributed_optimizer": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_afterwards():
+    """A backend of DTensors leaves its own behind, and ranks cannot be forked from a process that has one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def cut_all(
         examples: the whole batch.
         limits: of one microbatch.
         num_ranks: data-parallel ranks.
-        token_multiple: what a padded row's tokens are rounded up to: 2 · ranks under context parallelism.
+        token_multiple: what a row's tokens are rounded up to: 2 · ranks under context parallelism.
         vocabulary_size: ids are below it; None does not look at them.
 
     Raises:
@@ -118,7 +118,8 @@ def _tokens_read(
 ) -> list[int]:
     """Tokens that the model reads of each unit, where it is alone in a microbatch."""
     if packed:
-        return lengths if units is None else [sum(rows) for rows in units]
+        read = lengths if multiple == 1 else [multiple * -(-length // multiple) for length in lengths]
+        return read if units is None else [sum(read[start : start + unit]) for start in range(0, len(read), unit)]
     longest = lengths if units is None else [max(rows) for rows in units]
     return longest if unit == multiple == 1 else [unit * multiple * -(-length // multiple) for length in longest]
 

@@ -85,9 +85,10 @@ class MegatronModel:
 
     @property
     def token_multiple(self) -> int:
-        """What the length of padded rows is rounded up to."""
+        """What the length of rows is rounded up to; sequence parallelism rounds what is read of a whole pack."""
         context = self.config.context_parallel_size
-        return lcm(2 * context if context > 1 else 1, context * self._multiple)
+        chunks = 2 * context if context > 1 else 1
+        return chunks if self.config.sequence_packing else lcm(chunks, context * self._multiple)
 
     @property
     def _multiple(self) -> int:

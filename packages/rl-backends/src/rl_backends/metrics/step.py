@@ -163,7 +163,7 @@ class StepMeter:
         device: where the model is.
         num_ranks: of the run, on all axes of the mesh.
         layout: of microbatches.
-        token_multiple: what padded rows are rounded up to: 2 · ranks under context parallelism.
+        token_multiple: what rows are rounded up to: 2 · ranks under context parallelism.
         recomputed: whether backward computes whole layers again (`activation_checkpointing="full"`).
         peak_flops_per_s: of one device, in the dtype of the computation; None where it is not known.
         memory: what takes the account of memory, when metrics are asked for.

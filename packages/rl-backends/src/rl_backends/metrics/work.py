@@ -96,7 +96,7 @@ def work_of(
         asked: tokens of each row that something is wanted of.
         flops: what a token of the model costs; None where that is not known.
         layout: whether rows are padded to the longest of their microbatch.
-        token_multiple: what a padded row is rounded up to: 2 · ranks under context parallelism.
+        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
         recomputed: whether backward computes the layers again.
     """
     microbatches = [each for rank in cut for each in rank]
@@ -105,7 +105,7 @@ def work_of(
     counted = torch.tensor([each.counted for each in microbatches]).repeat_interleave(sizes)
     rank = torch.tensor([r for r, each in enumerate(cut) for _ in each]).repeat_interleave(sizes)
     real, wanted = lengths[rows], asked[rows]
-    read = real
+    read = -(-real // token_multiple) * token_multiple
     if layout == "padded":
         widths = [-(-each.width // token_multiple) * token_multiple for each in microbatches]
         read = torch.tensor(widths).repeat_interleave(sizes)
