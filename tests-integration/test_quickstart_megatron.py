@@ -113,7 +113,7 @@ def test_ranks_take_the_same_first_step_as_one_process_and_feed_an_engine_each(
     before = load_file(run_dir / "model" / "model.safetensors")
     after = torch.load(tmp_path / "out" / "after_one_step.pt", weights_only=True)
     expected = torch.load(dtensor / "after_one_step.pt", weights_only=True)
-    for name, old in before.items():  # eps of the program's AdamW is large: a step is a tenth of the gradient
+    for name, old in before.items():  # eps of the program's AdamW is large: a step is a tenth of the clipped gradient
         change = expected[name] - old
         rounding = old.abs().max().item() * torch.finfo(torch.float32).eps
         assert change.abs().max() > 1e3 * rounding, name

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     command.add_arguments(parser)
+    if hasattr(command, "add_chosen_arguments"):  # some flags depend on others
+        command.add_chosen_arguments(parser, given[1:])
     arguments = parser.parse_args(given[1:])
     try:
         code: int = command.run(arguments)

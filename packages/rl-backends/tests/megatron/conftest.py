@@ -28,7 +28,7 @@ def has_megatron():
 
 ITS_OWN = (
     "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning",
-    "ignore:When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE:UserWarning",
+    "ignore:When using (async grad allreduce|sequence parallelism) it is recommended to set the env:UserWarning",
     "ignore:.torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor). is deprecated:FutureWarning",
 )
 """What megatron-core 0.16 says of how its layers call one another and torch 2.13."""

@@ -174,9 +174,7 @@ def test_a_loss_that_fails_leaves_no_part_of_a_gradient(world, make_backend):
     with pytest.raises(RuntimeError, match="forward_backward"):
         backend.optim_step()
     backend.forward_backward(examples, loss)
-    expected, _ = world.plain_steps(
-        make_model(world, "Llama"), examples, loss, steps=1, lr=1e-2, max_grad_norm=1.0
-    )
+    expected, _ = world.plain_steps(make_model(world, "Llama"), examples, loss, steps=1, lr=1e-2, max_grad_norm=1.0)
     torch.testing.assert_close(gradients(backend), expected, rtol=1e-4, atol=1e-6)
 
 

@@ -94,8 +94,13 @@ def test_one_of_two_writers_converts_and_the_other_uses_it(world, tmp_path, on_r
     """Two jobs of one process each, not joined to one another."""
     model, directory = conversions.save(world, tmp_path / "model"), tmp_path / "conversions"
 
+    def meet(where, rank):
+        (tmp_path / f"{rank}.{where}").touch()
+        _until((tmp_path / f"{1 - rank}.{where}").exists)
+
     def two_jobs(rank):
-        torch.distributed.destroy_process_group()  # of the two: from here they know nothing of each other
+        meet("joined", rank)  # both have, and nobody tears a connection that the other still makes
+        torch.distributed.destroy_process_group()  # from here they know nothing of each other
         told = []
 
         def progress(line):
@@ -109,8 +114,7 @@ def test_one_of_two_writers_converts_and_the_other_uses_it(world, tmp_path, on_r
         expected = conversions.held(model, conversions.from_files)
         found = conversions.held(model, conversions.from_conversion(conversion))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        (tmp_path / f"{rank}.done").touch()
-        _until((tmp_path / f"{1 - rank}.done").exists)
+        meet("done", rank)
         rendezvous = f"file://{tmp_path / 'again'}"
         torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
         return conversion.why, "\n".join(told), os.getpid()

@@ -13,14 +13,15 @@ from rl_backends.__main__ import main
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("Llama", torch.float32), ("Qwen2", torch.bfloat16), ("Qwen3Moe", torch.float16)]
+    ("family", "dtype", "flag"),
+    [("Llama", torch.float32, "--tp"), ("Qwen2", torch.bfloat16, "--pp"), ("Qwen3Moe", torch.float16, "--ep")],
 )
-def test_a_model_goes_there_and_back_bit_for_bit(world, tmp_path, on_ranks, family, dtype):
+def test_a_model_goes_there_and_back_bit_for_bit(world, tmp_path, on_ranks, family, dtype, flag):
     from safetensors.torch import load_file
 
     model, directory = conversions.save(world, tmp_path / "model", family, dtype), tmp_path / "conversions"
     convert = ["convert", str(model), "--dir", str(directory)]
-    assert on_ranks(lambda rank: main([*convert, "--tp", "2"]), ranks=2) == [0, 0]
+    assert on_ranks(lambda rank: main([*convert, flag, "2"]), ranks=2) == [0, 0]
     conversion = conversions.only(directory)
     export = ["export", str(conversion), "--to", str(tmp_path / "back")]
     assert on_ranks(lambda rank: main(export), ranks=1) == [0]

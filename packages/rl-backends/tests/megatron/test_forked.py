@@ -1,4 +1,4 @@
-"""Claims about the ranks of these tests: they compute together, and nothing that goes wrong on one is waited for or lost."""
+"""Claims about the ranks of these tests: they compute together, and nothing that goes wrong on one is lost."""
 
 import os
 import subprocess
@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from forked import RanksFailedError
 
 

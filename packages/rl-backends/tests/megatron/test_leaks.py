@@ -3,12 +3,11 @@
 import subprocess
 import sys
 
+import forked
 import pytest
 
-import forked
-
 PROGRAM = """
-import sys
+import dataclasses, sys, typing
 import torch, torch.distributed as dist
 from rl_backends import OptimizerConfig
 from rl_backends.megatron.backend import MegatronBackend
@@ -22,13 +21,16 @@ config = MegatronConfig(tensor_model_parallel_size=ranks, checkpoint_dir=f"{fold
 backend = MegatronBackend.from_pretrained(f"{folder}/model", config)
 backend.start_training(OptimizerConfig(lr=1e-3), num_steps=2)
 
+@dataclasses.dataclass(frozen=True)
 class Examples:
-    rows_per_unit = 1
-    tokens = torch.arange(12).view(2, 6)
-    lengths = torch.tensor([6, 5])
-    trainable = (torch.arange(6) > 0) & (torch.arange(6) < lengths[:, None])
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    trainable: torch.Tensor
+    rows_per_unit: typing.ClassVar[int] = 1
 
-examples = Examples()
+lengths = torch.tensor([6, 5])
+places = torch.arange(6)
+examples = Examples(torch.arange(12).view(2, 6), lengths, (places > 0) & (places < lengths[:, None]))
 reference = backend.freeze_reference()
 print(tuple(reference.logp(examples).shape), flush=True)
 backend.save_checkpoint(f"{folder}/first", asynchronous=True)

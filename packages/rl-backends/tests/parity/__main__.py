@@ -30,7 +30,8 @@ def main():
         )
     text = document(outcomes)
     if arguments.write is not None:
-        arguments.write.write_text(text)
+        _, title, others = arguments.write.read_text().partition("\n# The Megatron backend\n")  # a table of its own
+        arguments.write.write_text(text + title + others)
     print(text)
     wrong = [complaint for cell in cells for complaint in judge.complaints(cell, outcomes[cell.name])]
     print(*wrong, sep="\n", file=sys.stderr)

@@ -5,7 +5,6 @@ other wrote. Exit codes: 0 it is there; 1 it cannot be written; 2 refused.
 """
 
 import argparse
-import os
 from typing import Any
 
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
@@ -33,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, or find what was converted, and return the exit code."""
+    import torch.distributed as dist
+
     from rl_backends.loading import open_model
     from rl_backends.megatron.config import MegatronConfig
 
@@ -54,9 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         # the model's name comes after the ranks have joined: what a branch means is told to all by one of them
         source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
         conversion = conversion_of(source, config, progress=say)
+        speaks = dist.get_rank() == 0
     finally:
         groups.leave()
-    if os.environ.get("RANK", "0") == "0":
+    if speaks:
         show(conversion.explain())
         if arguments.json:
             show_json({**conversion.figures(), "holds": True})

@@ -2,32 +2,43 @@
 
 On a small model of the same kind as MODEL, with random weights: real ranks over gloo take the steps that this process
 takes without the backend. Compared are log-probabilities, gradients, weights after three steps, and the saved folder
-with those weights, bit for bit.
+with those weights, bit for bit; of the Megatron backend also what it saves of untrained weights with those it was given,
+and rows are long, since a wrong rotary base shows in no others.
 Exit codes: 0 it is; 1 it is not, or a rank failed; 2 refused.
 """
 
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_backends.commands.config_flags import add_config_flags, config_of
+from rl_backends.commands.backend_flags import (
+    add_backend_flags,
+    add_model_arguments,
+    chosen_backend,
+    chosen_config,
+)
 from rl_backends.commands.console import CommandError, say, show, show_json
-from rl_backends.commands.explain import SHORT, add_model_arguments
-from rl_backends.dtensor.config import DTensorConfig
 
-__all__ = ["add_arguments", "run"]
+if TYPE_CHECKING:
+    from rl_backends.commands.verify_compare import Check
+    from rl_backends.commands.verify_plain import SmallModel
+
+__all__ = ["add_arguments", "add_chosen_arguments", "run"]
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
 
-LEFT_OUT = ("enabled", "device", "router_aux_loss_coef", "peak_flops_per_s")
+LEFT_OUT = ("device", "router_aux_loss_coef", "peak_flops_per_s", "checkpoint_dir", "timeout_s")
+LENGTHS = {"dtensor": (5, 13), "megatron": (512, 560)}
+"""Tokens of the shortest row, and of the longest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare what the command takes with either backend."""
     add_model_arguments(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument("--tolerance", type=float, metavar="X", help=f"default: {TOLERANCES} by --precision")
@@ -37,48 +48,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline-s", type=float, default=300.0, metavar="X", help="for all ranks (default %(default)s)"
     )
     group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
-    add_config_flags(parser, DTensorConfig, leave_out=LEFT_OUT, short=SHORT, title="backend")
+
+
+def add_chosen_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """Declare the flags of the backend that is asked for."""
+    add_backend_flags(parser, chosen_backend(given), leave_out=LEFT_OUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and return the exit code."""
-    from rl_backends.commands.verify_compare import compare
-    from rl_backends.commands.verify_plain import plain_result, save_small_model
-    from rl_backends.commands.verify_start import run_ranks
-
     if arguments.ranks < 1:
         raise CommandError(f"--ranks must be at least 1; got {arguments.ranks}")
-    config = config_of(DTensorConfig, arguments, micro_batch_size=2)
+    config = chosen_config(arguments, micro_batch_size=2)
+    if arguments.backend == "megatron" and not arguments.no_shrink:
+        _require_layout(arguments, config)
     tolerance = TOLERANCES[config.precision] if arguments.tolerance is None else arguments.tolerance
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
-        folder = Path(name)
-        described = save_small_model(
-            arguments.model,
-            folder / "model",
-            tp=config.tensor_parallel_size,
-            shrink=not arguments.no_shrink,
-            seed=arguments.seed,
-            revision=arguments.revision,
-            trust_remote_code=arguments.trust_remote_code,
-        )
-        say(f"{described}: {arguments.ranks} ranks start")
-        rows = {"rows": 2 * arguments.ranks + 1, "seed": arguments.seed}
-        run_ranks(
-            {"folder": str(folder), "config": asdict(config), "ranks": arguments.ranks, **rows},
-            deadline_s=arguments.deadline_s,
-        )
-        checks = compare(folder, plain_result(folder / "model", **rows), ranks=arguments.ranks, tolerance=tolerance)
+        small, checks = _checks(Path(name), arguments, config, tolerance=tolerance)
     holds = all(check.holds for check in checks)
-    _show(checks, described=described, holds=holds, tolerance=tolerance)
+    _show(checks, described=small.described, holds=holds, tolerance=tolerance)
     if arguments.json:
-        figures: dict[str, Any] = {"model": arguments.model, "small_model": described, "ranks": arguments.ranks}
-        figures |= {"config": asdict(config), "tolerance": tolerance, "checks": [asdict(check) for check in checks]}
-        show_json({**figures, "seconds": round(time.monotonic() - started, 3), "holds": holds})
+        figures: dict[str, Any] = {"model": arguments.model, "small_model": small.described, "ranks": arguments.ranks}
+        figures |= {"backend": arguments.backend, "config": asdict(config), "tolerance": tolerance}
+        figures |= {"checks": [asdict(check) for check in checks], "seconds": round(time.monotonic() - started, 3)}
+        show_json({**figures, "holds": holds})
     return 0 if holds else 1
 
 
-def _show(checks: Any, *, described: str, holds: bool, tolerance: float) -> None:
+def _checks(
+    folder: Path, arguments: argparse.Namespace, config: Any, *, tolerance: float
+) -> "tuple[SmallModel, list[Check]]":
+    import torch
+
+    from rl_backends.commands.verify_compare import compare
+    from rl_backends.commands.verify_plain import make_rows, plain_result
+    from rl_backends.commands.verify_start import run_ranks
+
+    megatron = arguments.backend == "megatron"
+    small = _save_small_model(folder / "model", arguments, config)
+    say(f"{small.described}: {arguments.ranks} ranks start")
+    shortest, longest = LENGTHS[arguments.backend]
+    sizes = {"rows": 2 * arguments.ranks + 1, "vocabulary": small.vocabulary, "padding": small.padding}
+    rows = {**sizes, "seed": arguments.seed, "shortest": shortest, "longest": longest}
+    asked = asdict(config)
+    if megatron:
+        asked["checkpoint_dir"] = str(folder / "conversions")
+    task = {"folder": str(folder), "backend": arguments.backend, "config": asked, "ranks": arguments.ranks}
+    run_ranks({**task, "rows": rows}, deadline_s=arguments.deadline_s)
+    truth = plain_result(folder / "model", make_rows(**rows))
+    untrained = getattr(torch, config.precision) if megatron else None
+    return small, compare(folder, truth, ranks=arguments.ranks, tolerance=tolerance, untrained=untrained)
+
+
+def _require_layout(arguments: argparse.Namespace, config: Any) -> None:
+    """What could not be done with the model itself is not done with a small one."""
+    from rl_backends.commands.megatron_layout import readable_architecture
+    from rl_parallel_plans.model_source import read_config
+
+    asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+    readable_architecture(read_config(arguments.model, **asked), config, ranks=arguments.ranks)
+
+
+def _save_small_model(folder: Path, arguments: argparse.Namespace, config: Any) -> "SmallModel":
+    from rl_backends.commands.verify_plain import save_small_model
+
+    megatron = arguments.backend == "megatron"
+    return save_small_model(
+        arguments.model,
+        folder,
+        tp=config.tensor_model_parallel_size if megatron else config.tensor_parallel_size,
+        pp=config.pipeline_model_parallel_size if megatron else 1,
+        shrink=not arguments.no_shrink,
+        seed=arguments.seed,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+def _show(checks: "Sequence[Check]", *, described: str, holds: bool, tolerance: float) -> None:
     show(f"{described} against plain transformers and AdamW in float32; tolerance {tolerance:g}")
     width = max(len(check.name) for check in checks)
     for check in checks:

@@ -31,8 +31,13 @@ class Check:
     """Whether it is within the tolerance."""
 
 
-def compare(folder: Path, truth: Plain, *, ranks: int, tolerance: float) -> list[Check]:
-    """Every check, over what all ranks have written into `folder`."""
+def compare(
+    folder: Path, truth: Plain, *, ranks: int, tolerance: float, untrained: torch.dtype | None = None
+) -> list[Check]:
+    """Every check, over what all ranks have written into `folder`.
+
+    untrained: of the weights that ranks have saved before they trained, as they came; None where they have not.
+    """
     files = [load_file(folder / f"{rank}.safetensors") for rank in range(ranks)]
     logps = {f"rank {rank}": each["logp"] for rank, each in enumerate(files)}
     norm, plain_norm = files[0]["grad_norm"], torch.tensor([truth.grad_norm])
@@ -43,7 +48,11 @@ def compare(folder: Path, truth: Plain, *, ranks: int, tolerance: float) -> list
         _check("gradient norm", {"": norm}, {"": plain_norm}, tolerance=tolerance),
         _check(f"weights after {STEPS} steps", weights, truth.weights, tolerance=tolerance),
     ]
-    return [*checks, _saved(folder / "saved", weights)]
+    checks.append(_saved(folder / "saved", weights, name="saved and loaded again"))
+    if untrained is not None:
+        given = {name: tensor.to(untrained).float() for name, tensor in _loaded(folder / "model").items()}
+        checks.append(_saved(folder / "untrained", given, name="there and back"))
+    return checks
 
 
 def _whole(files: list[dict[str, Tensor]], kind: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,16 +86,23 @@ def _apart(found: Tensor, expected: Tensor) -> float:
     return apart if math.isfinite(apart) else NOT_A_NUMBER
 
 
-def _saved(folder: Path, weights: Mapping[str, Tensor]) -> Check:
-    """What from_pretrained makes of the saved folder has the ranks' weights, bit for bit."""
-    from transformers import AutoModelForCausalLM
-
-    name = "saved and loaded again"
-    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    loaded = dict(model.named_parameters())
+def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
+    """What from_pretrained makes of the folder has these weights, bit for bit."""
+    loaded = _loaded(folder)
     if loaded.keys() != weights.keys():
         missing = sorted(loaded.keys() ^ weights.keys())
         return Check(name=name, difference=NOT_A_NUMBER, where=", ".join(missing[:3]), holds=False)
-    differing = [key for key, tensor in weights.items() if not torch.equal(tensor, loaded[key])]
-    apart = max((_apart(loaded[key].detach(), weights[key]) for key in differing), default=0.0)
+    differing = [key for key, tensor in weights.items() if not _same_bits(tensor, loaded[key])]
+    apart = max((_apart(loaded[key], weights[key]) for key in differing), default=0.0)
     return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
+
+
+def _loaded(folder: Path) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left, right) and torch.equal(left.signbit(), right.signbit())  # 0.0 equals -0.0

@@ -21,6 +21,7 @@ __all__ = [
     "STEPS",
     "WEIGHT_DECAY",
     "Plain",
+    "SmallModel",
     "VerifyRows",
     "loss_of",
     "make_rows",
@@ -32,7 +33,16 @@ STEPS, LR, WEIGHT_DECAY, MAX_GRAD_NORM, BETAS = 3, 1e-2, 0.01, 1.0, (0.9, 0.95)
 EPS = 1e-4
 """Large, so that Adam does not blow the rounding of gradients near 0 up to whole steps."""
 
-WIDTH = 13
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallModel:
+    """What was saved to be compared with."""
+
+    described: str
+    vocabulary: int
+    """Words that rows may hold."""
+    padding: int | None
+    """The one that rows do not hold, since transformers never trains its embedding; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,16 @@ def save_small_model(
     folder: Path,
     *,
     tp: int,
+    pp: int = 1,
     shrink: bool,
     seed: int,
     revision: str | None,
     trust_remote_code: bool,
-) -> str:
-    """Write a model of the kind that `source` names, small, with random weights; return what it is in words.
+) -> SmallModel:
+    """Write a model of the kind that `source` names, small, with random weights.
+
+    tp: ranks that its heads can be shared out to.
+    pp: stages that its layers can be shared out to.
 
     Raises:
         PlanError: `source` names no model, or one that cannot be made small.
@@ -76,28 +90,45 @@ def save_small_model(
     from transformers.utils import logging
 
     from rl_parallel_plans.model_source import build, read_config
-    from rl_parallel_plans.verification.shrink import shrunk
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
     if shrink:
-        config = shrunk(config, tp=max(2, tp))
+        config = _shrunk(config, tp=max(2, tp), pp=pp)
     torch.manual_seed(seed)
     model: Any = build(config, device="cpu", dtype=torch.float32, trust_remote_code=trust_remote_code)
     with torch.no_grad():
         for parameter in model.parameters():  # norms of 1 and biases of 0 would be trivially right
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(folder)
-    return f"{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters"
+    embeddings = model.get_input_embeddings()
+    return SmallModel(
+        described=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters",
+        vocabulary=embeddings.weight.shape[0],
+        padding=getattr(embeddings, "padding_idx", None),
+    )
 
 
-def make_rows(*, rows: int, seed: int, vocabulary: int) -> VerifyRows:
-    """The same rows in every process."""
+def _shrunk(config: Any, *, tp: int, pp: int) -> Any:
+    from rl_parallel_plans.verification.shrink import shrunk
+
+    small = shrunk(config, tp=tp)
+    if pp > 1 and (left := small.num_hidden_layers % pp):
+        return shrunk(config, tp=tp, extra_layers=pp - left)
+    return small
+
+
+def make_rows(  # noqa: PLR0913 - sizes, each by name
+    *, rows: int, seed: int, vocabulary: int, padding: int | None = None, shortest: int = 5, longest: int = 13
+) -> VerifyRows:
+    """The same rows in every process, of `shortest` to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocabulary, (rows, WIDTH), generator=generator)
-    lengths = torch.randint(5, WIDTH + 1, (rows,), generator=generator)
+    tokens = torch.randint(0, vocabulary, (rows, longest), generator=generator)
+    if padding is not None:
+        tokens = torch.where(tokens == padding, (padding + 1) % vocabulary, tokens)
+    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
     starts = torch.randint(1, 4, (rows,), generator=generator)
-    place = torch.arange(WIDTH)
+    place = torch.arange(longest)
     return VerifyRows(
         tokens=tokens,
         lengths=lengths,
@@ -112,12 +143,11 @@ def loss_of(logp: Float[Tensor, "b w"], rows: VerifyRows, *, num_tokens: int) ->
     return total, {"loss": total.detach()}
 
 
-def plain_result(folder: Path, *, rows: int, seed: int) -> Plain:
+def plain_result(folder: Path, batch: VerifyRows) -> Plain:
     """Three steps without the backend."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)  # in eval mode
-    batch = make_rows(rows=rows, seed=seed, vocabulary=model.get_input_embeddings().weight.shape[0])
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     optimizer = torch.optim.AdamW(

@@ -3,18 +3,21 @@
     python -m rl_backends.commands.verify_rank TASK      (JSON)
 
 Files: <rank>.safetensors with `logp` and, for each box, `<kind>|<name>|<offsets>`; <rank>.json with what went wrong.
+What differs between backends is in `verify_<backend>`: `load`, `weights`, `gradients`.
 """
 
 import functools
 import json
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_backends.commands.verify_plain import (
     BETAS,
@@ -26,10 +29,8 @@ from rl_backends.commands.verify_plain import (
     loss_of,
     make_rows,
 )
-from rl_backends.dtensor.backend import DTensorBackend
-from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.errors import MissingDependencyError
 from rl_backends.optimizers import OptimizerConfig
-from rl_parallel_plans import named_shards, to_local_if_dtensor
 
 __all__ = ["main"]
 
@@ -46,42 +47,40 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=task["ranks"])
     try:
         save_file(_result(task, folder), folder / f"{rank}.safetensors")
-    except ValueError as refusal:  # of ours, and of what ours builds on: PlanError too
+    except (ValueError, MissingDependencyError) as refusal:  # of ours, and of what ours builds on: PlanError too
         (folder / f"{rank}.json").write_text(json.dumps({"refused": str(refusal)}), encoding="utf-8")
     dist.barrier()  # a rank that leaves early tears connections that others still read
     dist.destroy_process_group()
 
 
 def _result(task: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    backend = DTensorBackend.from_pretrained(str(folder / "model"), DTensorConfig(**task["config"]))
-    embeddings: Any = backend.model.get_input_embeddings()  # type: ignore[operator]
-    rows = make_rows(rows=task["rows"], seed=task["seed"], vocabulary=embeddings.weight.shape[0])
+    subject = import_module(f"rl_backends.commands.verify_{task['backend']}")
+    backend = subject.load(folder / "model", task["config"])
+    rows = make_rows(**task["rows"])
     loss = functools.partial(loss_of, num_tokens=int(rows.trainable.sum()))
     backend.start_training(OPTIMIZER, num_steps=STEPS)
     found = {"logp": backend.logp(rows)}
-    for step in range(STEPS):
-        backend.forward_backward(rows, loss)
-        if step == 0:
-            found |= _boxes(backend.model, "gradients")
-        norm = backend.optim_step()
-        if step == 0:
-            found["grad_norm"] = torch.tensor([norm])
-    found |= _boxes(backend.model, "weights")
+    backend.forward_backward(rows, loss)
+    found |= _boxes("gradients", subject.gradients(backend))
+    backend.start_training(OPTIMIZER, num_steps=STEPS)  # from no gradient
+    norms = [_step(backend, rows, loss) for _ in range(STEPS)]
+    found["grad_norm"] = torch.tensor(norms[:1])
+    found |= _boxes("weights", subject.weights(backend))
     backend.save_pretrained(folder / "saved")
     return found
 
 
-def _boxes(model: nn.Module, kind: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for shard in named_shards(model):
-        tensor = shard.tensor.detach() if kind == "weights" else shard.tensor.grad
-        if tensor is None or not tensor.is_floating_point():
-            continue
-        local = to_local_if_dtensor(tensor)
-        for box in shard.boxes(tensor):
-            offsets = ",".join(map(str, box.offsets))
-            found[f"{kind}|{shard.name}|{offsets}"] = box.of_local(local).clone(memory_format=torch.contiguous_format)
-    return found
+def _step(backend: Any, rows: Any, loss: Any) -> float:
+    backend.forward_backward(rows, loss)
+    norm: float = backend.optim_step()
+    return norm
+
+
+def _boxes(kind: str, parts: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
+    return {
+        f"{kind}|{name}|{','.join(map(str, offsets))}": numbers.clone(memory_format=torch.contiguous_format)
+        for name, offsets, numbers in parts
+    }
 
 
 if __name__ == "__main__":

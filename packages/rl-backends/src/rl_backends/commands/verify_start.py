@@ -39,6 +39,7 @@ def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> None:
 def _start(task: Mapping[str, Any], rank: int, folder: Path) -> "subprocess.Popen[bytes]":
     found = [os.environ.get("PYTHONPATH", ""), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found)), "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # ranks are CPU ranks, and Megatron takes a GPU where it sees one
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(  # noqa: S603 - this interpreter, this package
             [sys.executable, "-m", PROGRAM, json.dumps({**task, "rank": rank})],

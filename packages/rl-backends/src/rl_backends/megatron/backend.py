@@ -30,7 +30,7 @@ from rl_backends.megatron.describing import describe
 from rl_backends.megatron.gradient_step import clip_and_step
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.loading import conversion_of
-from rl_backends.megatron.mapping import Gatherer, HeldTensor
+from rl_backends.megatron.mapping import Gatherer, HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.weights import at_random, from_hugging_face, from_megatron
@@ -81,6 +81,7 @@ class MegatronBackend:
             peak_flops_per_s=config.peak_flops_per_s,
             memory_of=self._held,
         )
+        self._names = names_in_hugging_face(self._model.held)
         self._optimizers: MegatronOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
@@ -211,7 +212,7 @@ class MegatronBackend:
             raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
         with self._meter.optim_step() as outcome:
             self._accumulation.started = False
-            step = clip_and_step(self._model.ddp, optimizers, version=self.version)
+            step = clip_and_step(self._model.ddp, optimizers, version=self.version, names=self._names)
             outcome.grad_norm, outcome.skipped = step.norm, step.skipped
         if not step.skipped:
             self.version += 1

@@ -71,6 +71,7 @@ class MegatronModel:
         with cpu_compat():
             self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
         self.gpt.to(self.config.device)
+        _leave_out_padding(self.gpt, skeleton)
         self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, groups=self.groups)
         on_every_rank(partial(fill, self))
         if not trainable:
@@ -181,6 +182,21 @@ class MegatronModel:
     def close(self) -> None:
         """Leave Megatron's process groups; nothing can be computed after."""
         self.groups.leave()
+
+
+def _leave_out_padding(gpt: Any, skeleton: Any) -> None:
+    """As torch's embedding does in the Hugging Face model: looking up the padding token gives its row no gradient."""
+    padding = skeleton.get_input_embeddings().padding_idx
+    if padding is None or not gpt.pre_process:
+        return
+
+    def detach_padding(module: Any, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        tokens = arguments[0]
+        if module.reduce_scatter_embeddings:  # [s / tp, b, H], of this rank's share of the tokens
+            tokens = tokens.t().chunk(module.tp_group.size())[module.tp_group.rank()]
+        return torch.where((tokens == padding)[..., None], embedded.detach(), embedded)
+
+    gpt.embedding.word_embeddings.register_forward_hook(detach_padding)
 
 
 def _values(out: dict[int, Tensor]) -> Sequence[Tensor]:

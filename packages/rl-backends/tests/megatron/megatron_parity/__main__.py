@@ -1,4 +1,4 @@
-"""`python -m megatron_parity [--write FILE] [--only WORDS] [--usual]`: run the cells, print the table; 1 if one is wrong."""
+"""`python -m megatron_parity [--write FILE] [--only WORDS] [--usual]`: run and print the table; 1 if one is wrong."""
 
 import argparse
 import sys

@@ -37,6 +37,7 @@ OTHER_MESHES = {  # for cells of their own
     "EP2×CP2": (4, {EP: 2, CP: 2}, 0.65),
     "EP2×TP2+SP": (4, {EP: 2, TP: 2, **SP}, 0.45),
     "DP2×EP2, distributed optimizer": (4, {EP: 2, **DISTRIBUTED}, 0.65),
+    "EP2 within TP2+SP": (2, {EP: 2, TP: 2, **SP}, 0.6),
     "EP2, distributed optimizer": (2, {EP: 2, **DISTRIBUTED}, 0.65),
     "PP4": (4, {PP: 4}, 0.35),
 }
@@ -67,26 +68,29 @@ class Cell:
         return f"{self.model}, {'tied' if self.problem.tied else 'untied'}, {self.mesh}, {self.layout}"
 
 
-WITHOUT_SP = "qwen3_moe"
+UNCUT_EXPERTS = {  # tensor parallelism does not cut experts
+    "TP2": "needs sequence_parallel=True",
+    "TP2×PP2": "needs sequence_parallel=True",
+    "TP2+SP": "needs expert_model_parallel_size > 1",
+}
 
 
 def table():
     """Models by meshes by layouts."""
     return [
-        cell(model, mesh, layout, tied=tied == "tied", **_special(model, mesh))
+        cell(
+            model,
+            mesh,
+            layout,
+            tied=tied == "tied",
+            refusal=UNCUT_EXPERTS.get(mesh) if model == "Qwen3-MoE" else None,
+        )
         for mesh in MESHES
         for model in MODELS
         for tied in TIES
         for layout in LAYOUTS
         if mesh != "EP2" or model == "Qwen3-MoE"
     ]
-
-
-def _special(model, mesh):
-    """Tensor parallelism does not cut experts, and Megatron has no mixtures under it without sequence parallelism."""
-    if model != "Qwen3-MoE" or not mesh.startswith("TP2"):
-        return {}
-    return {"most_held": 0.85} if mesh == "TP2+SP" else {"refusal": WITHOUT_SP}
 
 
 def apart():
@@ -126,6 +130,7 @@ def apart():
         cell("Mistral, window of 6", "CP2", "padded"),
         cell("Qwen3-MoE, router as it is", "EP2", "padded"),
         cell("Qwen3-MoE", "EP2, distributed optimizer", "packed"),
+        cell("Qwen3-MoE", "EP2 within TP2+SP", "padded", tied=True),
         cell("Llama, 4 layers", "PP4", "padded", tied=True),
         cell("Qwen2", "TP2+SP×PP2", "padded", tied=True),
         cell("Qwen3", "TP2+SP×PP2", "packed"),
@@ -149,7 +154,6 @@ def cell(model, mesh, layout, *, tied=False, note=None, **options):
     """A cell of `mesh` and `layout`; other names than those of `Cell` are fields of the configuration."""
     ranks, config, most_held = {**MESHES, **OTHER_MESHES}[mesh]
     own = {name: options.pop(name) for name in ("calls", "bar", "refusal") if name in options}
-    most_held = options.pop("most_held", most_held)
     problem = dataclasses.replace(options.pop("problem", None) or Problem(model), tied=tied)
     return Cell(
         model=model,

@@ -26,14 +26,19 @@ def _complaints(cell, outcome):
             if not outcome["figures"][quantity] <= cell.bar:
                 figure, where = outcome["figures"][quantity], outcome["worst"][quantity]
                 yield f"{quantity} are off by {figure:.1e} in {where}; the bar is {cell.bar:.0e}"
-        if outcome["exported"]:
-            yield f"save_pretrained wrote {NOT_BIT_FOR_BIT} in {outcome['exported']}"
-        if outcome["held_wrong"]:
-            yield f"shards() hold {NOT_BIT_FOR_BIT} in {outcome['held_wrong']}"
-        if outcome["uncovered"]:
-            yield f"shards() of all ranks together do not hold all of {outcome['uncovered']}"
-        if outcome["held"] > (most := min(1.0, 1.15 * cell.most_held)):
-            yield f"this rank holds {outcome['held']:.2f} of the parameters, and {most:.2f} at most were to be expected"
+        yield from _not_converted(cell, outcome)
+
+
+def _not_converted(cell, outcome):
+    """What has other bits than in Hugging Face, or is nowhere, or where it should not be."""
+    if outcome["exported"]:
+        yield f"save_pretrained wrote {NOT_BIT_FOR_BIT} in {outcome['exported']}"
+    if outcome["held_wrong"]:
+        yield f"shards() hold {NOT_BIT_FOR_BIT} in {outcome['held_wrong']}"
+    if outcome["uncovered"]:
+        yield f"shards() of all ranks together do not hold all of {outcome['uncovered']}"
+    if outcome["held"] > (most := min(1.0, 1.15 * cell.most_held)):
+        yield f"this rank holds {outcome['held']:.2f} of the parameters, and {most:.2f} at most were to be expected"
 
 
 def largest(outcomes, *quantities):

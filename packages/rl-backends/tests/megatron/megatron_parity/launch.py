@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import forked
+
 from megatron_parity import problems, program
 
 

@@ -3,12 +3,11 @@
 import dataclasses
 
 import torch
-
 from parity import problems
 
 LONG = 200
 """Tokens of the longest row on which logits are compared: what is wrong with positions, shows there."""
-SIZES = {**problems.SIZES, "max_position_embeddings": 256}
+SIZES = {**problems.SIZES, "max_position_embeddings": 256}  # with a padding word, which rows hold like any other
 FAMILIES = {  # config class, model class, what differs
     "Llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "Llama, rope of Llama 3": (

@@ -11,9 +11,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY
 
 from megatron_parity import problems
-from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY
 
 SMALLEST_SHARE = 1e-4
 """A gradient that is zero but for rounding has no size of its own: it counts as this share of the largest of all."""

@@ -71,6 +71,14 @@ ATTRIBUTE_WORKAROUNDS = (
         },
     ),
     Workaround(
+        name="advice about CUDA_DEVICE_MAX_CONNECTIONS",
+        reason="linear layers under tensor parallelism warn that the variable should be 1 for speed on a GPU. Marked as "
+        "said.",
+        attributes={
+            "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce.warned": True
+        },
+    ),
+    Workaround(
         name="te_general_gemm of moe_utils",
         reason="the name is bound only where Transformer Engine is installed, and the router reads it: NameError. "
         "Bound to None, which the router takes for an absent kernel.",

@@ -7,7 +7,7 @@ outside of `user_code`; to any other it is the original. Torch calls are answere
 
 import contextlib
 import functools
-import importlib
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -100,7 +100,7 @@ def _replace_all() -> None:
 
 def _replace(name: str, value: object, *, only_absent: bool) -> None:
     module_name, _, attribute = name.rpartition(".")
-    module = importlib.import_module(module_name)
+    module = pkgutil.resolve_name(module_name)
     original = getattr(module, attribute, _ABSENT)
     if only_absent and original is not _ABSENT:
         return

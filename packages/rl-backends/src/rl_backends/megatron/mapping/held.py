@@ -1,12 +1,13 @@
 """What a parameter of Megatron holds of a tensor of Hugging Face, in the coordinates of the latter. Moves no number."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from rl_parallel_plans import Box
 
-__all__ = ["HeldTensor"]
+__all__ = ["HeldTensor", "names_in_hugging_face"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +48,11 @@ class HeldTensor:
         """The parts of the whole that `local` holds, or any tensor that is cut like it."""
         del tensor
         return list(self.parts)
+
+
+def names_in_hugging_face(held: Iterable[HeldTensor]) -> dict[str, str]:
+    """What messages call each of Megatron's parameters: the tensors that it holds parts of, by its name."""
+    names: dict[str, list[str]] = {}
+    for each in held:
+        names.setdefault(each.megatron_name, []).append(each.name)
+    return {megatron_name: " + ".join(several) for megatron_name, several in names.items()}

@@ -1,0 +1,183 @@
+"""How Megatron would arrange ranks and lay a model over them, by arithmetic: no ranks, no weights, no megatron-core.
+
+Ranks are counted as megatron-core counts them: tensor-parallel ones first, then context, data, pipeline; experts count
+from the first rank of a stage on, over tensor, context and data ranks alike.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_backends.commands.console import CommandError
+from rl_backends.megatron import groups
+from rl_backends.megatron.architecture import Architecture, read_architecture
+from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout
+
+__all__ = ["Axis", "Stage", "axes_of", "readable_architecture", "stages_of"]
+
+DOES = {
+    "tp": "share each matrix multiplication",
+    "cp": "share the tokens of each row",
+    "ep": "share the experts of each layer, in place of tp, cp and dp ranks",
+    "dp": "have rows of their own, and sum gradients",
+    "pp": "share the layers, as stages of a pipeline",
+}
+GRADIENT_BYTES = 4
+"""Gradients are summed in float32."""
+MOMENT_BYTES = 8
+MASTER_BYTES = 4
+"""Where weights are bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One way in which ranks share the work."""
+
+    name: str
+    size: int
+    does: str
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks that share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What each rank of a pipeline stage holds."""
+
+    ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    embedding: bool
+    head: bool
+    numbers: int
+    """Of weights, on one rank; padding of the vocabulary, and a copy of tied embeddings, included."""
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    """Two moments, and a float32 master of each weight in bfloat16; a distributed optimizer has its share of them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it; activations and buffers of communication come on top."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def readable_architecture(hf_config: Any, config: MegatronConfig, *, ranks: int) -> Architecture:
+    """The architecture of a configuration that can be laid over so many ranks as asked.
+
+    Raises:
+        CommandError: it cannot; every reason is in the message.
+    """
+    found: list[Architecture] = []
+    problems = _refusals(
+        lambda: found.append(read_architecture(hf_config)),
+        lambda: [require_layout(each, config) for each in found],
+        lambda: _sizes(config, ranks),
+    )
+    if problems:
+        raise CommandError("\n".join(problems))
+    return found[0]
+
+
+def axes_of(config: MegatronConfig, *, ranks: int) -> list[Axis]:
+    """Every axis of more than one rank, and who shares along it."""
+    sizes = _sizes(config, ranks)
+    strides = {"tp": 1, "cp": sizes["tp"], "ep": 1, "dp": sizes["tp"] * sizes["cp"]}
+    strides["pp"] = strides["dp"] * sizes["dp"]
+    return [
+        Axis(name=name, size=sizes[name], does=does, groups=_groups(ranks, size=sizes[name], stride=strides[name]))
+        for name, does in DOES.items()
+        if sizes[name] > 1
+    ]
+
+
+def stages_of(
+    architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], config: MegatronConfig, *, ranks: int
+) -> list[Stage]:
+    """Each pipeline stage, and what each of its ranks holds. All ranks of a stage hold as much.
+
+    shapes: of the tensors of the Hugging Face model, tied ones once.
+    """
+    count, each = config.pipeline_model_parallel_size, ranks // config.pipeline_model_parallel_size
+    share = architecture.num_layers // count
+    made = []
+    for number in range(count):
+        layers = range(number * share, (number + 1) * share)
+        first, last = number == 0, number == count - 1
+        names = [name for name in shapes if _is_here(name, layers, first=first, last=last)]
+        copies = ["model.embed_tokens.weight"] if last and not first and architecture.tied else []
+        held = {name: shapes[name] for name in [*names, *copies]}
+        dense, experts = _numbers(architecture, held, config)
+        stage = Stage(
+            ranks=tuple(range(number * each, (number + 1) * each)),
+            layers=tuple(layers),
+            embedding=first,
+            head=last,
+            numbers=dense + experts,
+            weight_bytes=(dense + experts) * (2 if config.precision == "bfloat16" else 4),
+            gradient_bytes=(dense + experts) * GRADIENT_BYTES,
+            optimizer_bytes=_optimizer_bytes(dense, experts, config, ranks=ranks),
+        )
+        made.append(stage)
+    return made
+
+
+def _refusals(*checks: Callable[[], object]) -> list[str]:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as refusal:
+            problems.append(str(refusal))
+    return problems
+
+
+def _sizes(config: MegatronConfig, ranks: int) -> dict[str, int]:
+    if ranks < 1:
+        raise CommandError(f"--ranks must be at least 1; got {ranks}")
+    return groups._sizes(config, ranks)  # noqa: SLF001 - ours
+
+
+def _groups(ranks: int, *, size: int, stride: int) -> tuple[tuple[int, ...], ...]:
+    block = size * stride
+    return tuple(
+        tuple(range(start + first, start + first + block, stride))
+        for start in range(0, ranks, block)
+        for first in range(stride)
+    )
+
+
+def _is_here(name: str, layers: range, *, first: bool, last: bool) -> bool:
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"]:
+        return int(parts[2]) in layers
+    return first if parts[1] == "embed_tokens" else last
+
+
+def _numbers(
+    architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], config: MegatronConfig
+) -> tuple[int, int]:
+    """On one rank: those that data-parallel ranks all have, and those of experts."""
+    ranks, dense, experts = config.tensor_model_parallel_size, 0, 0
+    padding = padded_vocab_size(architecture, config) - architecture.vocab_size
+    for name, shape in shapes.items():
+        numbers = math.prod(shape)
+        if ".mlp.experts." in name:
+            experts += numbers
+        elif name in {"model.embed_tokens.weight", "lm_head.weight"}:
+            dense += (numbers + padding * shape[1]) // ranks
+        elif "norm" in name or name.endswith(".mlp.gate.weight"):
+            dense += numbers
+        else:
+            dense += numbers // ranks
+    return dense, experts // config.expert_model_parallel_size
+
+
+def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks: int) -> int:
+    per_number = MOMENT_BYTES + (MASTER_BYTES if config.precision == "bfloat16" else 0)
+    if not config.use_distributed_optimizer:
+        return (dense + experts) * per_number
+    stage = ranks // config.pipeline_model_parallel_size
+    sharing, sharing_experts = stage // config.tensor_model_parallel_size, stage // config.expert_model_parallel_size
+    return (-(-dense // sharing) + -(-experts // sharing_experts)) * per_number
