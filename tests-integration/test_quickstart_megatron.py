@@ -113,10 +113,13 @@ def test_ranks_take_the_same_first_step_as_one_process_and_feed_an_engine_each(
     before = load_file(run_dir / "model" / "model.safetensors")
     after = torch.load(tmp_path / "out" / "after_one_step.pt", weights_only=True)
     expected = torch.load(dtensor / "after_one_step.pt", weights_only=True)
-    for name, old in before.items():  # eps of the program's AdamW is large: a step is a tenth of the clipped gradient
+    for (
+        name,
+        old,
+    ) in before.items():  # the program's AdamW has a large eps: a step is 1/20 of the gradient
         change = expected[name] - old
         rounding = old.abs().max().item() * torch.finfo(torch.float32).eps
-        assert change.abs().max() > 1e3 * rounding, name
+        assert change.abs().max() > 100 * rounding, name
         torch.testing.assert_close(
             after[name] - old, change, rtol=0, atol=TOLERANCE * change.abs().max().item() + rounding
         )

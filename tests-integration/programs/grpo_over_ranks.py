@@ -36,7 +36,7 @@ from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
 
 CONFIG = grpo.GRPOConfig(max_num_steps=4, num_prompts=8, num_generations_per_prompt=8)
 # eps as large as this makes a step of AdamW nearly the gradient itself, which the weights then tell element by element.
-OPTIMIZER = OptimizerConfig(lr=1.0, eps=10.0, max_grad_norm=1.0, schedule="constant")
+OPTIMIZER = OptimizerConfig(lr=0.5, eps=10.0, max_grad_norm=1.0, schedule="constant")
 
 
 class Sync:

@@ -69,6 +69,7 @@ def test_explain_says_that_megatron_takes_precedence_over_what_and_where_convers
 
 
 @needs_megatron
+@pytest.mark.filterwarnings("ignore:Warning. tp_group is None, using default tp group:DeprecationWarning")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_run_on_megatron_ends_with_an_engine_of_its_weights(recipe, tmp_path, precision):
     code, output = invoke("run", recipe, MEGATRON, f"policy.megatron_cfg.precision={precision}")

@@ -1,7 +1,7 @@
 """`rl-backends`, also `python -m rl_backends`: the backend from the command line.
 
-Each command is a module of `rl_backends.commands` with `add_arguments(parser)` and `run(arguments) -> int`, imported
-when it is chosen and not before. Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
+Each command is a module of `rl_backends.commands` with `add_arguments(parser)`, perhaps `add_chosen_arguments(parser,
+given)` for flags that depend on others, and `run(arguments) -> int`, imported when it is chosen and not before. Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     command.add_arguments(parser)
-    if hasattr(command, "add_chosen_arguments"):  # some flags depend on others
+    if hasattr(command, "add_chosen_arguments"):
         command.add_chosen_arguments(parser, given[1:])
     arguments = parser.parse_args(given[1:])
     try:

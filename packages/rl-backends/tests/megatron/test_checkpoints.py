@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_backends import DTensorBackend, DTensorConfig, MuonConfig, OptimizerConfig
+from rl_backends import DTensorBackend, DTensorConfig, MuonConfig, OptimizerConfig, ranks
 from rl_backends.checkpoints import storage
 from rl_backends.checkpoints.flat_boxes import flat_boxes
 from rl_backends.checkpoints.pieces import Piece
@@ -34,10 +34,11 @@ SHARED = {"precision": "bfloat16", "use_distributed_optimizer": True}
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_afterwards():
-    """A backend of DTensors leaves its own behind, and ranks cannot be forked from a process that has one."""
+    """A backend of DTensors leaves its own behind; a fork that dropped one would wait for threads that it lacks."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    ranks._host_groups.clear()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import nn
 
 from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.megatron_conversion import look_for_conversion
-from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, readable_architecture, stages_of
+from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, readable_layout, stages_of
 from rl_backends.loading import ModelSource, open_model
 from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.conversion.space import told_bytes
+from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import padded_vocab_size
 
 __all__ = ["MegatronExplanation", "explain_megatron"]
@@ -58,7 +60,7 @@ class MegatronExplanation:
         )
         yield f"chosen {document['reason']}"
         yield ", ".join(
-            f"{name} {release or 'is not installed: pip install "rl-backends[megatron]"'}"
+            f"{name} {release}" if release else f"{name} is not installed, and training needs it: {INSTALL}"
             for name, release in document["versions"].items()
         )
 
@@ -112,10 +114,9 @@ def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
     Raises:
         ValueError: the configuration, the architecture or the layout is refused; every reason is in the message.
     """
-    config: MegatronConfig = chosen_config(arguments)
     source = _source(arguments)
     hf_config = _read_config(arguments) if source is None else source.config
-    architecture = readable_architecture(hf_config, config, ranks=arguments.ranks)
+    architecture, config = readable_layout(hf_config, lambda: chosen_config(arguments), ranks=arguments.ranks)
     skeleton = _skeleton(arguments) if source is None else source.skeleton()
     names = first_names(skeleton)
     shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
@@ -184,7 +185,7 @@ def _workarounds(config: MegatronConfig) -> list[dict[str, str]]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) > 1 and all(later - rank == 1 for rank, later in zip(ranks, ranks[1:], strict=False)):
+    if len(ranks) > 1 and all(later - rank == 1 for rank, later in pairwise(ranks)):
         return f"{ranks[0]}-{ranks[-1]}"
     shown = " ".join(map(str, ranks[:SHOWN_RANKS]))
     return f"{shown} ... {ranks[-1]}" if len(ranks) > SHOWN_RANKS else shown

@@ -7,7 +7,7 @@ from the first rank of a stage on, over tensor, context and data ranks alike.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_backends.commands.console import CommandError
 from rl_backends.megatron import groups
@@ -15,7 +15,9 @@ from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout
 
-__all__ = ["Axis", "Stage", "axes_of", "readable_architecture", "stages_of"]
+__all__ = ["Axis", "Stage", "axes_of", "readable_layout", "stages_of"]
+
+MadeT = TypeVar("MadeT")
 
 DOES = {
     "tp": "share each matrix multiplication",
@@ -63,21 +65,26 @@ class Stage:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def readable_architecture(hf_config: Any, config: MegatronConfig, *, ranks: int) -> Architecture:
-    """The architecture of a configuration that can be laid over so many ranks as asked.
+def readable_layout(
+    hf_config: Any, make_config: Callable[[], MegatronConfig], *, ranks: int
+) -> tuple[Architecture, MegatronConfig]:
+    """The architecture of a configuration, and how it is asked to be laid over so many ranks.
 
     Raises:
-        CommandError: it cannot; every reason is in the message.
+        CommandError: it cannot be; every reason is in the message.
     """
-    found: list[Architecture] = []
-    problems = _refusals(
-        lambda: found.append(read_architecture(hf_config)),
-        lambda: [require_layout(each, config) for each in found],
-        lambda: _sizes(config, ranks),
-    )
+    problems: list[str] = []
+    config = _tried(make_config, problems)
+    architecture = _tried(lambda: read_architecture(hf_config), problems)
+    if config is not None:
+        _tried(lambda: _sizes(config, ranks), problems)
+    if config is not None and architecture is not None:
+        _tried(lambda: require_layout(architecture, config), problems)
     if problems:
         raise CommandError("\n".join(problems))
-    return found[0]
+    assert architecture is not None
+    assert config is not None
+    return architecture, config
 
 
 def axes_of(config: MegatronConfig, *, ranks: int) -> list[Axis]:
@@ -123,14 +130,12 @@ def stages_of(
     return made
 
 
-def _refusals(*checks: Callable[[], object]) -> list[str]:
-    problems = []
-    for check in checks:
-        try:
-            check()
-        except ValueError as refusal:
-            problems.append(str(refusal))
-    return problems
+def _tried(action: Callable[[], MadeT], problems: list[str]) -> MadeT | None:
+    try:
+        return action()
+    except ValueError as refusal:
+        problems.append(str(refusal))
+        return None
 
 
 def _sizes(config: MegatronConfig, ranks: int) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 On a small model of the same kind as MODEL, with random weights: real ranks over gloo take the steps that this process
 takes without the backend. Compared are log-probabilities, gradients, weights after three steps, and the saved folder
-with those weights, bit for bit; of the Megatron backend also what it saves of untrained weights with those it was given,
-and rows are long, since a wrong rotary base shows in no others.
+with those weights, bit for bit. Of the Megatron backend also what it saves before it trains with what it was given; and
+rows are long, since a wrong rotary base shows in no others.
 Exit codes: 0 it is; 1 it is not, or a rank failed; 2 refused.
 """
 
@@ -33,6 +33,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
 
 LEFT_OUT = ("device", "router_aux_loss_coef", "peak_flops_per_s", "checkpoint_dir", "timeout_s")
+PREFERRED = {"micro_batch_size": 2}
 LENGTHS = {"dtensor": (5, 13), "megatron": (512, 560)}
 """Tokens of the shortest row, and of the longest."""
 
@@ -59,9 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, and return the exit code."""
     if arguments.ranks < 1:
         raise CommandError(f"--ranks must be at least 1; got {arguments.ranks}")
-    config = chosen_config(arguments, micro_batch_size=2)
-    if arguments.backend == "megatron" and not arguments.no_shrink:
-        _require_layout(arguments, config)
+    config = _megatron_config(arguments) if arguments.backend == "megatron" else chosen_config(arguments, **PREFERRED)
     tolerance = TOLERANCES[config.precision] if arguments.tolerance is None else arguments.tolerance
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
@@ -101,13 +100,14 @@ def _checks(
     return small, compare(folder, truth, ranks=arguments.ranks, tolerance=tolerance, untrained=untrained)
 
 
-def _require_layout(arguments: argparse.Namespace, config: Any) -> None:
-    """What could not be done with the model itself is not done with a small one."""
-    from rl_backends.commands.megatron_layout import readable_architecture
+def _megatron_config(arguments: argparse.Namespace) -> Any:
+    """What could not be done with the model itself is refused here, and not done with a small one."""
+    from rl_backends.commands.megatron_layout import readable_layout
     from rl_parallel_plans.model_source import read_config
 
     asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-    readable_architecture(read_config(arguments.model, **asked), config, ranks=arguments.ranks)
+    hf_config = read_config(arguments.model, **asked)
+    return readable_layout(hf_config, lambda: chosen_config(arguments, **PREFERRED), ranks=arguments.ranks)[1]
 
 
 def _save_small_model(folder: Path, arguments: argparse.Namespace, config: Any) -> "SmallModel":

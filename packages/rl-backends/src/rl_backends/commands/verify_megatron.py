@@ -1,4 +1,4 @@
-"""What `verify` asks of the Megatron backend on one rank: to be made, and the parts that it holds, as Hugging Face's."""
+"""What `verify` asks of the Megatron backend on one rank: to be made, and the parts that it holds."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -118,7 +118,7 @@ def _shrunk(config: Any, *, tp: int, pp: int) -> Any:
     return small
 
 
-def make_rows(  # noqa: PLR0913 - sizes, each by name
+def make_rows(
     *, rows: int, seed: int, vocabulary: int, padding: int | None = None, shortest: int = 5, longest: int = 13
 ) -> VerifyRows:
     """The same rows in every process, of `shortest` to `longest` tokens."""

@@ -67,6 +67,7 @@ def _result(task: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     found["grad_norm"] = torch.tensor(norms[:1])
     found |= _boxes("weights", subject.weights(backend))
     backend.save_pretrained(folder / "saved")
+    backend.close()
     return found
 
 

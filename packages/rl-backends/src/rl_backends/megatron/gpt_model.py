@@ -3,6 +3,7 @@
 Imports Megatron only when it is used.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +50,9 @@ def build_gpt_model(
 
     engine = _choose(config, asked=transformer_engine)
     layers = transformer_config(architecture, config, transformer_engine=engine)
-    with cpu_compat():
+    with cpu_compat(), warnings.catch_warnings():
+        # Said of experts, which are not cut.
+        warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`", category=UserWarning)
         model = Decoder(
             architecture.rope,
             config=layers,

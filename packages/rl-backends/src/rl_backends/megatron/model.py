@@ -9,7 +9,6 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import lcm
 from typing import Any
 
@@ -30,14 +29,13 @@ from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
-from rl_backends.ranks import on_every_rank
 from rl_backends.readers import Reader
 from rl_backends.sameness import require_same_batch
 
 __all__ = ["Fill", "MegatronModel"]
 
 Fill = Callable[["MegatronModel"], object]
-"""Puts weights into a model's parameters, whose values are undefined until then."""
+"""Puts weights into a model's parameters, which are 0 until then; raises on every rank if it fails on one."""
 
 
 class MegatronModel:
@@ -73,7 +71,7 @@ class MegatronModel:
         self.gpt.to(self.config.device)
         _leave_out_padding(self.gpt, skeleton)
         self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, groups=self.groups)
-        on_every_rank(partial(fill, self))
+        fill(self)
         if not trainable:
             self.gpt.requires_grad_(requires_grad=False)
         self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
@@ -193,7 +191,7 @@ def _leave_out_padding(gpt: Any, skeleton: Any) -> None:
     def detach_padding(module: Any, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
         tokens = arguments[0]
         if module.reduce_scatter_embeddings:  # [s / tp, b, H], of this rank's share of the tokens
-            tokens = tokens.t().chunk(module.tp_group.size())[module.tp_group.rank()]
+            tokens = tokens.t().contiguous().chunk(module.tp_group.size())[module.tp_group.rank()]
         return torch.where((tokens == padding)[..., None], embedded.detach(), embedded)
 
     gpt.embedding.word_embeddings.register_forward_hook(detach_padding)

@@ -8,6 +8,7 @@ from rl_backends.loading.initialise import initial_value
 from rl_backends.loading.shards_by_name import first_names, write_whole
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
+from rl_backends.ranks import on_every_rank
 
 __all__ = ["at_random", "from_files", "from_hugging_face", "from_megatron"]
 
@@ -16,47 +17,44 @@ def from_hugging_face(source: nn.Module) -> Fill:
     """This rank's parts of the weights of a model in memory."""
 
     @torch.no_grad()
-    def fill(model: MegatronModel) -> None:
+    def copy(model: MegatronModel) -> None:
         names = first_names(source)
         tensors = {names[name]: tensor for name, tensor in source.state_dict().items() if names[name] == name}
-        _zero_padding(model)
         for held in model.held:
             for box in held.parts:
                 box.of_local(held.local).copy_(box.of_whole(tensors[held.name]))
 
-    return fill
+    return _together(copy)
 
 
 def from_files(source: ModelSource, skeleton: nn.Module) -> Fill:
     """This rank's parts, read from the safetensors files one by one."""
 
-    def fill(model: MegatronModel) -> None:
-        _zero_padding(model)
+    def read(model: MegatronModel) -> None:
         source.load_shards(_by_name(model), skeleton)
 
-    return fill
+    return _together(read)
 
 
 def at_random(skeleton: nn.Module, *, seed: int) -> Fill:
     """This rank's parts of the weights that transformers would begin with; the same weights in every layout."""
 
-    def fill(model: MegatronModel) -> None:
-        _zero_padding(model)
+    def draw(model: MegatronModel) -> None:
         for name, held in _by_name(model).items():
             write_whole(initial_value(skeleton, name, seed=seed), held)
 
-    return fill
+    return _together(draw)
 
 
 def from_megatron(policy: MegatronModel) -> Fill:
     """A copy of the weights of a model that is laid out alike."""
 
     @torch.no_grad()
-    def fill(model: MegatronModel) -> None:
+    def copy(model: MegatronModel) -> None:
         for mine, theirs in zip(model.gpt.parameters(), policy.gpt.parameters(), strict=True):
             mine.copy_(theirs)
 
-    return fill
+    return _together(copy)
 
 
 def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
@@ -66,9 +64,6 @@ def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
     return shards
 
 
-@torch.no_grad()
-def _zero_padding(model: MegatronModel) -> None:
-    """Rows that pad the vocabulary to a multiple of the ranks are nobody's, and nothing may be read there."""
-    for name, parameter in model.gpt.named_parameters():
-        if name in {"embedding.word_embeddings.weight", "output_layer.weight"}:
-            parameter.zero_()
+def _together(fill: Fill) -> Fill:
+    """If one rank fails, all raise."""
+    return lambda model: on_every_rank(lambda: fill(model))

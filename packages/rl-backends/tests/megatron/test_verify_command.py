@@ -1,0 +1,267 @@
+"""`rl-backends verify` and `explain --backend megatron`: what holds, what does not, what is refused, and the arithmetic."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from rl_backends import OptimizerConfig
+from rl_backends.__main__ import main
+from rl_backends.commands import megatron_layout, verify_rank
+from rl_backends.commands.config_flags import field_docs
+from rl_backends.megatron.architecture import read_architecture
+from rl_backends.megatron.config import MegatronConfig
+
+CHECKS = [
+    "log-probabilities",
+    "gradients",
+    "gradient norm",
+    "weights after 3 steps",
+    "saved and loaded again",
+    "there and back",
+]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LAYOUTS = {
+    "tensor, padded vocabulary": ("Llama", {}, {"tensor_model_parallel_size": 2}),
+    "pipeline, tied": (
+        "Qwen2",
+        {"tie_word_embeddings": True},
+        {"pipeline_model_parallel_size": 2, "precision": "bfloat16"},
+    ),
+    "experts, shared state": (
+        "Qwen3Moe",
+        EXPERTS,
+        {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
+    ),
+}
+
+
+@pytest.fixture
+def verify(world, tmp_path, capsys, monkeypatch, on_ranks):
+    """`verify(family, *flags)`: exit code and figures; ranks are forked, and `broken()` is called on each before."""
+
+    def run(family, *flags, broken=lambda: None, **config):
+        def one(task, rank):
+            broken()
+            folder = Path(task["folder"])
+            save_file(verify_rank._result(task, folder), folder / f"{rank}.safetensors")
+
+        def run_ranks(task, *, deadline_s):
+            on_ranks(lambda rank: one(task, rank), ranks=task["ranks"])
+
+        monkeypatch.setattr("rl_backends.commands.verify_start.run_ranks", run_ranks)
+        world.make_model(family, **config).config.save_pretrained(tmp_path)
+        given = ["verify", str(tmp_path / "config.json"), "--backend", "megatron", "--ranks", "2", "--json", *flags]
+        code = main(given)
+        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "flags"),
+    [
+        ("Llama", {}, ["--tp", "2", "--sequence-parallel"]),
+        ("Qwen2", {"tie_word_embeddings": True}, ["--pipeline-model-parallel-size", "2"]),
+        ("Mistral", {"sliding_window": 4096}, ["--cp", "2", "--micro-batch-size", "1"]),
+        ("Qwen3Moe", EXPERTS, ["--ep", "2", "--use-distributed-optimizer", "--sequence-packing"]),
+    ],
+)
+def test_the_backend_is_proved_against_transformers(verify, family, config, flags):
+    code, figures = verify(family, *flags, **config)
+    assert [check["name"] for check in figures["checks"]] == CHECKS
+    assert all(check["difference"] <= 1e-5 for check in figures["checks"]), figures["checks"]
+    assert [check["difference"] for check in figures["checks"][-2:]] == [0.0, 0.0]
+    assert code == 0
+    assert figures["holds"]
+
+
+def test_a_rotary_base_that_is_nearly_right_is_found(verify):
+    """As if 10,000 were read as 10,500."""
+    import rl_backends.megatron.rope as rope
+
+    def broken():
+        right = rope._default
+        rope._default = lambda base, head_dim: right(base * 1.05, head_dim)
+
+    code, figures = verify("Llama", "--tp", "2", broken=broken)
+    assert code == 1
+    wrong = {check["name"]: check["difference"] for check in figures["checks"] if not check["holds"]}
+    assert {"log-probabilities", "gradients"} <= wrong.keys() <= set(CHECKS[:4])
+    assert wrong["log-probabilities"] > 1e-4
+
+
+def test_gradients_that_one_rank_keeps_to_itself_are_found(verify):
+    def broken():
+        import megatron.core.distributed as distributed
+
+        distributed.finalize_model_grads = lambda *_: None
+
+    code, figures = verify("Llama", broken=broken)
+    assert code == 1
+    held = {check["name"] for check in figures["checks"] if check["holds"]}
+    assert held == {"log-probabilities", "saved and loaded again", "there and back"}
+
+
+def test_the_command_proves_it_with_processes_of_its_own(world, tmp_path):
+    world.make_model("Qwen3").config.save_pretrained(tmp_path)
+    flags = ["--backend", "megatron", "--ranks", "2", "--tensor-model-parallel-size", "2", "--no-shrink", "--json"]
+    command = [sys.executable, "-m", "rl_backends", "verify", str(tmp_path / "config.json"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["holds"]
+    assert "the backend is exact" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_every_field_of_the_backend_has_a_flag_with_its_docstring(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--backend", "megatron", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    never = {"enabled", "optimizer", "scheduler", "peak_flops_per_s", "timeout_s"}
+    never |= {"device", "checkpoint_dir"} if command == "verify" else set()
+    for name, doc in field_docs(MegatronConfig).items():
+        flag = f"--{name.replace('_', '-')}"
+        assert (flag in told) == (name not in never), name
+        assert name in never or doc[:40] in told
+    assert "--data-parallel-replicate-size" not in told
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_predicted_bytes_are_those_that_ranks_hold(world, on_ranks, layout):
+    family, overrides, sizes = LAYOUTS[layout]
+    model = world.make_model(family, vocab_size=67, **overrides)
+    config = MegatronConfig(**sizes)
+
+    def held(rank):
+        from rl_backends.megatron.backend import MegatronBackend
+
+        backend = MegatronBackend(world.make_model(family, vocab_size=67, **overrides), config)
+        backend.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+        parameters = list(backend.model.parameters())
+        found = {
+            "numbers": sum(each.numel() for each in parameters),
+            "weights": sum(each.numel() * each.element_size() for each in parameters),
+            "gradients": sum(each.main_grad.numel() * each.main_grad.element_size() for each in parameters),
+            "optimizer": backend._optimizers.state_bytes,
+            "layers": [layer.layer_number - 1 for layer in backend.model.decoder.layers],
+        }
+        backend.close()
+        return found
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stages = megatron_layout.stages_of(read_architecture(model.config), shapes, config, ranks=2)
+    optimizer_bytes = []
+    for rank, found in enumerate(on_ranks(held, ranks=2)):
+        (stage,) = [stage for stage in stages if rank in stage.ranks]
+        assert stage.numbers == found["numbers"]
+        assert stage.weight_bytes == found["weights"]
+        assert stage.gradient_bytes == found["gradients"]
+        assert list(stage.layers) == found["layers"]
+        optimizer_bytes.append(found["optimizer"] / stage.optimizer_bytes)
+    # a count of steps for each parameter, and ranges of unequal length, are left out
+    assert sum(optimizer_bytes) / 2 == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (24, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 3}),
+        (16, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4}),
+    ],
+)
+def test_ranks_share_as_megatron_would_arrange_them(imported, ranks, sizes):
+    from megatron.core.parallel_state import RankGenerator
+
+    config = MegatronConfig(sequence_parallel=True, **sizes)
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size
+    common = {"pp": stages, "order": "tp-cp-ep-dp-pp"}
+    dense = RankGenerator(tp=tensor, ep=1, cp=context, dp=ranks // (tensor * context * stages), **common)
+    sparse = RankGenerator(tp=1, ep=experts, cp=1, dp=ranks // (experts * stages), **common)
+    axes = {axis.name: axis for axis in megatron_layout.axes_of(config, ranks=ranks)}
+    assert axes.keys() >= {"tp", "dp", "pp"}
+    for name, axis in axes.items():
+        theirs = (sparse if name == "ep" else dense).get_ranks(name)
+        assert sorted(map(list, axis.groups)) == sorted(theirs), name
+        assert {len(group) for group in axis.groups} == {axis.size}
+
+
+def test_explain_tells_layout_memory_vocabulary_and_the_conversion(world, tmp_path, capsys, monkeypatch, on_ranks):
+    model, directory = tmp_path / "model", tmp_path / "conversions"
+    world.make_model("Llama", vocab_size=67).save_pretrained(model)
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(directory))
+    flags = ["--backend", "megatron", "--ranks", "8", "--tp", "2", "--pp", "2", "--precision", "bfloat16", "--json"]
+    assert main(["explain", str(model), *flags, "--use-distributed-optimizer", "--device-memory-gib", "1"]) == 0
+    told = capsys.readouterr().out
+    document = json.loads(told.splitlines()[-1])
+    assert not directory.exists()
+    assert "tp    2  share each matrix multiplication: ranks 0-1; 2-3; 4-5; 6-7" in told
+    assert "dp    2  have rows of their own, and sum gradients: ranks 0 2; 1 3; 4 6; 5 7" in told
+    assert "ranks 4-7: layers 1 to 1, the last norm and the head" in told
+    assert "vocabulary of 67 words, padded by 1 rows of zeros to 68: 34 rows a rank" in told
+    assert f"in {directory}, because NRL_MEGATRON_CHECKPOINT_DIR says so" in told
+    assert "without CUDA" in told
+    assert document["conversion"]["state"] == "absent"
+    assert document["conversion"]["bytes"] == 4 * document["model"]["parameters"]
+    assert document["memory"]["fullest_rank_bytes"] == max(stage["bytes"] for stage in document["stages"])
+    fullest = max(document["stages"], key=lambda stage: stage["bytes"])
+    assert fullest["optimizer_bytes"] == 12 * -(-fullest["numbers"] // 2)
+    on_ranks(lambda rank: main(["convert", str(model)]), ranks=1)
+    assert main(["explain", str(model), *flags, "--device-memory-gib", "0.000001"]) == 1
+    told = capsys.readouterr().out
+    assert json.loads(told.splitlines()[-1])["conversion"]["state"] == "there"
+    assert "it does not fit" in told
+    (next(directory.glob("*/release/*.distcp"))).write_bytes(b"")
+    assert main(["explain", str(model), *flags]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["conversion"]["state"] == "damaged"
+
+
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_every_reason_against_a_layout_is_told_at_once(world, tmp_path, capsys, command):
+    world.make_model("Llama", attention_bias=True).config.save_pretrained(tmp_path)
+    flags = ["--backend", "megatron", "--ranks", "6", "--tp", "4", "--pp", "3"]
+    assert main([command, str(tmp_path / "config.json"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert "attention_bias=True" in said
+    assert "6 ranks cannot be cut into groups of 12" in said
+    world.make_model("Llama").config.save_pretrained(tmp_path)
+    assert main([command, str(tmp_path / "config.json"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert "num_hidden_layers=2 of the model is no multiple of pipeline_model_parallel_size=3" in said
+    assert "num_key_value_heads=2 of the model is no multiple of tensor_model_parallel_size=4" in said
+    assert "6 ranks cannot be cut into groups of 12" in said
+    assert main([command, str(tmp_path / "config.json"), "--backend", "megatron", "--sequence-parallel"]) == 2
+    assert "sequence_parallel=True needs tensor_model_parallel_size > 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [["--dp-replicate", "2"], ["--backend", "megaton"]])
+def test_a_flag_of_the_other_backend_and_an_unknown_backend_are_misuse(capsys, flag):
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "llama", "--backend", "megatron", *flag])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_without_megatron_explain_says_so_and_verify_what_to_install(world, tmp_path):
+    hidden = """
+import importlib.metadata as metadata
+found = metadata.version
+def version(name):
+    if name == "megatron-core":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+"""
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    world.make_model("Llama").config.save_pretrained(tmp_path)
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; exec({hidden!r}); "
+    program += "from rl_backends.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    for command, code in (("explain", 0), ("verify", 2)):
+        argv = [sys.executable, "-c", program, command, str(tmp_path / "config.json"), "--backend", "megatron"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False)
+        assert done.returncode == code, done.stderr
+        assert 'pip install "rl-backends[megatron]"' in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
