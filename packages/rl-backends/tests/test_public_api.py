@@ -10,6 +10,14 @@ import rl_backends
 from rl_backends import DTensorConfig, LoraConfig, MuonConfig, OptimizerConfig
 
 NAMES = {
+    "BackendSelection",
+    "MegatronBackend",
+    "MegatronConfig",
+    "MegatronOptimizerConfig",
+    "MegatronSchedulerConfig",
+    "MissingDependencyError",
+    "megatron_checkpoint_dir",
+    "select_backend",
     "BatchError",
     "CheckpointError",
     "CheckpointState",
@@ -73,7 +81,6 @@ def test_importing_it_imports_no_model_code():
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (DTensorConfig, {"enabled": False}),
         (DTensorConfig, {"micro_batch_size": 0}),
         (DTensorConfig, {"tensor_parallel_size": -1}),
         (OptimizerConfig, {"lr": 0.0}),

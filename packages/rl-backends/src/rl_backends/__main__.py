@@ -1,7 +1,8 @@
 """`rl-backends`, also `python -m rl_backends`: the backend from the command line.
 
 Each command is a module of `rl_backends.commands` with `add_arguments(parser)`, perhaps `add_chosen_arguments(parser,
-given)` for flags that depend on others, and `run(arguments) -> int`, imported when it is chosen and not before. Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
+given)` for flags that depend on others, and `run(arguments) -> int`, imported when it is chosen and not before.
+Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
 """
 
 import argparse

@@ -35,6 +35,7 @@ def make_backend(imported):
     yield make
     for backend in made:
         backend.close()
+    assert not torch.distributed.is_initialized(), "closed backends have left their process group"
 
 
 def make_model(world, family="Qwen3", **config):

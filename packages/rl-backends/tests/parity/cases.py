@@ -53,7 +53,6 @@ REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
     ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be >= 1"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
-    ({"enabled": False}, "enabled=False leaves no training backend"),
 ]
 
 

@@ -43,15 +43,7 @@ from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.readers import (
-    Head,
-    Reader,
-    has_language_model_head,
-    read_entropy,
-    read_logp,
-    read_top_k,
-    read_value,
-)
+from rl_backends.readers import Head, Reader, has_language_model_head, read_entropy, read_logp, read_top_k, read_value
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, TopKLogp, named_shards
 
@@ -97,12 +89,9 @@ class DTensorBackend:
         self._accumulation = GradientAccumulation(self._sharded)
         self._meter = make_meter(
             self._skeleton,
-            device=config.device,
-            precision=config.precision,
-            packed=config.sequence_packing,
+            config,
             token_multiple=self._sharded.token_multiple,
             recomputed=config.activation_checkpointing == "full",
-            peak_flops_per_s=config.peak_flops_per_s,
             memory_of=self._held,
         )
         self._away = Away(self.model, merged=lambda: self._merged)

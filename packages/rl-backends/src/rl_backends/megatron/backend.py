@@ -73,15 +73,13 @@ class MegatronBackend:
         self._gatherer = Gatherer(self._model.held, self._model.shapes)
         self._meter = make_meter(
             self._skeleton,
-            device=config.device,
-            precision=config.precision,
-            packed=config.sequence_packing,
+            config,
             token_multiple=self._model.token_multiple,
             recomputed=config.recompute_granularity == "full",
-            peak_flops_per_s=config.peak_flops_per_s,
             memory_of=self._held,
         )
         self._names = names_in_hugging_face(self._model.held)
+        self._references: list[MegatronModel] = []
         self._optimizers: MegatronOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
@@ -228,6 +226,7 @@ class MegatronBackend:
         offload: keep the copy in host memory; it visits the device while it is asked.
         """
         copied = MegatronModel(self._skeleton, self.config, fill=from_megatron(self._model), trainable=False)
+        self._references.append(copied)
         visit = copied.visiting_the_device if offload else nullcontext
         return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
 
@@ -296,14 +295,15 @@ class MegatronBackend:
         return describe(self._model, origin=self._origin, optimizers=self._optimizers)
 
     def close(self) -> None:
-        """Leave the process groups; nothing can be computed after.
+        """Leave the process groups, references too; nothing can be computed after.
 
         Raises:
             CheckpointError: the asynchronous save that was awaited first could not be written.
         """
         if self._last_write is not None:
             self._last_write.wait()
-        self._model.close()
+        for each in (*self._references, self._model):
+            each.close()
 
     def _held(self) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...]]:
         return self.model, () if self._optimizers is None else self._optimizers.each
