@@ -9,6 +9,7 @@ is waited for.
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -50,6 +51,7 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
     if dist.is_initialized():
         raise RuntimeError("this process has a process group, which ranks forked from it would share: close it first")
     folder.mkdir(parents=True, exist_ok=True)
+    gc.collect()  # groups of backends that are closed: here they have threads, which no rank has
     context = multiprocessing.get_context("fork")
     with adopted_orphans() as before:
         processes = [
@@ -72,6 +74,7 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
 
 def _rank(function, rank, ranks, folder, deadline_s):
     """The life of one rank; what it says on stdout and stderr goes to its log."""
+    gc.freeze()  # what came along is its parent's to destroy: a process group would wait for threads that are not here
     log = _log(folder, rank).open("w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

@@ -15,7 +15,7 @@ from rl_backends import OptimizerConfig
 from rl_backends.checkpoints import find_latest
 from rl_backends.megatron.config import MegatronConfig
 
-STEPS = 4
+STEPS = 3
 KILLED = 2
 """In this step, or in the save after it."""
 LAYOUTS = {
@@ -24,7 +24,7 @@ LAYOUTS = {
     "PP2": {"pipeline_model_parallel_size": 2},
     "TP2": {"tensor_model_parallel_size": 2},
 }
-OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=3)
+OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2)
 
 
 def train(world, layout, folder, *, arm=lambda step, backend: None, asynchronous=False, **config):
@@ -36,7 +36,7 @@ def train(world, layout, folder, *, arm=lambda step, backend: None, asynchronous
 
     latest = find_latest(folder)  # before anybody writes
     model = world.make_model("Qwen3", seed=0 if latest is None else 1)  # nothing may be left of what it starts with
-    backend = MegatronBackend(model, MegatronConfig(micro_batch_size=1, **LAYOUTS[layout], **config))
+    backend = MegatronBackend(model, MegatronConfig(micro_batch_size=2, **LAYOUTS[layout], **config))
     backend.start_training(OPTIMIZER, num_steps=STEPS)
     if latest is not None:
         backend.load_checkpoint(latest)

@@ -204,8 +204,8 @@ def test_explain_tells_layout_memory_vocabulary_and_the_conversion(world, tmp_pa
     assert not directory.exists()
     assert "tp    2  share each matrix multiplication: ranks 0-1; 2-3; 4-5; 6-7" in told
     assert "dp    2  have rows of their own, and sum gradients: ranks 0 2; 1 3; 4 6; 5 7" in told
-    assert "ranks 4-7: layers 1 to 1, the last norm and the head" in told
-    assert "vocabulary of 67 words, padded by 1 rows of zeros to 68: 34 rows a rank" in told
+    assert "ranks 4-7: layer 1, the last norm and the head" in told
+    assert "vocabulary of 67 words, padded with zeros to 68: 34 rows a rank" in told
     assert f"in {directory}, because NRL_MEGATRON_CHECKPOINT_DIR says so" in told
     assert "without CUDA" in told
     assert document["conversion"]["state"] == "absent"

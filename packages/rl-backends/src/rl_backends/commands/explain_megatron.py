@@ -76,12 +76,13 @@ class MegatronExplanation:
     def _stages(self) -> Iterator[str]:
         yield "stages" if len(self.stages) > 1 else "each rank"
         for stage in self.stages:
-            parts = [f"layers {stage.layers[0]} to {stage.layers[-1]}"]
+            first, last = stage.layers[0], stage.layers[-1]
+            parts = [f"layer {first}" if first == last else f"layers {first} to {last}"]
             parts += ["the embedding"] if stage.embedding else []
             parts += ["the last norm and the head"] if stage.head else []
             yield f"  ranks {_listed(stage.ranks)}: {', '.join(parts)}; {stage.numbers:,} numbers each"
         words = self.document["vocabulary"]
-        padding = f"padded by {words['padding']} rows of zeros to {words['padded']:,}" if words["padding"] else "as is"
+        padding = f"padded with zeros to {words['padded']:,}" if words["padding"] else "as is"
         yield f"  vocabulary of {words['words']:,} words, {padding}: {words['rows_of_rank']:,} rows a rank"
 
     def _memory(self) -> Iterator[str]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rl_backends.commands.console import CommandError
-from rl_backends.megatron import groups
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout
 
 __all__ = ["Axis", "Stage", "axes_of", "readable_layout", "stages_of"]
@@ -141,7 +141,7 @@ def _tried(action: Callable[[], MadeT], problems: list[str]) -> MadeT | None:
 def _sizes(config: MegatronConfig, ranks: int) -> dict[str, int]:
     if ranks < 1:
         raise CommandError(f"--ranks must be at least 1; got {ranks}")
-    return groups._sizes(config, ranks)  # noqa: SLF001 - ours
+    return sizes_of(config, ranks)
 
 
 def _groups(ranks: int, *, size: int, stride: int) -> tuple[tuple[int, ...], ...]:

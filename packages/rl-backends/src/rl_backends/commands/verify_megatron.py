@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_backends.megatron.backend import MegatronBackend
-from rl_backends.megatron.checkpoint.masters import masters_of
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.gradients import summed_gradients
 
 __all__ = ["gradients", "load", "weights"]
 
@@ -31,20 +29,6 @@ def weights(backend: MegatronBackend) -> Iterator[Part]:
             yield held.name, tuple(box.offsets), box.of_local(held.local)
 
 
-@torch.no_grad()
 def gradients(backend: MegatronBackend) -> Iterator[Part]:
     """The same of gradients, which ranks sum up for it: the backend must forget them before it goes on."""
-    from megatron.core.distributed import finalize_model_grads
-
-    model, optimizers = backend._model, backend._require_optimizers()  # noqa: SLF001 - ours
-    with cpu_compat():
-        finalize_model_grads([model.ddp], None)
-        optimizers.inner.prepare_grads()
-    held = backend.shards()
-    for master in masters_of(optimizers):
-        assert master.tensor.grad is not None
-        for each in held:
-            if each.parameter is master.parameter:
-                piece = master.piece(each, master.tensor.grad)
-                for box in piece.boxes:
-                    yield each.name, tuple(box.offsets), box.of_local(piece.local)
+    return summed_gradients(backend._model, backend._require_optimizers())  # noqa: SLF001 - ours

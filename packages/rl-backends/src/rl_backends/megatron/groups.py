@@ -15,7 +15,7 @@ from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.installed import require_megatron
 from rl_backends.process_group import init_process_group
 
-__all__ = ["ParallelGroups"]
+__all__ = ["ParallelGroups", "sizes_of"]
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class ParallelGroups:
         if not dist.is_initialized():
             init_process_group(config.device, timeout_s=config.timeout_s)
             _joined.made_process_group = True
-        sizes = _sizes(config, dist.get_world_size())
+        sizes = sizes_of(config, dist.get_world_size())
         with cpu_compat():
             _arrange(sizes, config)
         _joined.users += 1
@@ -99,7 +99,12 @@ class ParallelGroups:
         return dict(_joined.sizes)
 
 
-def _sizes(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
+def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
+    """Ranks along every axis, of `num_ranks`. No Megatron is asked.
+
+    Raises:
+        ValueError: the ranks cannot be cut like this.
+    """
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,

@@ -72,8 +72,8 @@ ATTRIBUTE_WORKAROUNDS = (
     ),
     Workaround(
         name="advice about CUDA_DEVICE_MAX_CONNECTIONS",
-        reason="linear layers under tensor parallelism warn that the variable should be 1 for speed on a GPU. Marked as "
-        "said.",
+        reason="linear layers under tensor parallelism warn that the variable should be 1 for the speed of a GPU. "
+        "Marked as said.",
         attributes={
             "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce.warned": True
         },
