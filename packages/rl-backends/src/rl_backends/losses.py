@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "checked", "last_tokens"]
+__all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "ask", "checked", "last_tokens"]
 
 Sums = dict[str, Tensor]
 Output = Literal["logp", "value", "score"]
@@ -44,6 +44,33 @@ def checked(result: Any, *, outputs: Tensor, reserved: tuple[str, ...] = ()) -> 
     if taken := sorted(set(parts) & set(reserved)):
         raise ValueError(f"the loss names a sum {taken[0]}, which the backend reports itself; give it another name")
     return total.reshape(()), {name: _number(name, part, device=outputs.device) for name, part in parts.items()}
+
+
+def ask(
+    loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT, *, counted: bool, reserved: tuple[str, ...] = ()
+) -> tuple[Tensor, Sums]:
+    """A scalar whose gradient in `outputs` is that of the loss, and the loss's sums.
+
+    The backward pass of the loss itself runs here, apart from the model's: whatever it raises can be told to the ranks
+    that take part in the latter.
+
+    Args:
+        loss: anybody's.
+        outputs: what the model gave for `rows`.
+        rows: of one microbatch.
+        counted: False for a microbatch whose gradient shall be 0.
+        reserved: names that are not the loss's to give.
+
+    Raises:
+        Exception: whatever the loss raises, and what `checked` does.
+    """
+    leaf = outputs.detach().requires_grad_(outputs.requires_grad)
+    total, parts = checked(loss(leaf, rows), outputs=leaf, reserved=reserved)
+    if not counted:
+        return outputs.sum() * 0.0, parts
+    torch.autograd.backward(total)
+    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return (outputs * gradient).sum(), parts
 
 
 def _number(name: str, part: Any, *, device: torch.device) -> Tensor:

@@ -1,21 +1,104 @@
-"""The process group of a run: torchrun's ranks, or this process alone. Knows no mesh."""
+"""The process group of a run: torchrun's ranks, or this process alone; and how long it lives. Knows no mesh.
+
+Backends share it, whoever comes first: each joins it and leaves it, and the last to leave destroys it, if it is ours.
+One that the user has made is theirs to destroy.
+"""
 
 import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["init_process_group"]
+from rl_backends.ranks import forget_host_group
+
+__all__ = ["Membership", "join_process_group", "once_per_process_group"]
+
+T = TypeVar("T")
 
 
-def init_process_group(device: str, *, timeout_s: float) -> None:
-    """Join the ranks that `torchrun` has started, or make a group of one, with no socket to the outside.
+@dataclass(slots=True, eq=False)
+class _OwnGroup:
+    """A process group that was made here, and how many have joined it."""
+
+    world: dist.ProcessGroup
+    device: str
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What is made once for a process group."""
+
+    world: dist.ProcessGroup | None = None
+    made: dict[Hashable, Any] = field(default_factory=dict)
+
+
+_own: _OwnGroup | None = None
+_kept = _Kept()
+
+
+class Membership:
+    """A place in the process group, from `join_process_group` until `leave`."""
+
+    def __init__(self, own: _OwnGroup | None) -> None:
+        self._own = own
+        self.left = False
+        """Whether it was given up."""
+        if own is not None:
+            own.users += 1
+
+    def leave(self) -> None:
+        """Give the place up; the last to do so destroys the process group, if it is not the user's. Once is enough."""
+        own, self._own, self.left = self._own, None, True
+        if own is not None:
+            own.users -= 1
+            if own.users == 0:
+                _destroy(own)
+
+
+def join_process_group(device: str, *, timeout_s: float) -> Membership:
+    """A place among the ranks that `torchrun` has started, or in a group of one, with no socket to the outside.
 
     Args:
         device: "cuda" joins by NCCL too; tensors of the host go by gloo in any case.
-        timeout_s: how long a rank waits for another before it gives up.
+        timeout_s: how long a rank waits for another before it gives up; of the first to join.
+
+    Raises:
+        ValueError: "cuda" is asked for, and somebody who does without has made the process group.
     """
+    global _own  # noqa: PLW0603 - a process has one
+    if not dist.is_initialized():
+        _init_process_group(device, timeout_s=timeout_s)
+        _own = _OwnGroup(world=_world(), device=device)
+    if _own is not None and _own.world is not _world():
+        _own = None  # the user has destroyed it, and made another
+    if _own is not None and device == "cuda" and _own.device != "cuda":
+        raise ValueError(
+            f"device='cuda' was asked for, and the process group was made for a backend of device={_own.device!r}, "
+            f"without NCCL: close() that one first"
+        )
+    return Membership(_own)
+
+
+def once_per_process_group(key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` has made for `key` in this process group, made by the first call.
+
+    Meshes are, since DTensor remembers the mesh of what it has done, and does it over that one, and no equal one, ever
+    after: a mesh whose groups are destroyed would be met again.
+    """
+    global _kept  # noqa: PLW0603 - of the process group of the process
+    if _kept.world is not _world():
+        _kept = _Kept(world=_world())
+    if key not in _kept.made:
+        _kept.made[key] = make()
+    return _kept.made[key]  # type: ignore[no-any-return]
+
+
+def _init_process_group(device: str, *, timeout_s: float) -> None:
     backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device == "cuda":
@@ -23,3 +106,19 @@ def init_process_group(device: str, *, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _destroy(own: _OwnGroup) -> None:
+    global _own, _kept  # noqa: PLW0603
+    if _own is own:
+        _own = None
+    if dist.is_initialized() and own.world is _world():
+        dist.destroy_process_group()
+        _kept = _Kept()
+        forget_host_group()
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rl_backends.errors import RankError
 
-__all__ = ["gather_text", "host_group", "on_every_rank", "on_rank_0", "raise_together"]
+__all__ = ["forget_host_group", "gather_text", "host_group", "on_every_rank", "on_rank_0", "raise_together"]
 
 T = TypeVar("T")
 
@@ -87,6 +87,11 @@ def host_group() -> dist.ProcessGroup | None:
         _host_groups.clear()  # those of a process group that was destroyed
         _host_groups[id(world)] = world, dist.new_group(backend="gloo", timeout=_timeout_of(world))
     return _host_groups[id(world)][1]
+
+
+def forget_host_group() -> None:
+    """Let go of it, whose process group was destroyed: its threads would live on."""
+    _host_groups.clear()
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:

@@ -51,7 +51,7 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
     if dist.is_initialized():
         raise RuntimeError("this process has a process group, which ranks forked from it would share: close it first")
     folder.mkdir(parents=True, exist_ok=True)
-    gc.collect()  # groups of backends that are closed: here they have threads, which no rank has
+    let_go_of_groups()
     context = multiprocessing.get_context("fork")
     with adopted_orphans() as before:
         processes = [
@@ -72,9 +72,21 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
     return [torch.load(_result(folder, rank), weights_only=True) for rank in range(ranks)]
 
 
+def let_go_of_groups():
+    """Destroy those that are closed and still held, here, where their threads are: a rank would wait for these."""
+    from rl_backends import ranks
+
+    ranks._host_groups.clear()
+    if (parallel_state := sys.modules.get("megatron.core.parallel_state")) is not None:
+        for name, value in list(vars(parallel_state).items()):  # its own destruction leaves some out
+            if isinstance(value, dist.ProcessGroup):
+                setattr(parallel_state, name, None)
+    gc.collect()
+
+
 def _rank(function, rank, ranks, folder, deadline_s):
     """The life of one rank; what it says on stdout and stderr goes to its log."""
-    gc.freeze()  # what came along is its parent's to destroy: a process group would wait for threads that are not here
+    gc.freeze()  # what came along is its parent's to destroy
     log = _log(folder, rank).open("w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

@@ -8,7 +8,6 @@ import os
 import signal
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from rl_backends import OptimizerConfig
@@ -22,7 +21,6 @@ LAYOUTS = {
     "alone": {"use_distributed_optimizer": True, "precision": "bfloat16"},
     "DP2": {"use_distributed_optimizer": True, "precision": "bfloat16"},
     "PP2": {"pipeline_model_parallel_size": 2},
-    "TP2": {"tensor_model_parallel_size": 2},
 }
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2)
 

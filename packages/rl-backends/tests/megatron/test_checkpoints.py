@@ -323,12 +323,16 @@ def test_tensors_that_share_a_parameter_here_must_have_taken_as_many_steps(start
     ]
     other._optimizers.each[0].state[query]["step"] += 1
     other.save_checkpoint(tmp_path / "saved")
+    here = train(start(seed=1), 1)
+    before, state = numbers_of(here), here._optimizers.schedule_state()
     with pytest.raises(CheckpointError, match=r"3 of model\.layers\.1\.self_attn\.q_proj\.weight, 2 of"):
-        start().load_checkpoint(tmp_path / "saved")
+        here.load_checkpoint(tmp_path / "saved")
     other._optimizers.each[0].state[query].clear()
     other.save_checkpoint(tmp_path / "without")
     with pytest.raises(CheckpointError, match="other state of each of"):
-        start().load_checkpoint(tmp_path / "without")
+        here.load_checkpoint(tmp_path / "without")
+    assert_same(numbers_of(here), before)
+    assert (here._optimizers.schedule_state(), here.version) == (state, 1)
 
 
 # -- Ranges of flattened parameters ---------------------------------------------------------------

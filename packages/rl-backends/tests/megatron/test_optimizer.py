@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -185,6 +186,17 @@ def test_gradients_of_several_calls_add_up_and_none_is_left_after_the_step():
     total = math.sqrt(sum((a + b).square().sum().item() for a, b in zip(first, second, strict=True)))
     assert found.norm == pytest.approx(total, rel=1e-6)
     assert all(each.grad is None and not each.main_grad.any() for each in parameters)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@alone
+def test_gradients_that_were_never_laid_out_are_cleared_without_a_warning(distributed):
+    ddp, optimizers = make(Layered(), MegatronConfig(use_distributed_optimizer=distributed), OptimizerConfig(**ADAMW))
+    give_gradients(ddp, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizers.zero_grad()
+    assert not any(each.main_grad.any() for each in ddp.parameters())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -23,7 +23,7 @@ def weight_source(policy: Backend) -> StateDictSource:
     as_they_lie = {shard.name: shard.tensor for shard in shards if isinstance(shard, NamedShard)}
     in_boxes = [shard for shard in shards if not isinstance(shard, NamedShard) or shard.row_order is not None]
     storage = {
-        f"storage of {shard.name}, {number}": shard.tensor
+        f"storage of {shard.name}, {number}": shard.local
         for number, shard in enumerate(in_boxes)
         if not isinstance(shard, NamedShard) and shard.boxes()  # a rank may hold nothing but padding
     }

@@ -22,7 +22,7 @@ from rl_backends.batching.microbatch import Microbatch, moved
 from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.examples import BatchT, TokenBatch
-from rl_backends.losses import ROUTER_LOSS, LossFunction, Output, Sums, checked, last_tokens
+from rl_backends.losses import ROUTER_LOSS, LossFunction, Output, Sums, ask, last_tokens
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.ranks import raise_together
 from rl_backends.readers import Reader
@@ -62,11 +62,10 @@ class GradientAccumulation:
             for number, microbatch in enumerate(microbatches):
                 rows = microbatch.of(examples, device="cpu")
                 outputs, router_loss = self._forward(rows, microbatch, reader=reader, output=output)
-                total, parts = outputs.sum() * 0.0, dict[str, Tensor]()
+                total, parts = outputs.sum() * 0.0, Sums()
                 if failure is None:
                     try:
-                        found, parts = self._ask(loss, outputs, rows)
-                        total = found if microbatch.counted else total
+                        total, parts = self._ask(loss, outputs, rows, counted=microbatch.counted)
                     except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
                         failure = error
                 if router_loss is not None:
@@ -88,9 +87,10 @@ class GradientAccumulation:
         if self._watch is not None:
             self._watch.take_counts()
 
-    def _ask(self, loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT) -> tuple[Tensor, Sums]:
-        result = loss(outputs, moved(rows, device=self._sharded.config.device))
-        return checked(result, outputs=outputs, reserved=() if self._watch is None else (ROUTER_LOSS,))
+    def _ask(self, loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT, *, counted: bool) -> tuple[Tensor, Sums]:
+        given = moved(rows, device=self._sharded.config.device)
+        reserved = () if self._watch is None else (ROUTER_LOSS,)
+        return ask(loss, outputs, given, counted=counted, reserved=reserved)
 
     def router_metrics(self) -> dict[str, float]:
         """How evenly experts were used since the last call; every rank must call it. Empty without a router's loss."""

@@ -363,15 +363,18 @@ class DTensorBackend:
         return describe(self._sharded, optimizers=self._optimizers)
 
     def close(self) -> None:
-        """Leave the process group, if the backend made it; nothing can be computed after.
+        """Leave the process group, which the last backend destroys if one made it; nothing can be computed after.
 
         Raises:
             CheckpointError: the asynchronous save that was awaited first could not be written.
         """
-        if self._last_write is not None:
-            self._last_write.wait()
-        self._away.close()
-        self._sharded.close()
+        write, self._last_write = self._last_write, None
+        try:
+            if write is not None:
+                write.wait()
+        finally:
+            self._away.close()
+            self._sharded.close()
 
     def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
         self._away.require("reading", WEIGHTS)

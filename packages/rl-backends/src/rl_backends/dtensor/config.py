@@ -73,8 +73,8 @@ class DTensorConfig:
     of a GPU; a CPU has none."""
 
     timeout_s: float = 600.0
-    """Seconds that a rank waits for another in a collective before it gives up with an error; also for one that still
-    writes its part of a checkpoint."""
+    """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
+    backend of the process was given counts for all. Also for one that still writes its part of a checkpoint."""
 
     def __post_init__(self) -> None:
         check_choices(self)

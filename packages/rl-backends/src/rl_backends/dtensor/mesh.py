@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.process_group import init_process_group
+from rl_backends.process_group import once_per_process_group
 
-__all__ = ["AXES", "axis_of", "make_mesh", "rows_of", "sharding_axes", "sizes_of"]
+__all__ = ["AXES", "axis_of", "make_mesh", "require_device", "rows_of", "sharding_axes", "sizes_of"]
 
 AXES = ("dp_replicate", "dp", "ep", "cp", "tp")
 ROW_AXES = ("dp_replicate", "dp", "ep")
@@ -26,24 +26,27 @@ ALWAYS = ("dp", "tp")
 
 
 def make_mesh(config: DTensorConfig) -> DeviceMesh:
-    """Arrange all ranks by the sizes in `config`. Joins the process group, or makes it where there is none.
-
-    Under `torchrun` the group spans its ranks; otherwise it is this process alone, with no socket to the outside.
+    """All ranks of the process group, arranged by the sizes in `config`: of the same sizes, the same mesh.
 
     Raises:
-        ValueError: `cuda` is asked for and absent, or the ranks are not a multiple of the sizes.
+        ValueError: the ranks are not a multiple of the sizes.
     """
+    sizes = dict(zip(AXES, _shape(config, dist.get_world_size()), strict=True))
+    # Each axis is a process group, with a thread of its own that wakes up a hundred times a second.
+    needed = {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
+    return once_per_process_group(
+        (config.device, *needed.items()),
+        lambda: init_device_mesh(config.device, tuple(needed.values()), mesh_dim_names=tuple(needed)),
+    )
+
+
+def require_device(config: DTensorConfig) -> None:
+    """ValueError where `cuda` is asked for and absent."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
             "(policy.dtensor_cfg.device in a recipe)"
         )
-    if not dist.is_initialized():
-        init_process_group(config.device, timeout_s=config.timeout_s)
-    sizes = dict(zip(AXES, _shape(config, dist.get_world_size()), strict=True))
-    # Each axis is a process group, with a thread of its own that wakes up a hundred times a second.
-    needed = {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
-    return init_device_mesh(config.device, tuple(needed.values()), mesh_dim_names=tuple(needed))
 
 
 def sizes_of(mesh: DeviceMesh) -> dict[str, int]:

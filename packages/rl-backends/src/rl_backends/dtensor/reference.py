@@ -23,7 +23,8 @@ def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> Sha
     """
     config = replace(sharded.config, cpu_offload=offload or sharded.config.cpu_offload, activation_checkpointing=None)
     with _frozen(skeleton):
-        return ShardedModel(skeleton, config, fill=lambda model: _copy_weights(sharded, model))
+        fill = lambda model: _copy_weights(sharded, model)  # noqa: E731
+        return ShardedModel(skeleton, config, fill=fill, membership=sharded.membership)
 
 
 def _copy_weights(sharded: ShardedModel, target: nn.Module) -> None:

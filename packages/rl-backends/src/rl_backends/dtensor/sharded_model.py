@@ -24,12 +24,13 @@ from rl_backends.batching.cut import MicrobatchLimits, cut_all
 from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
 from rl_backends.batching.microbatch import Microbatch
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import axis_of, make_mesh, rows_of, sharding_axes, sizes_of
+from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.loading import materialize
 from rl_backends.metrics.modules import decoder_of
 from rl_backends.packing import enable_packing
+from rl_backends.process_group import Membership, join_process_group
 from rl_backends.ranks import on_every_rank
 from rl_backends.readers import Reader
 from rl_backends.sameness import require_same_batch, require_same_model
@@ -58,6 +59,7 @@ class ShardedModel:
         model: with its weights, the same on every rank; or on the meta device with `fill`. It is taken over.
         config: sharding, device, precision, microbatches.
         fill: what puts weights into the parameters, sharded by then, of a model on the meta device.
+        membership: of a model that will be there as long as this one; None joins the process group.
 
     Raises:
         PlanError: the model cannot be sharded as asked.
@@ -66,7 +68,12 @@ class ShardedModel:
     """
 
     def __init__(
-        self, model: nn.Module, config: DTensorConfig, *, fill: Callable[[nn.Module], object] | None = None
+        self,
+        model: nn.Module,
+        config: DTensorConfig,
+        *,
+        fill: Callable[[nn.Module], object] | None = None,
+        membership: Membership | None = None,
     ) -> None:
         if not hasattr(model, "base_model"):
             raise ModelError(f"{type(model).__qualname__} has no base_model beneath a head; give a Hugging Face model")
@@ -76,13 +83,25 @@ class ShardedModel:
                 f"pass fill= to put weights into it"
             )
         self.config = config
-        self._made_process_group = not dist.is_initialized()
+        require_device(config)
+        self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
+        """In the process group."""
+        try:
+            self._build(model, fill if bare else None)
+        except BaseException:
+            if membership is None:
+                self.close()
+            raise
+
+    def _build(self, model: nn.Module, fill: Callable[[nn.Module], object] | None) -> None:
+        config = self.config
         self.mesh = make_mesh(config)
         require_same_model(model)
         self._vocabulary_size = _vocabulary_size(model)
         self.plan = _plan(model, config)
-        self.model = _shard(model if bare else model.to(config.device), self.mesh, self.plan, config=config)
-        if bare and fill is not None:
+        whole = model if fill is not None else model.to(config.device)
+        self.model = _shard(whole, self.mesh, self.plan, config=config)
+        if fill is not None:
             on_every_rank(partial(fill, materialize(self.model, config.device)))
         self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
         setattr(self.model, METHOD, MethodType(_read, self.model))
@@ -116,7 +135,10 @@ class ShardedModel:
 
         Raises:
             BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
+            RuntimeError: the model is closed.
         """
+        if self.membership.left:
+            raise RuntimeError("this backend is closed; make another to compute with")
         require_same_batch(examples)
         config = self.config
         limits = MicrobatchLimits(
@@ -192,9 +214,8 @@ class ShardedModel:
         reshard(self.model)
 
     def close(self) -> None:
-        """Leave the process group, if this model made it."""
-        if self._made_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the process group, which the last model destroys, if it is not the user's. Once is enough."""
+        self.membership.leave()
 
     def _in_rows(self, read: Tensor, shape: tuple[int, int]) -> Tensor:
         return self._of_all_tokens(read).view(*shape, *read.shape[1:])

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rl_backends.agreement import add_up
 from rl_backends.batching.microbatch import Microbatch, moved
-from rl_backends.examples import BatchT
-from rl_backends.losses import LossFunction, Sums, checked
+from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.losses import LossFunction, Sums, ask
 from rl_backends.megatron.cpu_compat import user_code
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.passes import run_passes, told_by_last_stage
-from rl_backends.ranks import gather_text, raise_together
+from rl_backends.ranks import gather_text, on_every_rank, raise_together
 from rl_backends.readers import Reader
 
 __all__ = ["GradientAccumulation"]
@@ -45,26 +45,25 @@ class GradientAccumulation:
         sums: Sums = {}
         failure: Exception | None = None
 
-        def ask(number: int, hidden: Tensor) -> Tensor:
+        def read_and_ask(number: int, hidden: Tensor) -> Tensor:
             nonlocal failure
-            microbatch, given = microbatches[number], rows[number]
-            shape = (given.tokens.shape[0], given.tokens.shape[1])
-            outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
-            total, parts = outputs.sum() * 0.0, Sums()
-            if failure is None:
-                try:
-                    with user_code():
-                        result = loss(outputs, moved(given, device=model.config.device))
-                    found, parts = checked(result, outputs=outputs)
-                    total = found if microbatch.counted else total
-                except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
-                    failure = error
+            if failure is not None:
+                return hidden.sum() * 0.0
+            try:
+                outputs = model.read(hidden, inputs[number], reader, shape=_shape(rows[number]))[0]
+                with user_code():
+                    given = moved(rows[number], device=model.config.device)
+                    total, parts = ask(loss, outputs, given, counted=microbatches[number].counted)
+            except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
+                failure = error
+                return hidden.sum() * 0.0
             for name, part in parts.items():
-                sums[name] = sums.get(name, 0.0) + (part if microbatch.counted else torch.zeros_like(part))
+                sums[name] = sums.get(name, 0.0) + (part if microbatches[number].counted else torch.zeros_like(part))
             return total
 
         try:
-            run_passes(model.ddp, inputs, ask)
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                run_passes(model.ddp, inputs, read_and_ask)
             raise_together(failure)
             self.started = True
             return self._added_up(sums)
@@ -80,9 +79,12 @@ class GradientAccumulation:
 
     def _added_up(self, sums: Sums) -> Sums:
         groups, device = self._model.groups, torch.device(self._model.config.device)
-        if groups.last_stage:
-            sums = add_up(sums, groups.rows, device=device)
+        sums = on_every_rank(lambda: add_up(sums, groups.rows, device=device) if groups.last_stage else {})
         names = gather_text("\n".join(sums) if groups.last_stage else "", group=groups.pp)[-1]
         values = [torch.stack(list(sums.values()))] if sums else []
         told = told_by_last_stage(values if groups.last_stage else None, groups, device=device)
         return dict(zip(names.split("\n"), told[0].unbind(), strict=True)) if told else {}
+
+
+def _shape(rows: TokenBatch) -> tuple[int, int]:
+    return rows.tokens.shape[0], rows.tokens.shape[1]

@@ -7,6 +7,7 @@ same gradient however the batch was cut.
 Axes: B rows, T tokens, k words.
 """
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -27,16 +28,19 @@ from rl_backends.megatron.accumulation import GradientAccumulation
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.describing import describe
+from rl_backends.megatron.freezing import require_trainable
 from rl_backends.megatron.gradient_step import clip_and_step
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.loading import conversion_of
 from rl_backends.megatron.mapping import Gatherer, HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
+from rl_backends.megatron.proof import prove, require_own_code
 from rl_backends.megatron.weights import at_random, from_hugging_face, from_megatron
 from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.optimizers import OptimizerConfig
+from rl_backends.ranks import on_every_rank
 from rl_backends.readers import Head, read_entropy, read_logp, read_top_k
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_backends.sameness import require_same_model
@@ -65,12 +69,20 @@ class MegatronBackend:
     ) -> None:
         self.config = config
         self._skeleton = without_weights(model)
-        if fill is None:
-            fill = from_hugging_face(_with_weights(model))
-        self._model = MegatronModel(self._skeleton, config, fill=partial(_same_then, fill, model))
         self._head = Head.of(self._skeleton)
+        require_own_code(model)
+        source = from_hugging_face(_with_weights(model)) if fill is None else fill
+        self._laid_out: MegatronModel | None = MegatronModel(
+            self._skeleton, config, fill=partial(_same_then, source, model)
+        )
+        try:
+            if fill is None:
+                prove(self._model, self._head, source=model)
+            self._gatherer = Gatherer(self._model.held, self._model.shapes)
+        except BaseException:
+            self._model.close()
+            raise
         self._accumulation = GradientAccumulation(self._model)
-        self._gatherer = Gatherer(self._model.held, self._model.shapes)
         self._meter = make_meter(
             self._skeleton,
             config,
@@ -79,7 +91,6 @@ class MegatronBackend:
             memory_of=self._held,
         )
         self._names = names_in_hugging_face(self._model.held)
-        self._references: list[MegatronModel] = []
         self._optimizers: MegatronOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
@@ -143,7 +154,10 @@ class MegatronBackend:
         Raises:
             ValueError: neither is given, or Megatron has no counterpart of what `optimizer` asks for.
         """
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature} must be a finite number > 0: it divides the logits")
         model = self._model
+        on_every_rank(partial(require_trainable, model.gpt))
         self._accumulation.discard()
         self._optimizers = make_optimizers(model.ddp, model.gpt.config, self.config, optimizer, num_steps=num_steps)
         self._temperature = temperature
@@ -170,6 +184,8 @@ class MegatronBackend:
 
         Normalised over the whole vocabulary: `.logp` are logits less their log-sum-exp. 0 where nothing is trainable.
         """
+        if not 1 <= k <= self._model.architecture.vocab_size:
+            raise ValueError(f"k={k} must be from 1 to the {self._model.architecture.vocab_size} words of the model")
         read = self._model.read_all(examples, read_top_k(self._head, self._temperature, k))
         return TopKLogp(logp=read[0], token_ids=read[1])
 
@@ -225,8 +241,11 @@ class MegatronBackend:
 
         offload: keep the copy in host memory; it visits the device while it is asked.
         """
-        copied = MegatronModel(self._skeleton, self.config, fill=from_megatron(self._model), trainable=False)
-        self._references.append(copied)
+        copied = MegatronModel(
+            self._skeleton, self.config, fill=from_megatron(self._model), trainable=False, groups=self._model.groups
+        )
+        if offload:
+            copied.gpt.to("cpu")
         visit = copied.visiting_the_device if offload else nullcontext
         return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
 
@@ -295,15 +314,25 @@ class MegatronBackend:
         return describe(self._model, origin=self._origin, optimizers=self._optimizers)
 
     def close(self) -> None:
-        """Leave the process groups, references too; nothing can be computed after.
+        """Leave the process groups; nothing can be computed after, also by references. A second time does nothing.
 
         Raises:
             CheckpointError: the asynchronous save that was awaited first could not be written.
         """
-        if self._last_write is not None:
-            self._last_write.wait()
-        for each in (*self._references, self._model):
-            each.close()
+        model, self._laid_out = self._laid_out, None
+        if model is None:
+            return
+        try:
+            if self._last_write is not None:
+                self._last_write.wait()
+        finally:
+            model.close()
+
+    @property
+    def _model(self) -> MegatronModel:
+        if self._laid_out is None:
+            raise RuntimeError("this backend is closed: its process groups are gone; make another one")
+        return self._laid_out
 
     def _held(self) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...]]:
         return self.model, () if self._optimizers is None else self._optimizers.each

@@ -116,7 +116,7 @@ class MegatronSchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronConfig:
-    """Ranks = tensor x context x pipeline x data; experts are shared out within context x data."""
+    """Ranks = tensor x context x pipeline x data; experts are shared out within tensor x context x data."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -152,7 +152,7 @@ class MegatronConfig:
     """Most rows in one forward and backward pass on one rank."""
 
     micro_batch_tokens: int | None = None
-    """Most tokens in one pass on one rank, padding included; None bounds by rows alone."""
+    """Most tokens in one pass of the ranks that share its rows, padding included; None bounds by rows alone."""
 
     sequence_packing: bool = False
     """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
@@ -174,8 +174,8 @@ class MegatronConfig:
     of a GPU; a CPU has none."""
 
     timeout_s: float = 600.0
-    """Seconds that a rank waits for another in a collective before it gives up with an error; also for somebody else
-    who converts the same model."""
+    """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
+    backend of the process was given counts for all. Also for somebody else who converts the same model."""
 
     def __post_init__(self) -> None:
         check_choices(self)

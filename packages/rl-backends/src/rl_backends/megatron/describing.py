@@ -1,5 +1,7 @@
 """A backend in words: its layout, what this rank holds, its optimizer."""
 
+from collections.abc import Mapping
+
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers
 
@@ -9,12 +11,11 @@ __all__ = ["describe"]
 def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:
     """Several lines; the optimizer's are there once training has begun."""
     config, architecture = model.config, model.architecture
-    axes = " x ".join(f"{size} {axis}" for axis, size in model.groups.sizes.items())
     numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
     layers = [layer.layer_number - 1 for layer in model.gpt.decoder.layers]
     head = ", and the head" if model.groups.last_stage else ""
     lines = [
-        f"Megatron backend on {config.device}: {axes} ranks",
+        f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
         f"weights in {config.precision}, gradients and optimizer in float32",
         f"{architecture.model_type} of {architecture.num_layers} layers",
         f"this rank holds {numbers:,} numbers, layers {layers[0]} to {layers[-1]}{head}",
@@ -25,3 +26,12 @@ def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizer
         + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
     ]
     return "\n".join([*lines, *([] if optimizers is None else [optimizers.explain()])])
+
+
+def _ranks(sizes: Mapping[str, int]) -> str:
+    """How they are cut, by axes of more than one; experts lie across those, and are no further cut."""
+    axes = [f"{size} {axis}" for axis, size in sizes.items() if axis != "ep" and size > 1]
+    if not axes:
+        return "one rank"
+    text = f"{' x '.join(axes)} ranks"
+    return text if sizes["ep"] == 1 else f"{text}, experts shared out over {sizes['ep']}"

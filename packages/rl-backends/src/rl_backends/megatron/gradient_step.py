@@ -4,6 +4,7 @@ Or nothing at all, on every rank. Knows gradients and Megatron's optimizer; does
 batch is. What is asked of all ranks is asked of all at once, because a rank that went on alone would wait for ever.
 """
 
+import json
 import math
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from rl_backends.errors import NonFiniteGradientError
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.optimizer import MegatronOptimizers
 from rl_backends.optimizers import GradientStep
+from rl_backends.ranks import gather_text
 
 __all__ = ["clip_and_step"]
 
@@ -105,9 +107,7 @@ def _nonfinite_gradients(optimizers: MegatronOptimizers, names: Mapping[str, str
         for name, parameter in optimizers.named_parameters.items()
         if not torch.isfinite(parameter.main_grad).all()  # type: ignore[attr-defined] # Megatron's DDP hangs it there
     ]
-    of_all: list[list[str]] = [own] * dist.get_world_size()
-    dist.all_gather_object(of_all, own)
-    return tuple(dict.fromkeys(name for each in of_all for name in each))
+    return tuple(dict.fromkeys(name for text in gather_text(json.dumps(own)) for name in json.loads(text)))
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -4,7 +4,8 @@ Megatron keeps its process groups in one place for the whole process, so every m
 model.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,21 +14,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.installed import require_megatron
-from rl_backends.process_group import init_process_group
+from rl_backends.process_group import Membership, join_process_group, once_per_process_group
 
 __all__ = ["ParallelGroups", "sizes_of"]
 
 
-@dataclass(slots=True)
-class _Joined:
-    """Megatron's process groups as this process has made them, and how many models use them."""
+@dataclass(slots=True, eq=False)
+class _Arrangement:
+    """Megatron's process groups as this process has made them, and how many have joined them."""
 
-    sizes: dict[str, int] = field(default_factory=dict)
+    world: dist.ProcessGroup
+    sizes: dict[str, int]
+    groups: tuple[dist.ProcessGroup, ...]
+    """All that were made."""
     users: int = 0
-    made_process_group: bool = False
 
 
-_joined = _Joined()
+_arrangement: _Arrangement | None = None
+
+
+class _Place:
+    """A place in an arrangement and in the process group, until it is given up."""
+
+    def __init__(self, arrangement: _Arrangement, membership: Membership) -> None:
+        self.sizes = arrangement.sizes
+        self.membership = membership
+        self._arrangement = arrangement
+        arrangement.users += 1
+
+    def leave(self) -> None:
+        if self.membership.left:
+            return
+        self._arrangement.users -= 1
+        try:
+            if self._arrangement.users == 0:
+                _dissolve(self._arrangement)
+        finally:
+            self.membership.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +68,12 @@ class ParallelGroups:
     tp_mesh: DeviceMesh | None
     """Of `tp`, with the one axis "tp"; None where it is one rank."""
 
+    place: _Place
+    """Of this `join`."""
+
     @classmethod
     def join(cls, config: MegatronConfig) -> "ParallelGroups":
-        """Arrange all ranks by the sizes in `config`; each `join` needs a `leave`.
+        """Arrange all ranks by the sizes in `config`; each `join` needs a `leave`. If it raises, nothing has changed.
 
         Joins the process group of `torchrun`, or makes one of this process alone, where there is none.
 
@@ -57,36 +83,32 @@ class ParallelGroups:
                 sizes lives in this process.
         """
         require_megatron()
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
-                "(policy.megatron_cfg.device in a recipe)"
-            )
-        if config.device == "cpu" and torch.cuda.is_available():
-            raise ValueError(
-                "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
-                "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
-            )
-        if not dist.is_initialized():
-            init_process_group(config.device, timeout_s=config.timeout_s)
-            _joined.made_process_group = True
-        sizes = sizes_of(config, dist.get_world_size())
-        with cpu_compat():
-            _arrange(sizes, config)
-        _joined.users += 1
-        return _groups(config)
+        _require_device(config)
+        membership = join_process_group(config.device, timeout_s=config.timeout_s)
+        try:
+            with cpu_compat():
+                arrangement = _arrange(sizes_of(config, dist.get_world_size()), config)
+        except BaseException:
+            membership.leave()
+            raise
+        place = _Place(arrangement, membership)
+        try:
+            return _groups(config, place)
+        except BaseException:
+            place.leave()
+            raise
 
     def leave(self) -> None:
-        """Give the groups up; the last model of the process to do so destroys them."""
-        from megatron.core import parallel_state
+        """Give the groups up; the last of the process to do so destroys them. Once is enough.
 
-        _joined.users -= 1
-        if _joined.users == 0:
-            parallel_state.destroy_model_parallel()
-            _joined.sizes = {}
-            if _joined.made_process_group and dist.is_initialized():
-                dist.destroy_process_group()
-            _joined.made_process_group = False
+        Nothing is sent: a rank that is still in a collective of them may see it fail.
+        """
+        self.place.leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether they were given up, and nothing can be computed any more."""
+        return self.place.membership.left
 
     @property
     def last_stage(self) -> bool:
@@ -96,7 +118,7 @@ class ParallelGroups:
     @property
     def sizes(self) -> dict[str, int]:
         """Of every axis, for people and for checkpoints."""
-        return dict(_joined.sizes)
+        return dict(self.place.sizes)
 
 
 def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
@@ -132,22 +154,54 @@ def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
     }
 
 
-def _arrange(sizes: dict[str, int], config: MegatronConfig) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def _require_device(config: MegatronConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
+            "(policy.megatron_cfg.device in a recipe)"
+        )
+    if config.device == "cpu" and torch.cuda.is_available():
+        raise ValueError(
+            "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
+            "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
+        )
 
-    if _joined.users:
-        if sizes != _joined.sizes:
+
+def _arrange(sizes: dict[str, int], config: MegatronConfig) -> _Arrangement:
+    from megatron.core import parallel_state
+
+    global _arrangement  # noqa: PLW0603 - Megatron has one a process
+    world = dist.group.WORLD
+    assert world is not None
+    if _arrangement is not None and _arrangement.world is not world:
+        _dissolve(_arrangement)  # the user has destroyed its process group
+    if _arrangement is not None:
+        if sizes != _arrangement.sizes:
             raise ValueError(
-                f"a model laid out as {_joined.sizes} lives in this process, and {sizes} was asked for: Megatron has "
-                f"one layout a process; close() the other first"
+                f"a model laid out as {_arrangement.sizes} lives in this process, and {sizes} was asked for: Megatron "
+                f"has one layout a process; close() the other first"
             )
-        return
+        return _arrangement
     if parallel_state.is_initialized():
         raise ValueError(
             "megatron's model parallelism is initialized in this process already, by somebody else: this backend "
             "arranges the ranks itself; call megatron.core.parallel_state.destroy_model_parallel() first"
         )
+    before = set(_groups_of_process())
+    try:
+        _initialize(sizes, config)
+    except BaseException:
+        _destroy([group for group in _groups_of_process() if group not in before])
+        raise
+    made = tuple(group for group in _groups_of_process() if group not in before)
+    _arrangement = _Arrangement(world=world, sizes=sizes, groups=made)
+    return _arrangement
+
+
+def _initialize(sizes: dict[str, int], config: MegatronConfig) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     minutes: int = config.timeout_s / 60  # type: ignore[assignment]  # which goes into a timedelta as it is
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes["tp"],
@@ -160,19 +214,61 @@ def _arrange(sizes: dict[str, int], config: MegatronConfig) -> None:
     )
     on_cpu = config.device == "cpu"
     model_parallel_cuda_manual_seed(0, inference_rng_tracker=on_cpu, force_reset_rng=True)
-    _joined.sizes = sizes
 
 
-def _groups(config: MegatronConfig) -> ParallelGroups:
+def _dissolve(arrangement: _Arrangement) -> None:
+    global _arrangement  # noqa: PLW0603
+    if _arrangement is arrangement:
+        _arrangement = None
+        _destroy(arrangement.groups)
+    arrangement.groups = ()
+
+
+def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Megatron forgets its groups and destroys none: each has threads and connections."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):  # what it forgets to forget
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    kept = _mesh_groups()
+    for group in groups:
+        if group in _groups_of_process() and group not in kept:
+            dist.destroy_process_group(group)
+
+
+def _groups_of_process() -> list[dist.ProcessGroup]:
+    """All that there are, in the order in which they were made."""
+    return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public one
+
+
+def _groups(config: MegatronConfig, place: _Place) -> ParallelGroups:
     from megatron.core import parallel_state
 
     tp = parallel_state.get_tensor_model_parallel_group()
-    several = config.tensor_model_parallel_size > 1
-    mesh = DeviceMesh.from_group(tp, config.device, mesh_dim_names=("tp",)) if several else None
     return ParallelGroups(
         tp=tp,
         cp=parallel_state.get_context_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         rows=parallel_state.get_data_parallel_group(),
-        tp_mesh=mesh,
+        tp_mesh=_mesh_of(tp, config.device) if config.tensor_model_parallel_size > 1 else None,
+        place=place,
     )
+
+
+def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
+    """The mesh over these ranks, whose group outlives an arrangement: DTensor remembers it."""
+    meshes = _meshes()
+    key = (device, tuple(dist.get_process_group_ranks(tp)))
+    if key not in meshes:
+        meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
+    return meshes[key]
+
+
+def _mesh_groups() -> list[dist.ProcessGroup]:
+    return [mesh.get_group() for mesh in _meshes().values()] if dist.is_initialized() else []
+
+
+def _meshes() -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
+    return once_per_process_group("meshes of Megatron's tensor-parallel ranks", dict)

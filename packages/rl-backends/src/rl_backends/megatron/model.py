@@ -9,6 +9,7 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -25,10 +26,12 @@ from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.freezing import freeze
 from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
+from rl_backends.ranks import on_every_rank, raise_together
 from rl_backends.readers import Reader
 from rl_backends.sameness import require_same_batch
 
@@ -45,7 +48,8 @@ class MegatronModel:
         skeleton: the Hugging Face model, whose configuration, names and shapes count; its weights are not looked at.
         config: sizes, device, precision, microbatches.
         fill: puts the weights in.
-        trainable: with buffers for gradients; False for a reference.
+        trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
+        groups: of a model that is laid out alike and will be there as long as this one; None joins them.
 
     Raises:
         ModelError: an architecture that is not mapped, or sizes that do not divide it.
@@ -53,14 +57,23 @@ class MegatronModel:
         ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
     """
 
-    def __init__(self, skeleton: Any, config: MegatronConfig, *, fill: Fill, trainable: bool = True) -> None:
+    def __init__(
+        self,
+        skeleton: Any,
+        config: MegatronConfig,
+        *,
+        fill: Fill,
+        trainable: bool = True,
+        groups: ParallelGroups | None = None,
+    ) -> None:
         self.config = config
         self.architecture = read_architecture(skeleton.config)
-        self.groups = ParallelGroups.join(config)
+        self._joined = groups is None
+        self.groups = ParallelGroups.join(config) if groups is None else groups
         try:
             self._build(skeleton, fill, trainable=trainable)
         except BaseException:
-            self.groups.leave()
+            self.close()
             raise
 
     def _build(self, skeleton: nn.Module, fill: Fill, *, trainable: bool) -> None:
@@ -68,12 +81,10 @@ class MegatronModel:
         self.shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
         with cpu_compat():
             self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
-        self.gpt.to(self.config.device)
         _leave_out_padding(self.gpt, skeleton)
         self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, groups=self.groups)
         fill(self)
-        if not trainable:
-            self.gpt.requires_grad_(requires_grad=False)
+        on_every_rank(partial(freeze, self.gpt, self.held, skeleton if trainable else None, config=self.config))
         self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
         self._head = OutputHead(self.gpt, self.groups, vocabulary_size=self.architecture.vocab_size)
 
@@ -113,7 +124,7 @@ class MegatronModel:
             vocabulary_size=self.architecture.vocab_size,
         )
 
-    def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int = 1) -> ModelInputs:
+    def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"]) -> ModelInputs:
         """What the model reads of rows on the host, on the device."""
         context = self.groups.cp
         made = make_inputs(
@@ -121,7 +132,6 @@ class MegatronModel:
             rows.lengths,
             asked,
             layout="packed" if self.config.sequence_packing else "padded",
-            offset=offset,
             shard=None if context.size() == 1 else SequenceShard(context.rank(), context.size()),
             multiple=self._multiple,
         )
@@ -141,23 +151,30 @@ class MegatronModel:
             shape=shape,
         )
 
-    @torch.no_grad()
     def read_all(self, examples: TokenBatch, reader: Reader) -> dict[int, Tensor]:
         """What `reader` reads of every trainable token, on every rank: by the number of its output, `[B, T, ...]`."""
         microbatches = self.cut(examples)[self.rank_of_rows]
         rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
         inputs = [self.inputs(each, each.trainable) for each in rows]
         out: dict[int, Tensor] = {}
+        failure: Exception | None = None
 
         def keep(number: int, hidden: Tensor) -> Tensor:
-            shape = (rows[number].tokens.shape[0], rows[number].tokens.shape[1])
-            for output, each in enumerate(self.read(hidden, inputs[number], reader, shape=shape)):
-                whole = out.setdefault(output, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
-                if microbatches[number].counted:
-                    whole[microbatches[number].rows.to(whole.device), : microbatches[number].width] = each
+            nonlocal failure
+            try:
+                shape = (rows[number].tokens.shape[0], rows[number].tokens.shape[1])
+                for output, each in enumerate(self.read(hidden, inputs[number], reader, shape=shape)):
+                    whole = out.setdefault(output, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
+                    if microbatches[number].counted:
+                        whole[microbatches[number].rows.to(whole.device), : microbatches[number].width] = each
+            except Exception as error:  # noqa: BLE001 - the other stages are waiting; raised below, on every rank
+                failure = error
             return hidden.sum() * 0.0
 
-        run_passes(self.gpt, inputs, keep, forward_only=True)
+        # Megatron keeps buffers from one pass for the next, in which tensors of inference mode would be refused.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            run_passes(self.gpt, inputs, keep, forward_only=True)
+        raise_together(failure)
         return self._on_every_rank(out, device=examples.tokens.device)
 
     def _on_every_rank(self, out: dict[int, Tensor], *, device: torch.device) -> dict[int, Tensor]:
@@ -178,8 +195,10 @@ class MegatronModel:
             self.gpt.to("cpu")
 
     def close(self) -> None:
-        """Leave Megatron's process groups; nothing can be computed after."""
-        self.groups.leave()
+        """Leave Megatron's process groups, if this model joined them; nothing can be computed after."""
+        if self._joined:
+            self._joined = False
+            self.groups.leave()
 
 
 def _leave_out_padding(gpt: Any, skeleton: Any) -> None:

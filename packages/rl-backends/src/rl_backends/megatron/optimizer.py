@@ -13,11 +13,12 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from rl_backends.errors import CheckpointError, ModelError
+from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.schedule import MegatronSchedule, NeutralSchedule, Schedule
 from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.optimizers import check_schedule_state
 
 __all__ = ["Adam", "MegatronOptimizers", "make_optimizers"]
 
@@ -142,7 +143,9 @@ class MegatronOptimizers:
 
     def zero_grad(self) -> None:
         """Forget every gradient, also what microbatches have summed up."""
-        with cpu_compat():
+        with cpu_compat(), warnings.catch_warnings():
+            # The distributed optimizer asks views of float32 parameters whether they have one.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             self.inner.zero_grad()
             self._ddp.zero_grad_buffer()
 
@@ -156,14 +159,7 @@ class MegatronOptimizers:
         Raises:
             CheckpointError: the state is not one, or the stage is over by then.
         """
-        expected = self.schedule_state().keys()
-        if state.keys() != expected or not all(type(value) is int and value >= 0 for value in state.values()):
-            raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {sorted(expected)}, all >= 0")
-        if state["num_steps_taken"] > self._num_steps:
-            raise CheckpointError(
-                f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {self._num_steps}: "
-                "start it with as many steps as it had, or more"
-            )
+        check_schedule_state(state, num_steps=self._num_steps)
         self.num_steps_taken = state["num_steps_taken"]
         self.num_steps_skipped = state["num_steps_skipped"]
 

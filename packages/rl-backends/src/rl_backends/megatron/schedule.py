@@ -11,6 +11,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from rl_backends.megatron.config import MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
+from rl_backends.optimizers.report import explain_schedule
 from rl_backends.optimizers.schedules import check_schedule
 
 __all__ = ["MegatronSchedule", "NeutralSchedule", "Schedule"]
@@ -59,16 +60,7 @@ class NeutralSchedule:
 
     def explain(self) -> str:
         """In words."""
-        config = self._config
-        parts = [f"{config.warmup_steps} steps of warm-up"] if config.warmup_steps else []
-        end = f"{config.lr * config.final_lr_ratio:g}"
-        if config.schedule == "constant" or config.final_lr_ratio == 1.0:
-            parts.append("constant")
-        elif config.schedule == "wsd":
-            parts.append(f"stable, over the last {config.decay_steps} steps down to {end}")
-        else:
-            parts.append(f"{config.schedule} to {end}")
-        return f"lr={config.lr:g}, {', then '.join(parts)}, {self._num_steps} steps in all"
+        return f"lr={self._config.lr:g}, {explain_schedule(self._config, num_steps=self._num_steps)}"
 
 
 @final

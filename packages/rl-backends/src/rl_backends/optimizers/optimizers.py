@@ -18,7 +18,10 @@ from rl_backends.optimizers.report import explain_optimizers, state_bytes
 from rl_backends.optimizers.schedules import check_schedule, learning_rate_factor
 from rl_parallel_plans import to_local_if_dtensor
 
-__all__ = ["Optimizers", "make_optimizers"]
+__all__ = ["Optimizers", "check_schedule_state", "make_optimizers"]
+
+COUNTED = ("num_steps_skipped", "num_steps_taken")
+"""What the state of a schedule consists of."""
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int) -> "Optimizers":
@@ -115,20 +118,24 @@ class Optimizers:
         Raises:
             CheckpointError: the state is not one, or the stage is over by then.
         """
-        expected = self.schedule_state().keys()
-        if state.keys() != expected or not all(type(value) is int and value >= 0 for value in state.values()):
-            raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {sorted(expected)}, all >= 0")
-        if state["num_steps_taken"] > self._num_steps:
-            raise CheckpointError(
-                f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {self._num_steps}: "
-                "start it with as many steps as it had, or more"
-            )
+        check_schedule_state(state, num_steps=self._num_steps)
         self.num_steps_taken = state["num_steps_taken"]
         self.num_steps_skipped = state["num_steps_skipped"]
 
     def explain(self) -> str:
         """The optimizer, its schedule, and what each group of parameters holds and needs."""
         return explain_optimizers(self.groups, self._config, num_steps=self._num_steps)
+
+
+def check_schedule_state(state: Mapping[str, int], *, num_steps: int) -> None:
+    """CheckpointError where it is not what `schedule_state` gives, or a stage of `num_steps` is over by then."""
+    if sorted(state) != [*COUNTED] or not all(type(value) is int and value >= 0 for value in state.values()):
+        raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {[*COUNTED]}, all >= 0")
+    if state["num_steps_taken"] > num_steps:
+        raise CheckpointError(
+            f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {num_steps}: "
+            "start it with as many steps as it had, or more"
+        )
 
 
 def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from rl_backends.optimizers.groups import ParameterGroup
 from rl_backends.optimizers.torchao import BLOCK_SIZE, is_quantized
 from rl_parallel_plans import to_local_if_dtensor
 
-__all__ = ["explain_optimizers", "state_bytes"]
+__all__ = ["explain_optimizers", "explain_schedule", "state_bytes"]
 
 STEP_BYTES = 4
 QUANTIZATION_MAP_BYTES = 256 * 4
@@ -28,12 +28,24 @@ def state_bytes(group: ParameterGroup, config: OptimizerConfig) -> int:
 def explain_optimizers(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, num_steps: int) -> str:
     """The optimizer, its schedule, and a line for each group."""
     implementation = f" ({config.implementation})" if config.name == "adamw" else ""
-    lines = [f"{NAMES[config.name]}{implementation}, lr={config.lr}, {_schedule(config, num_steps=num_steps)}"]
+    lines = [f"{NAMES[config.name]}{implementation}, lr={config.lr}, {explain_schedule(config, num_steps=num_steps)}"]
     rows = [["trained by", "weight decay", "parameters", "elements", "state on this rank", "such as"]]
     rows += [_row(group, config) for group in groups]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
+
+
+def explain_schedule(config: OptimizerConfig, *, num_steps: int) -> str:
+    """The learning rate of `num_steps` steps, from warm-up to end."""
+    parts = [f"{config.warmup_steps} steps of warm-up"] if config.warmup_steps else []
+    if config.schedule == "constant" or config.final_lr_ratio == 1.0:
+        parts.append("constant")
+    elif config.schedule == "wsd":
+        parts.append(f"stable, over the last {config.decay_steps} steps down to {config.lr * config.final_lr_ratio:g}")
+    else:
+        parts.append(f"{config.schedule} to {config.lr * config.final_lr_ratio:g}")
+    return f"{', then '.join(parts)}, {num_steps} steps in all"
 
 
 def _state_bytes(local: Tensor, group: ParameterGroup, config: OptimizerConfig) -> int:
@@ -44,17 +56,6 @@ def _state_bytes(local: Tensor, group: ParameterGroup, config: OptimizerConfig) 
         scales = local.numel() // BLOCK_SIZE * 4
         return 2 * (local.numel() + scales + QUANTIZATION_MAP_BYTES) + STEP_BYTES
     return 2 * whole + STEP_BYTES
-
-
-def _schedule(config: OptimizerConfig, *, num_steps: int) -> str:
-    parts = [f"{config.warmup_steps} steps of warm-up"] if config.warmup_steps else []
-    if config.schedule == "constant" or config.final_lr_ratio == 1.0:
-        parts.append("constant")
-    elif config.schedule == "wsd":
-        parts.append(f"stable, over the last {config.decay_steps} steps down to {config.lr * config.final_lr_ratio:g}")
-    else:
-        parts.append(f"{config.schedule} to {config.lr * config.final_lr_ratio:g}")
-    return f"{', then '.join(parts)}, {num_steps} steps in all"
 
 
 def _row(group: ParameterGroup, config: OptimizerConfig) -> list[str]:

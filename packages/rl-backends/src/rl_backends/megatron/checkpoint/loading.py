@@ -81,6 +81,8 @@ def load_checkpoint(
     rng = rng_pieces(device) if has_rng(opened.index, device) else {}
     saved = opened.state["optimizers"][0]["state"] if kept is not None else {}
     states = on_all(lambda: _new_states(held, masters, saved), group=opened.group) if kept is not None else []
+    if kept is not None:
+        _read_steps(opened, states)
     filled = [piece for state in states for piece in state.pieces]
     if weights:
         filled += _weight_pieces(held, masters, name="weights/{}")
@@ -89,7 +91,7 @@ def load_checkpoint(
         filled += _weight_pieces(mastered, masters, name=f"optimizer/{{}}/{MASTER}")
     # One tensor of a checkpoint may go to several places here, so these are numbered.
     read_pieces(opened, rng | {f"{index} {each.saved_as}": each for index, each in enumerate(filled)}, schedule=kept)
-    on_all(lambda: _put(states), group=opened.group)
+    _put(states)
     set_rng(rng)
     _clear_gradients(held)
     return opened.told(rng_restored=bool(rng))
@@ -104,6 +106,7 @@ class _NewState:
     steps: dict[str, Tensor]
     """Of each tensor of Hugging Face that the parameter holds."""
     pieces: list[Piece]
+    """Where the moments go."""
 
 
 def _fingerprint(opened: OpenCheckpoint, description: Description) -> dict[str, list[Any]]:
@@ -149,12 +152,17 @@ def _new_state(master: Master, held: Sequence[HeldTensor], saved: dict[str, Any]
         for each in held
         for key, tensor in moments.items()
     ]
-    pieces += [replace(whole_piece(step), saved_as=f"optimizer/{name}/step") for name, step in steps.items()]
     return _NewState(master=master, moments=moments, steps=steps, pieces=pieces)
 
 
-def _put(states: Sequence[_NewState]) -> None:
-    """Give the optimizers what was read."""
+def _read_steps(opened: OpenCheckpoint, states: Sequence[_NewState]) -> None:
+    """How many steps were taken of each tensor, before anything else is read: they may not fit."""
+    pieces = {f"optimizer/{name}/step": whole_piece(step) for state in states for name, step in state.steps.items()}
+    read_pieces(opened, pieces, schedule=None)
+    on_all(lambda: _check_steps(states), group=opened.group)
+
+
+def _check_steps(states: Sequence[_NewState]) -> None:
     for state in states:
         if len({int(step) for step in state.steps.values()}) > 1:
             counted = ", ".join(f"{int(step)} of {name}" for name, step in state.steps.items())
@@ -162,6 +170,10 @@ def _put(states: Sequence[_NewState]) -> None:
                 f"the optimizer has taken other numbers of steps of what is one parameter of Megatron ({counted}): "
                 f"load the weights alone by optimizer=False"
             )
+
+
+def _put(states: Sequence[_NewState]) -> None:
+    """Give the optimizers what was read."""
     for state in states:
         step = next(iter(state.steps.values()), None)
         state.master.put_state(state.moments if step is None else {"step": step, **state.moments})

@@ -1,11 +1,13 @@
-"""Whole tensors of Hugging Face out of what ranks hold, one after the other, bit for bit.
+"""Whole tensors of Hugging Face on rank 0 out of what all ranks hold, one after the other, bit for bit.
 
-Each box is taken from the lowest rank that holds it. Ranks add up bytes, of which all but one are 0: a sum of numbers
-would turn -0.0 into 0.0. Every rank must take part; rank 0 holds one whole tensor at a time.
+Each box is taken from the lowest rank that holds it, and sent to rank 0 alone: rank 0 holds one whole tensor and one
+box of it at a time, and the others nothing but their own. Boxes cross as bytes, so that nothing is rounded and -0.0
+stays what it is. Every rank must take part.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,13 @@ from torch import Tensor
 
 from rl_backends.errors import ModelError
 from rl_backends.megatron.mapping.held import HeldTensor
-from rl_backends.ranks import gather_text
+from rl_backends.ranks import gather_text, on_every_rank, raise_together
 from rl_parallel_plans import Box
 
 __all__ = ["Gatherer"]
+
+OTHERWISE = ""
+"""In place of a name: the dtype of everything that is not named."""
 
 
 class Gatherer:
@@ -32,49 +37,113 @@ class Gatherer:
 
     def __init__(self, held: Sequence[HeldTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = dict(shapes)
-        self._given = _given_by_this_rank(held)
-        self._example = held[0]
-        _require_all(self._shapes, gather_text(json.dumps(_volumes(self._given))))
-
-    @property
-    def given(self) -> Mapping[str, Sequence[tuple[HeldTensor, Box]]]:
-        """By name, the boxes that this rank gives, each box of the model once over all ranks."""
-        return self._given
+        own = [(each, box) for each in held if not each.duplicate for box in each.parts]
+        self._held = {(each.name, box.offsets): each for each, box in own}
+        told = [[each.name, box.offsets, box.sizes, box.local_offsets] for each, box in own]
+        self._boxes = _lowest_holders(gather_text(json.dumps(told)))
+        self._device = held[0].parameter.device
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        _require_all(self._shapes, self._boxes)
+        if dist.is_initialized():
+            # NCCL connects all ranks in a collective; a group whose first act is to send would wait for the rest.
+            dist.all_reduce(torch.zeros((), device=self._device))
 
     @torch.no_grad()
     def tensors(self, local: Callable[[HeldTensor], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor by name: whole on rank 0, undefined on the others.
+        """Each tensor by name: whole on rank 0, where the parameters lie; empty on the others.
 
-        local: what to gather instead of the weights, shaped like them: `held.view(of another tensor)`.
+        A rank that stops early still gives or takes the rest, unseen, when the iterator is closed: none waits for it.
+
+        local: what to gather instead of the weights, shaped like them: `held.view(of another tensor)`. Called twice for
+            each, and of any dtype, the same on all ranks that hold parts of one tensor.
+
+        Raises:
+            BaseException: this rank's own: what `local` raised, or no memory for a tensor on rank 0.
+            ModelError: on every rank: a tensor is of several dtypes.
+            RankError: on the ranks that did not fail.
         """
         read = (lambda each: each.local) if local is None else local
+        rounds = self._rounds(read, self._dtypes(read))
+        try:
+            for each in rounds:  # noqa: UP028 - `yield from` would close it, which must go on
+                yield each
+                del each  # before the next tensor is made
+        finally:
+            for _ in rounds:
+                pass
+
+    def _dtypes(self, read: Callable[[HeldTensor], Tensor]) -> dict[str, torch.dtype]:
+        """Of every tensor, from the ranks that give it; all that may fail in reading them does so here, on all."""
+        given = {name for name, boxes in self._boxes.items() for rank, _ in boxes if rank == self._rank}
+        own = on_every_rank(
+            lambda: {name: str(read(each).dtype) for (name, _), each in self._held.items() if name in given}
+        )
+        usual = next(iter(own.values()), OTHERWISE)
+        told = {OTHERWISE: usual, **{name: dtype for name, dtype in own.items() if dtype != usual}}
+        of_ranks = [json.loads(text) for text in gather_text(json.dumps(told))]
+        found = {
+            name: {of_ranks[rank].get(name, of_ranks[rank][OTHERWISE]) for rank, _ in boxes}
+            for name, boxes in self._boxes.items()
+        }
+        if mixed := [f"{name} ({', '.join(sorted(each))})" for name, each in found.items() if len(each) > 1]:
+            raise ModelError(f"parts of one tensor are of several dtypes, so that none is its own: {mixed[0]}")
+        return {name: getattr(torch, each.pop().removeprefix("torch.")) for name, each in found.items()}
+
+    def _rounds(
+        self, read: Callable[[HeldTensor], Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensor by tensor. Where rank 0 has no memory for one, it lets the others finish before all raise."""
+        failure: BaseException | None = None
         for name, shape in self._shapes.items():
-            pieces = [(read(held), box) for held, box in self._given.get(name, ())]
-            yield name, _assembled(pieces, shape, like=read(self._example))
+            tensor = None
+            if failure is None:
+                try:
+                    size = shape if self._rank == 0 else (0,)
+                    tensor = torch.empty(size, dtype=dtypes[name], device=self._device)
+                except (MemoryError, RuntimeError) as caught:
+                    failure = caught
+            for rank, box in self._boxes[name]:
+                if rank == self._rank:
+                    self._give(box.of_local(read(self._held[name, box.offsets])), box, whole=tensor)
+                elif self._rank == 0:
+                    self._take(box, rank, whole=tensor, dtype=dtypes[name])
+            if tensor is not None:
+                yield name, tensor
+        raise_together(failure)
+
+    def _give(self, part: Tensor, box: Box, *, whole: Tensor | None) -> None:
+        if self._rank != 0:
+            _exchange(dist.isend, part.contiguous(), 0)
+        elif whole is not None:
+            box.of_whole(whole).copy_(part)
+
+    def _take(self, box: Box, rank: int, *, whole: Tensor | None, dtype: torch.dtype) -> None:
+        target = None if whole is None else box.of_whole(whole)
+        in_place = target is not None and target.is_contiguous()
+        part = target if in_place else torch.empty(box.sizes, dtype=dtype, device=self._device)
+        assert part is not None
+        _exchange(dist.irecv, part, rank)
+        if target is not None and not in_place:
+            target.copy_(part)
 
 
-def _given_by_this_rank(held: Sequence[HeldTensor]) -> dict[str, list[tuple[HeldTensor, Box]]]:
-    own = [(each, box) for each in held if not each.duplicate for box in each.parts]
-    texts = gather_text(json.dumps([[each.name, box.offsets] for each, box in own]))
-    mine = dist.get_rank() if dist.is_initialized() else 0
-    lower = {(name, tuple(offsets)) for text in texts[:mine] for name, offsets in json.loads(text)}
-    given: dict[str, list[tuple[HeldTensor, Box]]] = {}
-    for each, box in own:
-        if (each.name, box.offsets) not in lower:
-            given.setdefault(each.name, []).append((each, box))
-    return given
+def _lowest_holders(texts: Sequence[str]) -> dict[str, list[tuple[int, Box]]]:
+    """By name, each box once: the lowest rank that holds it, and where; the same on every rank."""
+    found: dict[str, dict[tuple[int, ...], tuple[int, Box]]] = {}
+    for rank, text in enumerate(texts):
+        for name, offsets, sizes, local_offsets in json.loads(text):
+            box = Box(offsets=tuple(offsets), sizes=tuple(sizes), local_offsets=tuple(local_offsets))
+            found.setdefault(name, {}).setdefault(box.offsets, (rank, box))
+    return {name: list(boxes.values()) for name, boxes in found.items()}
 
 
-def _volumes(given: Mapping[str, Sequence[tuple[HeldTensor, Box]]]) -> dict[str, int]:
-    return {name: sum(torch.Size(box.sizes).numel() for _, box in boxes) for name, boxes in given.items()}
-
-
-def _require_all(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str]) -> None:
-    held = dict.fromkeys(shapes, 0)
-    for text in texts:
-        for name, volume in json.loads(text).items():
-            held[name] = held.get(name, 0) + volume
-    if wrong := [name for name, volume in held.items() if volume != torch.Size(shapes.get(name, ())).numel()]:
+def _require_all(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, Sequence[tuple[int, Box]]]) -> None:
+    wrong = [
+        name
+        for name in dict.fromkeys([*shapes, *boxes])
+        if sum(torch.Size(box.sizes).numel() for _, box in boxes.get(name, ())) != _volume(shapes.get(name))
+    ]
+    if wrong:
         raise ModelError(
             f"the ranks together do not hold the whole of {', '.join(wrong[:3])}"
             f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}: Megatron has no place for it, or it is of "
@@ -82,10 +151,12 @@ def _require_all(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str]) ->
         )
 
 
-def _assembled(pieces: Sequence[tuple[Tensor, Box]], shape: tuple[int, ...], *, like: Tensor) -> Tensor:
-    whole = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    for local, box in pieces:
-        box.of_whole(whole).copy_(box.of_local(local))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.reduce(whole.view(torch.uint8).flatten() if whole.ndim else whole, dst=0, op=dist.ReduceOp.SUM)
-    return whole
+def _volume(shape: tuple[int, ...] | None) -> int:
+    return 0 if shape is None else torch.Size(shape).numel()
+
+
+def _exchange(operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
+    """Send or receive its memory, as a batch of one: NCCL connects each pair of ranks anew for what is no batch."""
+    sent = dist.P2POp(operation, tensor.flatten().view(torch.uint8), peer)
+    for work in dist.batch_isend_irecv([sent]):
+        work.wait()

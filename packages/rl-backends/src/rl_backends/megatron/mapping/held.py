@@ -35,14 +35,9 @@ class HeldTensor:
         return tensor.view((1,) * (len(self.shape) - tensor.ndim) + tuple(tensor.shape))
 
     @property
-    def tensor(self) -> Tensor:
-        """The parameter, as `view` shows it."""
-        return self.view(self.parameter.detach())
-
-    @property
     def local(self) -> Tensor:
-        """The same: this rank's memory."""
-        return self.tensor
+        """The parameter as `view` shows it: this rank's memory."""
+        return self.view(self.parameter.detach())
 
     def boxes(self, tensor: Tensor | None = None) -> list[Box]:
         """The parts of the whole that `local` holds, or any tensor that is cut like it."""

@@ -1,0 +1,88 @@
+"""Proof that Megatron computes what the Hugging Face model computes, not only that it holds the same weights.
+
+A class of somebody's own, a hook or a changed buffer may make a model compute what its configuration does not tell.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backends.errors import ModelError
+from rl_backends.megatron.model import MegatronModel
+from rl_backends.readers import Head, read_logp
+
+__all__ = ["prove", "require_own_code"]
+
+NUM_TOKENS = 48
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Nats. Rounding is far below; something that was missed is far above, unless all logits are near 0."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A `TokenBatch`."""
+
+    rows_per_unit: ClassVar[int] = 1
+    tokens: Tensor
+    lengths: Tensor
+    trainable: Tensor
+
+
+def require_own_code(model: nn.Module) -> None:
+    """The model's class is one of transformers.
+
+    Raises:
+        ModelError: it is somebody's own, of which nobody knows what it computes.
+    """
+    if not type(model).__module__.startswith("transformers."):
+        raise ModelError(
+            f"{type(model).__module__}.{type(model).__qualname__} is no class of transformers, and Megatron would "
+            f"compute what transformers' own does: train it with policy.dtensor_cfg.enabled=true, which runs its code"
+        )
+
+
+def prove(model: MegatronModel, head: Head, *, source: Any) -> None:
+    """Compare log-probabilities of a row with those of the model in memory; every rank must call it.
+
+    Raises:
+        ModelError: on every rank; they differ by more than rounding.
+    """
+    length = min(NUM_TOKENS, model.architecture.max_positions, _most_tokens(model))
+    tokens = (torch.arange(length) * 7 + 3) % model.architecture.vocab_size
+    rows = _Rows(tokens=tokens[None], lengths=torch.tensor([length]), trainable=torch.arange(length)[None] > 0)
+    ours = model.read_all(rows, read_logp(head, temperature=1.0))[0][0, 1:]
+    apart = _largest_on_any_rank((ours - _logp(source, tokens)).abs().max(), device=model.config.device)
+    dtypes = {parameter.dtype for parameter in (*source.parameters(), *model.gpt.parameters())}
+    if not apart <= max(TOLERANCE.get(dtype, 0.25) for dtype in dtypes):
+        raise ModelError(
+            f"{type(source).__qualname__} gives log-probabilities that differ by {apart:.3g} nats from those of the "
+            f"same weights on Megatron: hooks, buffers or attributes of this model were changed; train it with "
+            f"policy.dtensor_cfg.enabled=true, which runs its code"
+        )
+
+
+def _most_tokens(model: MegatronModel) -> int:
+    """Of a row that fits into a microbatch."""
+    bound, multiple = model.config.micro_batch_tokens or NUM_TOKENS, model.token_multiple
+    return max(2, bound - bound % multiple)
+
+
+@torch.no_grad()
+def _logp(source: Any, tokens: Tensor) -> Tensor:
+    device, training = next(source.parameters()).device, source.training
+    source.eval()
+    try:
+        logits = source(input_ids=tokens[None].to(device)).logits[0, :-1].float().cpu()
+    finally:
+        source.train(training)
+    logp: Tensor = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return logp
+
+
+def _largest_on_any_rank(number: Tensor, *, device: str) -> float:
+    number = number.nan_to_num(nan=torch.inf).to(device)  # a maximum over ranks need not keep NaN
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return float(number)
