@@ -27,7 +27,7 @@ def weight_source(policy: Backend) -> StateDictSource:
         for number, shard in enumerate(in_boxes)
         if not isinstance(shard, NamedShard) and shard.boxes()  # a rank may hold nothing but padding
     }
-    device = shards[0].tensor.device
+    device = shards[0].local.device
     buffers = {name: buffer.to(device) for name, buffer in _transient_buffers(policy).items()}
 
     def bindings(_: nn.Module) -> Iterator[Binding]:

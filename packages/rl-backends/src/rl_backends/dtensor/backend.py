@@ -8,6 +8,7 @@ Axes: B rows, T tokens, k words.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,17 +84,18 @@ class DTensorBackend:
             fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
         self._skeleton = without_weights(model)
         self._sharded = ShardedModel(model, config, fill=fill)
-        self._head = Head.of(self.model) if has_language_model_head(self.model) else None
-        if self._head is not None:
-            check_head(self._sharded, self._head)
-        self._accumulation = GradientAccumulation(self._sharded)
-        self._meter = make_meter(
-            self._skeleton,
-            config,
-            token_multiple=self._sharded.token_multiple,
-            recomputed=config.activation_checkpointing == "full",
-            memory_of=self._held,
-        )
+        with self._sharded.closed_on_failure():
+            self._head = Head.of(self.model) if has_language_model_head(self.model) else None
+            if self._head is not None:
+                check_head(self._sharded, self._head)
+            self._accumulation = GradientAccumulation(self._sharded)
+            self._meter = make_meter(
+                self._skeleton,
+                config,
+                token_multiple=self._sharded.token_multiple,
+                recomputed=config.activation_checkpointing == "full",
+                memory_of=self._held,
+            )
         self._away = Away(self.model, merged=lambda: self._merged)
         self._merged: MergedWeights | None = None
         self._optimizers: Optimizers | None = None
@@ -276,7 +278,7 @@ class DTensorBackend:
         Raises:
             ValueError: a part that is none, or another place than where some parts are already.
         """
-        optimizers = () if self._optimizers is None else self._optimizers.each
+        _, optimizers = self._held()
         return self._away.offload(optimizers, parts=parts, directory=None if directory is None else Path(directory))
 
     def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
@@ -369,12 +371,9 @@ class DTensorBackend:
             CheckpointError: the asynchronous save that was awaited first could not be written.
         """
         write, self._last_write = self._last_write, None
-        try:
+        with closing(self._sharded), closing(self._away):
             if write is not None:
                 write.wait()
-        finally:
-            self._away.close()
-            self._sharded.close()
 
     def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
         self._away.require("reading", WEIGHTS)

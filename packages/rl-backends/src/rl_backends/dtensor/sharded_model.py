@@ -8,7 +8,8 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -86,12 +87,8 @@ class ShardedModel:
         require_device(config)
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
-        try:
+        with self.closed_on_failure() if membership is None else nullcontext():
             self._build(model, fill if bare else None)
-        except BaseException:
-            if membership is None:
-                self.close()
-            raise
 
     def _build(self, model: nn.Module, fill: Callable[[nn.Module], object] | None) -> None:
         config = self.config
@@ -216,6 +213,15 @@ class ShardedModel:
     def close(self) -> None:
         """Leave the process group, which the last model destroys, if it is not the user's. Once is enough."""
         self.membership.leave()
+
+    @contextmanager
+    def closed_on_failure(self) -> Iterator[None]:
+        """Close, if what is inside raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _in_rows(self, read: Tensor, shape: tuple[int, int]) -> Tensor:
         return self._of_all_tokens(read).view(*shape, *read.shape[1:])

@@ -47,16 +47,20 @@ class GradientAccumulation:
 
         def read_and_ask(number: int, hidden: Tensor) -> Tensor:
             nonlocal failure
-            if failure is not None:
-                return hidden.sum() * 0.0
+            # Also after a failure: ranks that share this row's words or tokens read and go back together.
             try:
                 outputs = model.read(hidden, inputs[number], reader, shape=_shape(rows[number]))[0]
-                with user_code():
-                    given = moved(rows[number], device=model.config.device)
-                    total, parts = ask(loss, outputs, given, counted=microbatches[number].counted)
-            except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, once every rank knows
-                failure = error
+            except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
+                failure = failure or error
                 return hidden.sum() * 0.0
+            total, parts = outputs.sum() * 0.0, Sums()
+            if failure is None:
+                try:
+                    with user_code():
+                        given = moved(rows[number], device=model.config.device)
+                        total, parts = ask(loss, outputs, given, counted=microbatches[number].counted)
+                except Exception as error:  # noqa: BLE001 - anybody's loss; as above
+                    failure = error
             for name, part in parts.items():
                 sums[name] = sums.get(name, 0.0) + (part if microbatches[number].counted else torch.zeros_like(part))
             return total
