@@ -30,7 +30,7 @@ from house import House, Package, admitted, floor, group  # noqa: E402
 HOUSE = House.read(HERE)
 TOOLS = nox.project.load_toml(HERE / "pyproject.toml")
 PYTHON = "3.11"  # the oldest one admitted; torch packages name theirs in their cells
-MEGATRON = HOUSE.packages["rl-backends"].extra("megatron")
+MEGATRON = HOUSE.packages["rl-backends"].optional_dependencies("megatron")
 HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loaded by importing a package of ours
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for a network

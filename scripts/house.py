@@ -56,7 +56,7 @@ class Package:
         requirements = map(Requirement, self.pyproject["project"].get("dependencies", []))
         return {requirement.name: requirement for requirement in requirements}
 
-    def extra(self, name: str) -> list[str]:
+    def optional_dependencies(self, name: str) -> list[str]:
         """The requirements of an extra, `megatron` for one."""
         return list(self.pyproject["project"]["optional-dependencies"][name])
 

@@ -4,11 +4,13 @@ Backends share it, whoever comes first: each joins it and leaves it, and the las
 One that the user has made is theirs to destroy.
 """
 
+import gc
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _OwnGroup:
-    """A process group that was made here, and how many have joined it."""
+    """A process group that was made here, and who has joined it; whoever is garbage has left."""
 
     world: dist.ProcessGroup
     device: str
-    users: int = 0
+    members: "WeakSet[Membership]" = field(default_factory=WeakSet)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +51,16 @@ class Membership:
         self.left = False
         """Whether it was given up."""
         if own is not None:
-            own.users += 1
+            own.members.add(self)
 
     def leave(self) -> None:
         """Give the place up; the last to do so destroys the process group, if it is not the user's. Once is enough."""
         own, self._own, self.left = self._own, None, True
         if own is not None:
-            own.users -= 1
-            if own.users == 0:
+            own.members.discard(self)
+            if own.members:
+                gc.collect()  # models are cycles
+            if not own.members:
                 _destroy(own)
 
 

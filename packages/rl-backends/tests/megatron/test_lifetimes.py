@@ -100,6 +100,16 @@ def test_groups_are_destroyed_by_the_last_to_leave_and_leaving_twice_counts_once
     third.leave()
 
 
+@pytest.mark.parametrize("forgotten", [megatron, dtensor])
+@pytest.mark.parametrize("closed", [megatron, dtensor])
+@alone
+def test_a_backend_that_nobody_can_reach_keeps_no_group(world, forgotten, closed):
+    backends = [forgotten(world), closed(world)]
+    del backends[0]
+    backends.pop().close()
+    assert not dist.is_initialized()
+
+
 @alone
 def test_sizes_are_told_after_leaving_too():
     groups = join()

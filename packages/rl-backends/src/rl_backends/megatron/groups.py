@@ -4,8 +4,10 @@ Megatron keeps its process groups in one place for the whole process, so every m
 model.
 """
 
+import gc
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,13 @@ __all__ = ["ParallelGroups", "sizes_of"]
 
 @dataclass(slots=True, eq=False)
 class _Arrangement:
-    """Megatron's process groups as this process has made them, and how many have joined them."""
+    """Megatron's process groups as this process has made them, and who has joined them; whoever is garbage has left."""
 
     world: dist.ProcessGroup
     sizes: dict[str, int]
     groups: tuple[dist.ProcessGroup, ...]
     """All that were made."""
-    users: int = 0
+    members: "WeakSet[_Place]" = field(default_factory=WeakSet)
 
 
 _arrangement: _Arrangement | None = None
@@ -40,14 +42,17 @@ class _Place:
         self.sizes = arrangement.sizes
         self.membership = membership
         self._arrangement = arrangement
-        arrangement.users += 1
+        arrangement.members.add(self)
 
     def leave(self) -> None:
         if self.membership.left:
             return
-        self._arrangement.users -= 1
+        members = self._arrangement.members
+        members.discard(self)
+        if members:
+            gc.collect()  # models are cycles
         try:
-            if self._arrangement.users == 0:
+            if not members:
                 _dissolve(self._arrangement)
         finally:
             self.membership.leave()

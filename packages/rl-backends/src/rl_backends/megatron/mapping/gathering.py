@@ -65,7 +65,7 @@ class Gatherer:
         read = (lambda each: each.local) if local is None else local
         rounds = self._rounds(read, self._dtypes(read))
         try:
-            for each in rounds:  # noqa: UP028 - `yield from` would close it, which must go on
+            for each in rounds:  # not `yield from`, which would close it
                 yield each
                 del each  # before the next tensor is made
         finally:
@@ -92,39 +92,66 @@ class Gatherer:
     def _rounds(
         self, read: Callable[[HeldTensor], Tensor], dtypes: Mapping[str, torch.dtype]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensor by tensor. Where rank 0 has no memory for one, it lets the others finish before all raise."""
+        """Tensor by tensor; rank 0 says that it has room for one before the others send of it, or that all is over."""
         failure: BaseException | None = None
-        for name, shape in self._shapes.items():
-            tensor = None
-            if failure is None:
-                try:
-                    size = shape if self._rank == 0 else (0,)
-                    tensor = torch.empty(size, dtype=dtypes[name], device=self._device)
-                except (MemoryError, RuntimeError) as caught:
-                    failure = caught
+        go = torch.ones(1, dtype=torch.uint8, device=self._device)
+        names = list(self._shapes)
+        for index, name in enumerate(names):
+            try:
+                size = self._shapes[name] if self._rank == 0 else (0,)
+                tensor = torch.empty(size, dtype=dtypes[name], device=self._device)
+                buffer = self._buffer(name, dtype=dtypes[name])
+            except (MemoryError, RuntimeError) as caught:
+                failure = caught
+                go.zero_()
+            self._tell([name] if failure is None else names[index:], go)
+            if not go.item():
+                break
             for rank, box in self._boxes[name]:
                 if rank == self._rank:
                     self._give(box.of_local(read(self._held[name, box.offsets])), box, whole=tensor)
                 elif self._rank == 0:
-                    self._take(box, rank, whole=tensor, dtype=dtypes[name])
-            if tensor is not None:
-                yield name, tensor
+                    _take(box, rank, whole=tensor, buffer=buffer)
+            yield name, tensor
+            del tensor, buffer
         raise_together(failure)
 
-    def _give(self, part: Tensor, box: Box, *, whole: Tensor | None) -> None:
-        if self._rank != 0:
-            _exchange(dist.isend, part.contiguous(), 0)
-        elif whole is not None:
-            box.of_whole(whole).copy_(part)
+    def _buffer(self, name: str, *, dtype: torch.dtype) -> Tensor:
+        """Room on rank 0 for the largest box of a tensor that cannot be received in its place."""
+        sizes = (
+            torch.Size(box.sizes).numel()
+            for rank, box in self._boxes[name]
+            if self._rank == 0 < rank and not _lies_in_a_row(box, self._shapes[name])
+        )
+        return torch.empty(max(sizes, default=0), dtype=dtype, device=self._device)
 
-    def _take(self, box: Box, rank: int, *, whole: Tensor | None, dtype: torch.dtype) -> None:
-        target = None if whole is None else box.of_whole(whole)
-        in_place = target is not None and target.is_contiguous()
-        part = target if in_place else torch.empty(box.sizes, dtype=dtype, device=self._device)
-        assert part is not None
-        _exchange(dist.irecv, part, rank)
-        if target is not None and not in_place:
-            target.copy_(part)
+    def _tell(self, names: Sequence[str], go: Tensor) -> None:
+        """From rank 0, once to each of the others that has parts of `names`, which waits for it there."""
+        givers = sorted({rank for name in names for rank, _ in self._boxes[name]} - {0})
+        if self._rank == 0:
+            for rank in givers:
+                _exchange(dist.isend, go, rank)
+        elif self._rank in givers:
+            _exchange(dist.irecv, go, 0)
+
+    def _give(self, part: Tensor, box: Box, *, whole: Tensor) -> None:
+        if self._rank == 0:
+            box.of_whole(whole).copy_(part)
+        else:
+            _exchange(dist.isend, part.contiguous(), 0)
+
+
+def _take(box: Box, rank: int, *, whole: Tensor, buffer: Tensor) -> None:
+    target = box.of_whole(whole)
+    part = target if target.is_contiguous() else buffer[: target.numel()].view(box.sizes)
+    _exchange(dist.irecv, part, rank)
+    if part is not target:
+        target.copy_(part)
+
+
+def _lies_in_a_row(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether it is contiguous in the memory of the whole tensor."""
+    return box.of_whole(torch.empty(shape, device="meta")).is_contiguous()
 
 
 def _lowest_holders(texts: Sequence[str]) -> dict[str, list[tuple[int, Box]]]:
