@@ -9,7 +9,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
-__all__ = ["check_choices", "check_finite"]
+__all__ = ["check_choices", "check_finite", "require_temperature"]
 
 
 def check_choices(config: Any) -> None:
@@ -36,6 +36,12 @@ def check_finite(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"{field.name}={value} must be finite")
+
+
+def require_temperature(temperature: float) -> None:
+    """ValueError where logits cannot be divided by it."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be a finite number > 0: it divides the logits")
 
 
 def _allowed(annotation: Any) -> Iterator[Any]:

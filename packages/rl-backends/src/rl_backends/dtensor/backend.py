@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
+from rl_backends.choices import require_temperature
 from rl_backends.dtensor.accumulation import GradientAccumulation
 from rl_backends.dtensor.away import PASSES, WEIGHTS, Away
 from rl_backends.dtensor.config import DTensorConfig
@@ -150,6 +151,7 @@ class DTensorBackend:
 
         `temperature` divides the logits before every log-probability: set it to the engine's, or ratios are wrong.
         """
+        require_temperature(temperature)
         self._away.require("start_training")
         self._optimizers = make_optimizers(self.model, optimizer, num_steps=num_steps)
         self.model.zero_grad()

@@ -31,6 +31,8 @@ class GradientAccumulation:
         self.started = False
         """Whether there is a gradient to step along."""
 
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()
     def run(
         self, examples: BatchT, microbatches: Sequence[Microbatch], loss: LossFunction[BatchT], *, reader: Reader
     ) -> Sums:
@@ -66,8 +68,7 @@ class GradientAccumulation:
             return total
 
         try:
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                run_passes(model.ddp, inputs, read_and_ask)
+            run_passes(model.ddp, inputs, read_and_ask)
             raise_together(failure)
             self.started = True
             return self._added_up(sums)

@@ -7,7 +7,6 @@ same gradient however the batch was cut.
 Axes: B rows, T tokens, k words.
 """
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.choices import require_temperature
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.export import export_pretrained
@@ -154,8 +154,7 @@ class MegatronBackend:
         Raises:
             ValueError: neither is given, or Megatron has no counterpart of what `optimizer` asks for.
         """
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature={temperature} must be a finite number > 0: it divides the logits")
+        require_temperature(temperature)
         model = self._model
         on_every_rank(partial(require_trainable, model.gpt))
         self._accumulation.discard()

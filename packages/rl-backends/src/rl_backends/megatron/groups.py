@@ -180,6 +180,10 @@ def _arrange(sizes: dict[str, int], config: MegatronConfig) -> _Arrangement:
     assert world is not None
     if _arrangement is not None and _arrangement.world is not world:
         _dissolve(_arrangement)  # the user has destroyed its process group
+    if _arrangement is not None and sizes != _arrangement.sizes:
+        gc.collect()  # models are cycles
+        if not _arrangement.members:
+            _dissolve(_arrangement)
     if _arrangement is not None:
         if sizes != _arrangement.sizes:
             raise ValueError(

@@ -110,6 +110,8 @@ class MegatronModel:
         Raises:
             BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
         """
+        if self.groups.left:
+            raise RuntimeError("this backend is closed: its process groups are gone; make another one")
         require_same_batch(examples)
         limits = MicrobatchLimits(
             rows=self.config.micro_batch_size,
@@ -151,6 +153,8 @@ class MegatronModel:
             shape=shape,
         )
 
+    @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
+    @torch.no_grad()
     def read_all(self, examples: TokenBatch, reader: Reader) -> dict[int, Tensor]:
         """What `reader` reads of every trainable token, on every rank: by the number of its output, `[B, T, ...]`."""
         microbatches = self.cut(examples)[self.rank_of_rows]
@@ -171,9 +175,7 @@ class MegatronModel:
                 failure = error
             return hidden.sum() * 0.0
 
-        # Megatron keeps buffers from one pass for the next, in which tensors of inference mode would be refused.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            run_passes(self.gpt, inputs, keep, forward_only=True)
+        run_passes(self.gpt, inputs, keep, forward_only=True)
         raise_together(failure)
         return self._on_every_rank(out, device=examples.tokens.device)
 

@@ -89,8 +89,7 @@ def load_checkpoint(
     else:
         mastered = [each for each in held if MASTER in saved.get(each.name, {})]
         filled += _weight_pieces(mastered, masters, name=f"optimizer/{{}}/{MASTER}")
-    # One tensor of a checkpoint may go to several places here, so these are numbered.
-    read_pieces(opened, rng | {f"{index} {each.saved_as}": each for index, each in enumerate(filled)}, schedule=kept)
+    read_pieces(opened, rng | _numbered(filled), schedule=kept)
     _put(states)
     set_rng(rng)
     _clear_gradients(held)
@@ -157,9 +156,18 @@ def _new_state(master: Master, held: Sequence[HeldTensor], saved: dict[str, Any]
 
 def _read_steps(opened: OpenCheckpoint, states: Sequence[_NewState]) -> None:
     """How many steps were taken of each tensor, before anything else is read: they may not fit."""
-    pieces = {f"optimizer/{name}/step": whole_piece(step) for state in states for name, step in state.steps.items()}
-    read_pieces(opened, pieces, schedule=None)
+    pieces = [
+        replace(whole_piece(step), saved_as=f"optimizer/{name}/step")
+        for state in states
+        for name, step in state.steps.items()
+    ]
+    read_pieces(opened, _numbered(pieces), schedule=None)
     on_all(lambda: _check_steps(states), group=opened.group)
+
+
+def _numbered(pieces: Sequence[Piece]) -> dict[str, Piece]:
+    """By names of their own, since one tensor of a checkpoint may go to several places here, as experts' do."""
+    return {f"{index} {each.saved_as}": each for index, each in enumerate(pieces)}
 
 
 def _check_steps(states: Sequence[_NewState]) -> None:
