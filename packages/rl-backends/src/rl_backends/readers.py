@@ -18,16 +18,7 @@ from rl_backends.batching.inputs import ModelInputs
 from rl_backends.errors import ModelError
 from rl_parallel_plans import TopKLogp, linear_logp, top_k_logp
 
-__all__ = [
-    "Head",
-    "Reader",
-    "has_language_model_head",
-    "read_entropy",
-    "read_logp",
-    "read_top_k",
-    "read_value",
-    "require_temperature",
-]
+__all__ = ["Head", "Reader", "has_language_model_head", "read_entropy", "read_logp", "read_top_k", "read_value"]
 
 Reader = Callable[[nn.Module, Tensor, ModelInputs], Any]
 

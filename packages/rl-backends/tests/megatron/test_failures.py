@@ -60,9 +60,10 @@ def one_rank(world, layout, rank):
         "backward": told(
             lambda: backend.forward_backward(examples, functools.partial(loss_that_fails_in_backward, loss))
         ),
-        "names": told(lambda: backend.forward_backward(examples, functools.partial(loss_of_other_names, loss))),
         "no gradient is left": told(backend.optim_step),
     }
+    if dist.get_world_size() == 4:
+        seen["names"] = told(lambda: backend.forward_backward(examples, functools.partial(loss_of_other_names, loss)))
     backend.forward_backward(examples, loss)
     seen["norm"] = backend.optim_step()
     backend.close()

@@ -246,7 +246,7 @@ class DTensorBackend:
             ModelError: `without_adapters` of a policy that has none, or that trains other weights too.
         """
         self._away.require("freeze_reference", WEIGHTS)
-        temperature = lambda: self._temperature  # noqa: E731 - of the stage that is being trained
+        temperature = lambda: self._temperature  # noqa: E731 - of the stage
         if without_adapters:
             with adapters_disabled(self.model):  # refuses now, and not at the first question
                 pass
@@ -338,15 +338,8 @@ class DTensorBackend:
         Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
         """
         self._away.require("save_checkpoint")
-        self._last_write = save_checkpoint(
-            self.model,
-            self._optimizers,
-            folder,
-            version=self.version,
-            weights=weights,
-            asynchronous=asynchronous,
-            extra=extra,
-        )
+        asked: dict[str, Any] = {"weights": weights, "asynchronous": asynchronous, "extra": extra}
+        self._last_write = save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
         return self._last_write
 
     def load_checkpoint(
