@@ -256,6 +256,14 @@ def _make_schedule(
     return NeutralSchedule(inner, optimizer, num_steps=num_steps)
 
 
+def _fuse(inner: Any) -> None:
+    """One kernel for all parameters, as the other backend's AdamW: Megatron leaves torch's at a loop over them."""
+    for part in inner.chained_optimizers:
+        if isinstance(getattr(part, "optimizer", None), torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group.update(fused=True, foreach=False)
+
+
 def _make_inner(ddp: nn.Module, transformer_config: Any, adam: Adam, *, distributed: bool) -> Any:
     from megatron.core.optimizer import OptimizerConfig as TheirConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -284,4 +292,5 @@ def _make_inner(ddp: nn.Module, transformer_config: Any, adam: Adam, *, distribu
             f"none of the {len(list(ddp.parameters()))} parameters of {type(ddp).__name__} requires a gradient on any "
             "rank, so there is nothing to optimize: unfreeze some"
         )
+    _fuse(inner)
     return inner
