@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import pkgutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +24,7 @@ def standing():
     """What stands at this moment under every name that is replaced, and how many modes torch has."""
     names = [name for entry in entries() for name in (*entry.attributes, *entry.absent_attributes)]
     split = [name.rpartition(".") for name in names]
-    values = [getattr(importlib.import_module(module), attribute, ABSENT) for module, _, attribute in split]
+    values = [getattr(pkgutil.resolve_name(module), attribute, ABSENT) for module, _, attribute in split]
     return [*zip(names, values, strict=True), torch._C._len_torch_function_stack()]
 
 

@@ -266,7 +266,10 @@ def test_a_mixture_under_tensor_parallelism_needs_sequence_parallelism():
         require_layout(mixture, MegatronConfig(tensor_model_parallel_size=2))
     with pytest.raises(ModelError, match="num_experts=4 of the model is no multiple of expert_model_parallel_size=3"):
         require_layout(mixture, MegatronConfig(expert_model_parallel_size=3))
-    require_layout(mixture, MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True))
+    two = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(ModelError, match="needs expert_model_parallel_size > 1"):
+        require_layout(mixture, MegatronConfig(**two))
+    require_layout(mixture, MegatronConfig(**two, expert_model_parallel_size=2))
 
 
 def test_transformer_engine_reads_windows_in_the_configuration():

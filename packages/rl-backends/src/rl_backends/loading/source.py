@@ -69,8 +69,10 @@ class ModelSource:
                 shard by shard; a file is damaged; ranks have opened different commits. The model is unusable
                 afterwards.
         """
+        self._require_one_commit()
         bare = self._bare()
-        report = self.load_shards(shards_by_name(model, bare), bare, new_head=new_head, seed=seed)
+        shards = shards_by_name(model, bare)
+        report = load_weights(shards, self.weight_files(), skeleton=bare, new_head=new_head, seed=seed)
         model._weight_conversions = bare._weight_conversions  # noqa: SLF001 - as from_pretrained leaves it
         return report
 
@@ -78,10 +80,8 @@ class ModelSource:
         self, shards: Mapping[str, Sequence[Shard]], skeleton: nn.Module, *, new_head: bool = False, seed: int = 0
     ) -> LoadReport:
         """As `load_into`, into whatever holds parts of the tensors of `skeleton()`, by their first names."""
-        if local_folder(self.model_name) is None:
-            _require_one_commit(self.model_name, self.folder.name)
-        files = self.weight_files()
-        return load_weights(shards, files, skeleton=skeleton, new_head=new_head, seed=seed)
+        self._require_one_commit()
+        return load_weights(shards, self.weight_files(), skeleton=skeleton, new_head=new_head, seed=seed)
 
     def weight_files(self) -> list[Path]:
         """The safetensors files, fetched where they are not in the Hub's cache.
@@ -90,6 +90,13 @@ class ModelSource:
             ModelError: there are none, or not all that the index names.
         """
         return list(weight_files(self.model_name, self.folder))
+
+    def _require_one_commit(self) -> None:
+        if local_folder(self.model_name) is None and len(commits := set(gather_text(self.folder.name))) > 1:
+            raise ModelError(
+                f"the ranks have opened {len(commits)} commits of {self.model_name}: {', '.join(sorted(commits))}; "
+                f"give one of them as revision"
+            )
 
     def _bare(self) -> nn.Module:
         auto = _auto_class(self.config, self.head)
@@ -176,14 +183,6 @@ def _folder_of_one_commit(model_name: str, *, revision: str | None, trust_remote
         return on_every_rank(lambda: find(commit) if found is None else found)
     except RankError as error:
         raise ModelError(f"{model_name} was not found by all ranks: {error}") from error
-
-
-def _require_one_commit(model_name: str, commit: str) -> None:
-    if len(commits := set(gather_text(commit))) > 1:
-        raise ModelError(
-            f"the ranks have opened {len(commits)} commits of {model_name}: {', '.join(sorted(commits))}; give one of "
-            f"them as revision"
-        )
 
 
 def _auto_class(config: Any, head: Head) -> Any:
