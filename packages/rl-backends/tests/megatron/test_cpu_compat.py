@@ -1,7 +1,6 @@
 """Claims about running Megatron without CUDA: what is pretended, to whom, and that nothing of it stays."""
 
 import contextlib
-import importlib
 import pkgutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
