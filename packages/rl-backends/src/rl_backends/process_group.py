@@ -53,12 +53,15 @@ class Membership:
         if own is not None:
             own.members.add(self)
 
-    def leave(self) -> None:
-        """Give the place up; the last to do so destroys the process group, if it is not the user's. Once is enough."""
+    def leave(self, *, collect: bool = True) -> None:
+        """Give the place up; the last to do so destroys the process group, if it is not the user's. Once is enough.
+
+        collect: look for garbage among the others first, which takes a while.
+        """
         own, self._own, self.left = self._own, None, True
         if own is not None:
             own.members.discard(self)
-            if own.members:
+            if own.members and collect:
                 gc.collect()  # models are cycles
             if not own.members:
                 _destroy(own)

@@ -134,7 +134,7 @@ class MegatronBackend:
             fill: Fill = lambda model: conversion.load_into(model.gpt)  # noqa: E731
             return cls(source.skeleton(), config, fill=fill, origin=conversion.explain())
         finally:
-            groups.leave()
+            groups.leave(collect=False)
 
     @property
     def model(self) -> nn.Module:

@@ -44,18 +44,18 @@ class _Place:
         self._arrangement = arrangement
         arrangement.members.add(self)
 
-    def leave(self) -> None:
+    def leave(self, *, collect: bool = True) -> None:
         if self.membership.left:
             return
         members = self._arrangement.members
         members.discard(self)
-        if members:
+        if members and collect:
             gc.collect()  # models are cycles
         try:
             if not members:
                 _dissolve(self._arrangement)
         finally:
-            self.membership.leave()
+            self.membership.leave(collect=False)  # which was done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +103,14 @@ class ParallelGroups:
             place.leave()
             raise
 
-    def leave(self) -> None:
+    def leave(self, *, collect: bool = True) -> None:
         """Give the groups up; the last of the process to do so destroys them. Once is enough.
 
         Nothing is sent: a rank that is still in a collective of them may see it fail.
+
+        collect: look for garbage among the others first, which takes a while.
         """
-        self.place.leave()
+        self.place.leave(collect=collect)
 
     @property
     def left(self) -> bool:

@@ -36,7 +36,7 @@ def conversion_of(
             progress=progress,
         )
     finally:
-        groups.leave()
+        groups.leave(collect=False)
 
 
 def build_for_conversion(source: ModelSource, dtype: torch.dtype, config: MegatronConfig) -> Any:
@@ -50,5 +50,5 @@ def build_for_conversion(source: ModelSource, dtype: torch.dtype, config: Megatr
     skeleton = source.skeleton()
     laid_out = replace(config, precision=precision)
     model = MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
-    model.close()
+    model.close(collect=False)
     return model.gpt

@@ -196,11 +196,11 @@ class MegatronModel:
         finally:
             self.gpt.to("cpu")
 
-    def close(self) -> None:
+    def close(self, *, collect: bool = True) -> None:
         """Leave Megatron's process groups, if this model joined them; nothing can be computed after."""
         if self._joined:
             self._joined = False
-            self.groups.leave()
+            self.groups.leave(collect=collect)
 
 
 def _leave_out_padding(gpt: Any, skeleton: Any) -> None:
