@@ -49,13 +49,14 @@ class _Place:
             return
         members = self._arrangement.members
         members.discard(self)
-        if members and collect:
+        collected = bool(members) and collect
+        if collected:
             gc.collect()  # models are cycles
         try:
             if not members:
                 _dissolve(self._arrangement)
         finally:
-            self.membership.leave(collect=False)  # which was done
+            self.membership.leave(collect=collect and not collected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
