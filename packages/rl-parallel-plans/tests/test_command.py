@@ -26,7 +26,7 @@ def shell(*arguments):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
     )
 
@@ -153,7 +153,7 @@ sys.exit(program.main(["explain"]))
             stdout=pipe,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=240,
             env={"PYTHONPATH": ":".join(filter(None, sys.path))},
         )
     assert (done.returncode, done.stderr) == (0, "")

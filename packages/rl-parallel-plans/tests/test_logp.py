@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_parallel_plans import PlanError, linear_logp
-from rl_parallel_plans.logp import fused, top_k_logp
+from rl_parallel_plans.logp import fused, logp_of_token_ids, top_k_logp
 from rl_parallel_plans.logp.options import Options
 
 
@@ -219,15 +219,17 @@ class _Multiplied(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("k", [None, 5])
+@pytest.mark.parametrize(("k", "given_words"), [(None, False), (5, False), (5, True)])
 @pytest.mark.parametrize(("chunk_size", "chunk_rows"), [(64, 64), (None, 512)])
-def test_all_logits_never_exist(chunk_size, chunk_rows, k):
+def test_all_logits_never_exist(chunk_size, chunk_rows, k, given_words):
     num_rows, features, words = 4096, 8, 512
     hidden, head, targets = problem(num_rows=num_rows, features=features, words=words, dtype=torch.float32)
     hidden.requires_grad_()
     with _LargestTensor() as largest:
         if k is None:
             logp, _ = linear_logp(hidden, head, targets, chunk_size=chunk_size, entropy=True)
+        elif given_words:
+            logp = logp_of_token_ids(hidden, head, targets[:, None].expand(-1, k), chunk_size=chunk_size)
         else:
             logp = top_k_logp(hidden, head, k, chunk_size=chunk_size).logp
         logp.sum().backward()

@@ -5,8 +5,8 @@ import torch
 from parallel_plans_cases.logp_problem import ROWS, WORDS, distribution, gradients, problem
 from torch.nn.functional import cross_entropy, log_softmax
 
-from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits, linear_logp
-from rl_parallel_plans.logp import fused, top_k_logp, top_k_logp_from_logits
+from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits
+from rl_parallel_plans.logp import fused, logp_of_token_ids, top_k_logp, top_k_logp_from_logits
 
 
 @pytest.mark.parametrize("kept_bytes", [0, fused.KEPT_BYTES], ids=["logits made twice", "logits kept"])
@@ -37,13 +37,35 @@ def test_top_k_of_logits_keeps_leading_dims_and_is_differentiable():
     )
 
 
+@pytest.mark.parametrize("kept_bytes", [0, fused.KEPT_BYTES], ids=["logits made twice", "logits kept"])
+def test_given_words_have_the_log_softmax_of_all(kept_bytes, monkeypatch):
+    monkeypatch.setattr(fused, "KEPT_BYTES", kept_bytes)
+    hidden, head, _ = problem(bias=True)
+    hidden.requires_grad_()
+    words = torch.randint(WORDS, (ROWS, 4), generator=torch.Generator().manual_seed(0))
+    words[:, 3] = words[:, 0]  # a word asked for twice
+    transform = {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.3}
+    found = logp_of_token_ids(hidden, head, words, chunk_size=3, **transform)
+    expected = distribution(hidden, head, **transform).gather(-1, words)
+    torch.testing.assert_close(found, expected)
+    inputs = [hidden, *head.parameters()]
+    torch.testing.assert_close(gradients([found.flatten()], inputs), gradients([expected.flatten()], inputs))
+
+
+@pytest.mark.parametrize(("shape", "words"), [((ROWS,), r"\[7\]"), ((ROWS, 0), r"\[7, 0\]")])
+def test_given_words_without_an_axis_of_words_are_refused(shape, words):
+    hidden, head, _ = problem()
+    with pytest.raises(ValueError, match=rf"token_ids {words}.*K at least 1"):
+        logp_of_token_ids(hidden, head, torch.zeros(shape, dtype=torch.int64))
+
+
 def test_distillation_of_a_teachers_top_k():
     """What the two functions are for: the student's probabilities of the words that the teacher finds likely."""
     hidden, teacher, _ = problem()
     _, student, _ = problem(words=WORDS, num_rows=ROWS + 1)
     with torch.no_grad():
         logp, words = top_k_logp(hidden, teacher, 3)
-    found = (logp.exp() * (logp - linear_logp(hidden, student, words))).sum()
+    found = (logp.exp() * (logp - logp_of_token_ids(hidden, student, words))).sum()
     log_p, log_q = distribution(hidden, teacher), distribution(hidden, student)
     top = log_p.topk(3)
     expected = (top.values.exp() * (top.values - log_q.gather(-1, top.indices))).sum()

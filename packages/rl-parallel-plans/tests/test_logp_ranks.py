@@ -123,6 +123,23 @@ def test_top_k_where_a_rank_has_no_word(ranks):
         assert max(result["gradients"]) < GRADIENT
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"vocabulary": 129, "words": 4},
+        {"vocabulary": 129, "words": 4, "dtype": "float64", "bias": True, "kept": False},
+        {"vocabulary": 129, "words": 3, "hidden_placement": "shard 0", "kept": False},
+    ],
+    ids=["uneven", "fp64, bias", "sequence-parallel"],
+)
+def test_given_words_of_a_cut_vocabulary_have_the_log_probabilities_of_the_whole_one(ranks, case):
+    for result in ranks("logp:given_words", 2, **case):
+        assert result["values"] < EXACT
+        assert max(result["gradients"]) < GRADIENT
+        gathers = {"all_gather_into_tensor": 1} if "hidden_placement" in case else {}
+        assert result["forward"] == {"allreduce_": 2, **gathers}
+
+
 @pytest.mark.parametrize("vocabulary", [8, 9])
 def test_top_k_of_cut_logits(ranks, vocabulary):
     for result in ranks("logp:top_k_of_logits", 2, vocabulary=vocabulary, k=6):

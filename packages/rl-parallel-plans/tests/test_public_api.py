@@ -54,6 +54,7 @@ SIGNATURES = {
     "to_local_if_dtensor": "(tensor)",
     "named_shards": "(model)",
     "local_boxes": "(tensor, *, row_order)",
+    "logp_of_token_ids": "(hidden, lm_head, token_ids, *, temperature, chunk_size, softcap, logit_scale, tp_axis)",
     "top_k_logp": "(hidden, lm_head, k, *, temperature, chunk_size, softcap, logit_scale, tp_axis)",
     "top_k_logp_from_logits": "(logits, k, *, temperature, chunk_size, tp_axis)",
     "translate_parallel_style": "(style, *, config)",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         TopKLogp,
         get_logprobs_from_vocab_parallel_logits,
         linear_logp,
+        logp_of_token_ids,
         top_k_logp,
         top_k_logp_from_logits,
     )
@@ -65,6 +66,7 @@ _HOMES = {
     "get_logprobs_from_vocab_parallel_logits": "logp",
     "linear_logp": "logp",
     "local_boxes": "shards",
+    "logp_of_token_ids": "logp",
     "memory": "forecast.memory",
     "memory_table": "forecast.report",
     "named_shards": "shards",
@@ -107,6 +109,7 @@ __all__ = [
     "get_logprobs_from_vocab_parallel_logits",
     "linear_logp",
     "local_boxes",
+    "logp_of_token_ids",
     "memory",
     "memory_table",
     "named_shards",

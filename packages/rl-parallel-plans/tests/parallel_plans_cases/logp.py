@@ -13,6 +13,7 @@ from rl_parallel_plans import PlanError
 from rl_parallel_plans.logp import (
     get_logprobs_from_vocab_parallel_logits,
     linear_logp,
+    logp_of_token_ids,
     top_k_logp,
     top_k_logp_from_logits,
 )
@@ -159,6 +160,32 @@ def top_k_parity(*, vocabulary, k, dtype="float32", hidden_placement="plain", ke
     return {
         "values": error(found.logp, truth.values),
         "words": bool((found.token_ids == truth.indices).all()),
+        "gradients": [error(hidden.grad, truth_hidden.grad), error(head.weight.grad, truth_head.weight.grad)],
+        "forward": counts(forward),
+    }
+
+
+def given_words(*, vocabulary, words, dtype="float32", hidden_placement="plain", kept=True, bias=False):
+    """logp_of_token_ids: values, gradients, collectives; the first word of each row is asked for twice."""
+    logp_module.fused.KEPT_BYTES = 2**20 if kept else 0
+    mesh = tp_mesh()
+    hidden, weight, bias_values, token_ids = numbers(
+        leading=(9,), vocabulary=vocabulary, words=words, ignored=0, dtype=getattr(torch, dtype)
+    )
+    bias_values = bias_values if bias else None
+    token_ids = torch.cat([token_ids, token_ids[:, :1]], -1)
+    transform = {"temperature": 0.7, "softcap": 9.0, "logit_scale": 0.5}
+    truth_hidden = hidden.double().clone().requires_grad_()
+    truth_head = head_of(weight.double().clone(), None if bias_values is None else bias_values.double())
+    truth = distribution(truth_hidden, truth_head, **transform).gather(-1, token_ids)
+    weighted_sum([truth]).backward()
+    head = head_of(weight, bias_values, mesh, Shard(0))
+    hidden = placed_hidden(hidden, mesh, hidden_placement)
+    with CommDebugMode() as forward:
+        found = logp_of_token_ids(hidden, head, token_ids, chunk_size=4, **transform)
+    weighted_sum([found]).backward()
+    return {
+        "values": error(found, truth),
         "gradients": [error(hidden.grad, truth_hidden.grad), error(head.weight.grad, truth_head.weight.grad)],
         "forward": counts(forward),
     }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import parallel_plans_cases.cases  # noqa: F401 - imported once, before any rank is forked
 
-DEADLINE_S = 60
+DEADLINE_S = 240
 
 
 def main() -> None:

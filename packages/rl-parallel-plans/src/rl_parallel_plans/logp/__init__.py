@@ -2,12 +2,13 @@
 
 from rl_parallel_plans.logp.linear import linear_logp
 from rl_parallel_plans.logp.logits import get_logprobs_from_vocab_parallel_logits
-from rl_parallel_plans.logp.top_k import TopKLogp, top_k_logp, top_k_logp_from_logits
+from rl_parallel_plans.logp.top_k import TopKLogp, logp_of_token_ids, top_k_logp, top_k_logp_from_logits
 
 __all__ = [
     "TopKLogp",
     "get_logprobs_from_vocab_parallel_logits",
     "linear_logp",
+    "logp_of_token_ids",
     "top_k_logp",
     "top_k_logp_from_logits",
 ]

@@ -1,7 +1,7 @@
-"""The k most probable words of each row and their log-probabilities, of the whole vocabulary, wherever it is cut.
+"""The k most probable words of each row, or k given ones, and their log-probabilities of the whole vocabulary.
 
-What distillation and top-k reports need: a teacher's `top_k_logp` gives the words, and `linear_logp` with these ids as
-its targets [..., k] gives the student's log-probabilities of the same. One collective over a cut vocabulary.
+What distillation and top-k reports need: a teacher's `top_k_logp` gives the words, and the student's
+`logp_of_token_ids` its log-probabilities of the same. Over a cut vocabulary that is one collective, and two.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rl_parallel_plans.logp.fused import logp_of
 from rl_parallel_plans.logp.inputs import local_head, local_hidden, one_dtype
+from rl_parallel_plans.logp.linear import linear_logp
 from rl_parallel_plans.logp.logits import logp_of_logits
 from rl_parallel_plans.logp.options import Options
 from rl_parallel_plans.vocabulary import local_slice
@@ -76,6 +77,43 @@ def top_k_logp_from_logits(
     flat = local.reshape(leading.numel(), where.size)
     logp, _, token_ids = logp_of_logits(flat, k, where=where, options=options)
     return _shaped(logp, token_ids, leading)
+
+
+def logp_of_token_ids(
+    hidden: Tensor,
+    lm_head: nn.Module,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    tp_axis: str = "tp",
+) -> Tensor:
+    """`log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` at K words of each row.
+
+    hidden: [..., H], as `linear_logp` takes it, also sequence-parallel; the other arguments are those of `linear_logp`.
+    token_ids: [..., K] int64 or int32 in [0, V), the same on every rank; a word may be asked for twice.
+
+    Returns logp [..., K], fp32 (fp64 for fp64 inputs), differentiable, plain, the same on every rank; normalised over
+    the whole vocabulary, not over the K words. Raises as `linear_logp` does, and ValueError for a K of 0.
+    """
+    if token_ids.ndim != hidden.ndim or not token_ids.shape[-1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and token_ids {list(token_ids.shape)}: they must be [..., H] and "
+            "[..., K], K at least 1; for one word a row, linear_logp takes targets [...]"
+        )
+    return linear_logp(
+        hidden,
+        lm_head,
+        token_ids,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=None,
+        tp_axis=tp_axis,
+    )
 
 
 def _check_k(k: int, total: int) -> None:
