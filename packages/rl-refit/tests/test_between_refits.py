@@ -145,7 +145,7 @@ def test_a_replica_that_has_committed_what_others_have_not_takes_the_same_versio
 
 
 def test_who_is_interrupted_while_it_tells_the_others_closes_its_transaction(tmp_path):
-    with World(HashStore(), tmp_path, deadline_s=1.0) as world:
+    with World(HashStore(), tmp_path) as world:
         all_well(together(*world.calls(1)))
         stage, decide = world.sinks[0].stage, world.receivers[0]._control.decide
 
@@ -153,7 +153,8 @@ def test_who_is_interrupted_while_it_tells_the_others_closes_its_transaction(tmp
             raise KeyboardInterrupt
 
         world.sinks[0].stage = world.receivers[0]._control.decide = interrupt
-        together(*world.calls(2))
+        with world.impatient(*world.trainers, deadline_s=1.0):  # nobody tells them
+            together(*world.calls(2))
         world.sinks[0].stage, world.receivers[0]._control.decide = stage, decide
         all_well(together(*world.calls(2)))
 

@@ -17,7 +17,7 @@ from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.messages import error_from_message, error_to_message
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
-from transaction_world import World, all_well, controls, rendezvous, together, watch
+from transaction_world import HANG_S, World, all_well, controls, rendezvous, together, watch
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_parties_that_race_for_the_decision_all_get_the_same():
             line = threading.Barrier(parties)
 
             def propose(place, line=line):
-                line.wait(10)
+                line.wait(HANG_S)
                 return made[place].decide(COMMIT if place == 0 else f"abort of {place}")
 
             answers = all_well(together(*(lambda place=place: propose(place) for place in range(parties))))
@@ -215,7 +215,7 @@ def test_a_commit_that_not_all_have_heard_of_is_remembered():
 
 
 def test_what_a_peer_said_before_it_left_counts():
-    with controls([HashStore()] * 2, sources=1, sinks=1, liveness_s=0.2) as (leader, sink):
+    with controls([HashStore()] * 2, sources=1, sinks=1, liveness_s=8.0) as (leader, sink):
         begin_all([leader, sink])
         leader.decide(COMMIT)
         leader.post("committed/all", {"failed": {}})

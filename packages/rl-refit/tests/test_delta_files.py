@@ -154,7 +154,7 @@ def test_a_sink_that_was_restarted_is_sent_all_and_then_deltas_again(tmp_path):
     refit, weights = parties(tmp_path, ((1, None), (2, 0))), new_weights(1)
     refit.commit(1, weights)
     newcomer = refit.sinks[1].transport = DeltaFiles(tmp_path)
-    newcomer.open(refit.sinks[1].channel, Watch(deadline_s=5))
+    newcomer.open(refit.sinks[1].channel, Watch(deadline_s=60.0))
     for version, base in [(2, None), (3, "version 2 (refit 2)")]:
         weights = trained(weights, version)
         refit.commit(version, weights)
@@ -240,7 +240,7 @@ def test_whatever_fails_and_whenever_the_next_refit_arrives_bit_for_bit(tmp_path
         refit.give(weights)
         if outcome == "sink 0 restarts":
             refit.sinks[0].transport = DeltaFiles(directory)
-            refit.sinks[0].transport.open(refit.sinks[0].channel, Watch(deadline_s=5))
+            refit.sinks[0].transport.open(refit.sinks[0].channel, Watch(deadline_s=60.0))
         with pytest.MonkeyPatch.context() as patch:
             if outcome.endswith("fails"):
                 side, rank, _ = outcome.split()

@@ -118,9 +118,10 @@ def test_a_version_that_is_tried_again_is_written_again(tmp_path):
 
 def test_a_sink_that_waits_in_vain_says_for_whom_and_what_it_found(tmp_path):
     parties(tmp_path).commit(1, new_weights(1))
-    refit = parties(tmp_path, deadline_s=0.3)
+    refit = parties(tmp_path)
     refit.sources.clear()
     refit.sinks.pop()
+    refit.deadline_s = 0.3
     (error,) = refit.refit(1)
     assert isinstance(error, DeadlineError)
     assert error.peer == "source 0"

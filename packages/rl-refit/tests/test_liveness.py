@@ -20,7 +20,7 @@ HERE = this_process()
 
 
 def peers(store, processes, *, liveness_s):
-    bounded = BoundedStore(store, Line(10.0, PeerError))
+    bounded = BoundedStore(store, Line(60.0, PeerError))
     return Peers(bounded, processes, listen_to=list(processes), liveness_s=liveness_s)
 
 
@@ -43,8 +43,9 @@ def as_party(process):
 def test_a_party_that_counts_is_alive():
     store = HashStore()
     heart = Heartbeat(store, ("source 0", "sink 0"), liveness_s=0.4)
-    looks(peers(store, {"source 0": HERE, "sink 0": HERE}, liveness_s=2.0), seconds=0.5)
-    assert int(store.get("alive/source 0")) > 0
+    watched = peers(store, {"source 0": HERE, "sink 0": HERE}, liveness_s=20.0)
+    while int(store.get("alive/source 0")) < 3:
+        looks(watched, seconds=0.1)
     heart.stop()
 
 
@@ -107,8 +108,10 @@ def test_a_stopped_process_is_there_but_silent():
 def test_a_store_that_is_silent_is_an_error_and_what_was_asked_of_it_is_done_when_it_is_back():
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))
-    bounded = BoundedStore(store, Line(0.2, PeerError))
+    line = Line(60.0, PeerError)
+    bounded = BoundedStore(store, line)
     bounded.set("known", "1")
+    line._limit_s = 0.2
     with pytest.raises(PeerError, match=r"no answer within 0.2 s: its host is stopped or cut off"):
         bounded.get("missing")  # waits, as a stopped host would have it wait
     with pytest.raises(PeerError, match=r"still no answer"):
@@ -116,6 +119,7 @@ def test_a_store_that_is_silent_is_an_error_and_what_was_asked_of_it_is_done_whe
     store.set("missing", "now it is here")
     while not store.check(["asked of a silent store"]):
         time.sleep(0.01)
+    line._limit_s = 60.0
     assert bounded.get("known") == b"1"
     assert bounded.compare_set("decision", "", "commit") == b"commit"
     assert bounded.compare_set("decision", "", "abort") == b"commit"
@@ -126,7 +130,7 @@ def test_a_store_that_is_silent_is_an_error_and_what_was_asked_of_it_is_done_whe
 
 def test_a_bounded_store_that_is_closed_ends_its_thread():
     before = threading.active_count()
-    bounded = BoundedStore(HashStore(), Line(5.0, PeerError))
+    bounded = BoundedStore(HashStore(), Line(60.0, PeerError))
     bounded.set("known", "1")
     bounded.close()
     while threading.active_count() > before:

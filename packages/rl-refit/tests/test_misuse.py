@@ -57,17 +57,17 @@ def test_a_pattern_may_be_a_single_string():
 def test_one_thread_at_a_time():
     inside, go_on = threading.Event(), threading.Event()
 
-    sink = ModuleSink(nn.Linear(2, 2), on_commit=lambda _: (inside.set(), go_on.wait(20)))
+    sink = ModuleSink(nn.Linear(2, 2), on_commit=lambda _: (inside.set(), go_on.wait(60)))
     refit = Refit(ModuleSource(nn.Linear(2, 2)), sink)
     thread = threading.Thread(target=refit, kwargs={"version": 1})
     thread.start()
     try:
-        assert inside.wait(20)
+        assert inside.wait(60)
         with pytest.raises(RefitError, match="another thread is in this Refit"):
             refit(version=2)
     finally:
         go_on.set()
-        thread.join(20)
+        thread.join(60)
     assert sink.version == 1
 
 
@@ -84,7 +84,7 @@ def test_close_ends_a_receive_that_waits():
     thread = threading.Thread(target=receive)
     thread.start()
     refit.close()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert raised == ["this Refit is closed; make a new one"]
 

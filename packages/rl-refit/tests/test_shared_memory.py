@@ -160,7 +160,7 @@ def test_a_stopped_peer_ends_at_the_deadline(run, transport, parties, survivor, 
 def test_a_dead_peer_is_seen_though_a_process_that_it_forked_lives_on(run, tmp_path):
     child = tmp_path / "child"
     specs = source_with("die with a child", bucket=2)
-    results = run("SharedMemoryRing", specs, barrier=False, child=str(child), deadline_s=3)
+    results = run("SharedMemoryRing", specs, barrier=False, child=str(child))
     os.kill(int(child.read_text()), signal.SIGKILL)  # it was alive until now
     assert (results[1]["error"], results[1]["peer"]) == ("PeerError", "source 0")
 
@@ -174,7 +174,7 @@ def test_a_dead_peer_is_seen_though_a_process_that_it_forked_lives_on(run, tmp_p
     ],
 )
 def test_a_bucket_that_is_not_next_is_refused_by_name(run, fault, expected, got):
-    results = run("SharedMemoryRing", source_with(fault, bucket=3), barrier=False, deadline_s=5)
+    results = run("SharedMemoryRing", source_with(fault, bucket=3), barrier=False)
     assert results[1]["error"] == "RefitError"
     wanted, came = results[1]["message"].split("and got")
     assert expected in wanted
@@ -193,7 +193,7 @@ def test_what_is_no_token_is_refused(run):
 @pytest.mark.parametrize("bucket", [0, 3])
 def test_a_refit_succeeds_after_one_that_was_given_up(run, transport, parties, bucket):
     specs = parties("give up", bucket=min(bucket, 0) if transport == "SharedMemory" else bucket)
-    results = run(transport, specs, refits=3, goes_on=True, deadline_s=0.3)
+    results = run(transport, specs, refits=3, disturbed=1, deadline_s=0.3)
     assert [result.get("message") for result in results] == [None, None]
 
 
@@ -209,7 +209,8 @@ def small_file_system(directory):
 
 
 def test_a_full_file_system_is_an_error_and_no_bus_error(run, small_file_system):
-    source, _ = run("SharedMemory", separate(1, 1), directory=small_file_system, open_deadline_s=0.5)
+    parties = [SOURCE, SINK | {"open_deadline_s": 0.5}]  # it waits in vain
+    source, _ = run("SharedMemory", parties, directory=small_file_system)
     assert source["error"] == "RefitError"
     assert re.search(r"of 2\d,\d{3} bytes does not fit .* has 8,192 bytes available of 8,192", source["message"])
     assert "--shm-size" in source["message"]

@@ -37,11 +37,11 @@ class OneProcess:
         self.channel = Channel(
             schedule=self.schedule, source_rank=0, sink_rank=0, slots=2, device=torch.device("cpu"), store=None
         )
-        transport.open(self.channel, Watch(deadline_s=10))
+        transport.open(self.channel, Watch(deadline_s=60.0))
 
     def refit(self):
         self.refits += 1
-        watch = Watch(deadline_s=10)
+        watch = Watch(deadline_s=60.0)
         self.sink.prepare(self.source.manifest())
         outbox = Outbox(self.source, self.schedule, watch, self.refits, self.refits)
         inbox = Inbox(self.sink, self.schedule, 0, watch, self.refits, self.refits)
@@ -123,7 +123,7 @@ def test_parameters_outlive_the_transport_and_can_move_again():
     transport.close()
     assert transport.extra_bytes == 0
     assert_equal(module, before)
-    transport.open(refit.channel, Watch(deadline_s=10))
+    transport.open(refit.channel, Watch(deadline_s=60.0))
     assert transport.extra_bytes < 4 * 512
     refit.refit()
     assert_equal(refit.engine(), before)

@@ -1,6 +1,5 @@
 """Promises that one line of code keeps each: what would go unnoticed if that line were gone."""
 
-import dataclasses
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from rl_refit.verification_share import VerificationShare
 from rl_refit.watch import Watch
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
-from transaction_world import World, all_well, controls, rendezvous, same_weights, together
+from transaction_world import HANG_S, World, all_well, controls, rendezvous, same_weights, together
 
 
 def square(value):
@@ -181,7 +180,7 @@ def test_parties_of_other_settings_are_named_with_both_values(tmp_path):
         )
         for rank, bucket_bytes in (("source_rank", 1024), ("sink_rank", 2048))
     ]
-    for error in together(lambda: refits[0](version=1), lambda: refits[1].receive(timeout_s=20)):
+    for error in together(lambda: refits[0](version=1), lambda: refits[1].receive(timeout_s=HANG_S)):
         assert isinstance(error, RefitError)
         assert "sink 0 has other settings than source 0: bucket_bytes 2048, not 1024" in str(error)
     together(*(refit.close for refit in refits))
@@ -211,7 +210,7 @@ def test_what_a_party_said_before_it_left_is_heard():
             leader._set("last words", 7, forget=False)
             raise PeerError("source 0 has left")
 
-        assert other._wait("last words", Watch(deadline_s=20, look_around=speak_and_leave), peer="source 0") == 7
+        assert other._wait("last words", Watch(deadline_s=HANG_S, look_around=speak_and_leave), peer="source 0") == 7
 
 
 def test_a_party_is_silent_after_just_liveness_s_without_a_count(monkeypatch):
@@ -219,7 +218,7 @@ def test_a_party_is_silent_after_just_liveness_s_without_a_count(monkeypatch):
     monkeypatch.setattr("rl_refit.transaction.liveness.monotonic", lambda: clock[0])
     store = HashStore()
     store.set("alive/sink 0", "1")
-    bounded = BoundedStore(store, Line(5.0, PeerError))
+    bounded = BoundedStore(store, Line(HANG_S, PeerError))
     process = {"host": "elsewhere", "pid": 1, "started": "1"}
     peers = Peers(bounded, {"sink 0": process}, listen_to=["sink 0"], liveness_s=10.0)
     for clock[0] in (100.0, 103.0, 106.0, 109.0):
@@ -287,24 +286,32 @@ def test_both_places_of_one_box_are_confirmed():
 
 
 def test_who_was_busy_while_the_leader_went_on_hears_at_once(tmp_path):
-    with World(HashStore(), tmp_path, deadline_s=0.3) as world:
-        busy = world.receivers[0]
-        busy._config = dataclasses.replace(busy._config, deadline_s=30.0)
+    with World(HashStore(), tmp_path) as world:
+        (leader,), (busy,) = world.trainers, world.receivers
         all_well(together(*world.calls(1)))
-        stage, went_on = world.sinks[0].stage, threading.Event()
+        stage, is_busy, went_on = world.sinks[0].stage, threading.Event(), threading.Event()
 
         def wait_and_stage(*arguments, **more):
-            went_on.wait(20)
+            is_busy.set()
+            went_on.wait(HANG_S)
             stage(*arguments, **more)
 
+        def give_up():
+            if is_busy.is_set():
+                raise RefitError("the leader does not wait for who is busy")
+
         def go_on():
+            leader._look_around = give_up
             for version in (2, 3, 4, 5):
-                with pytest.raises(RefitError):
-                    world.trainers[0](version=version)
+                with pytest.raises(RefitError, match="does not wait"):
+                    leader(version=version)
+            del leader._look_around
             went_on.set()
 
         world.sinks[0].stage = wait_and_stage
-        _, error = together(go_on, lambda: busy.receive(timeout_s=20))
+        _, error = together(go_on, busy.receive)
         assert isinstance(error, AbortedError)
         assert "up while this party was busy or stopped" in str(error)
+        with pytest.raises(RefitError, match="does not wait"):
+            busy.receive(timeout_s=HANG_S)  # of the last one that it missed
         all_well(together(*world.calls(6)))

@@ -68,11 +68,12 @@ def test_a_receive_that_waited_in_vain_takes_part_in_the_refit_that_comes_later(
 
 
 def test_an_engine_may_wait_for_its_trainer_longer_than_a_phase_may_take(tmp_path):
-    with World(HashStore(), tmp_path, deadline_s=2.0) as world:
+    with World(HashStore(), tmp_path) as world:
         trainer, receiver = world.calls(1)
 
         def late():
-            time.sleep(2.5)
+            with world.impatient(*world.receivers, deadline_s=0.1):
+                time.sleep(0.5)
             return trainer()
 
         all_well(together(late, receiver))
@@ -80,9 +81,12 @@ def test_an_engine_may_wait_for_its_trainer_longer_than_a_phase_may_take(tmp_pat
 
 
 def test_a_trainer_gives_up_on_an_engine_that_is_not_there_and_both_go_on_later(tmp_path):
-    with World(HashStore(), tmp_path, deadline_s=2.0) as world:
+    with World(HashStore(), tmp_path) as world:
         all_well(together(*world.calls(1)))
-        with pytest.raises(DeadlineError, match="waiting for sink 0") as caught:
+        with (
+            world.impatient(*world.trainers, deadline_s=0.5),
+            pytest.raises(DeadlineError, match="waiting for sink 0") as caught,
+        ):
             world.trainers[0](version=2)
         assert any("and was alive a moment ago: is it in receive()?" in note for note in caught.value.__notes__)
         with pytest.raises(DeadlineError, match="source 0 gave up in phase prepare, waiting for sink 0"):
@@ -92,13 +96,13 @@ def test_a_trainer_gives_up_on_an_engine_that_is_not_there_and_both_go_on_later(
 
 
 def test_an_engine_that_missed_many_refits_goes_on_with_the_latest(tmp_path):
-    with World(HashStore(), tmp_path, deadline_s=1.5) as world:
+    with World(HashStore(), tmp_path) as world:
         all_well(together(*world.calls(1)))
         for version in range(2, 5):
-            with pytest.raises(RefitError):
+            with world.impatient(*world.trainers, deadline_s=0.5), pytest.raises(DeadlineError):
                 world.trainers[0](version=version)
         with pytest.raises(DeadlineError, match="source 0 gave up in phase prepare, waiting for sink 0"):
-            world.receivers[0].receive(timeout_s=5)
+            world.receivers[0].receive(timeout_s=HANG_S)
         assert world.receivers[0]._control.refit == world.trainers[0]._control.refit
 
 
@@ -127,12 +131,12 @@ def test_two_refits_of_different_names_use_one_store_at_the_same_time(tmp_path):
 
 
 def test_who_waits_for_a_party_that_closes_is_told(tmp_path):
-    with World(HashStore(), tmp_path, liveness_s=1.0) as world:
+    with World(HashStore(), tmp_path, liveness_s=8.0) as world:
         all_well(together(*world.calls(1)))
         waiting = threading.Event()
 
         def leave():
-            waiting.wait(10)
+            waiting.wait(HANG_S)
             world.trainers[0].close()
 
         def wait():
@@ -256,7 +260,7 @@ def test_ranks_that_share_a_model_are_all_poisoned_by_one_that_fails_and_can_be_
 
     def party(source=None, sink=None, **rank):
         transport = SharedMemoryRing(directory=str(tmp_path))
-        return Refit(source, sink, transport, rendezvous=rendezvous(store, sinks=2, **rank), deadline_s=20.0)
+        return Refit(source, sink, transport, rendezvous=rendezvous(store, sinks=2, **rank))
 
     trainer = party(StateDictSource(policy), source_rank=0)
     receivers = [party(sink=sink, sink_rank=rank) for rank, sink in enumerate(sinks)]
@@ -284,6 +288,7 @@ def test_a_commit_that_the_trainer_did_not_wait_for_is_not_trusted_unless_every_
     commit, given_up = sink.commit, threading.Event()
 
     def late(version):
+        watches[-1].deadline_s = 0.0  # the trainer's, which waits for this
         given_up.wait(HANG_S)
         commit(version)
 
@@ -293,9 +298,10 @@ def test_a_commit_that_the_trainer_did_not_wait_for_is_not_trusted_unless_every_
         ModuleSource(policy),
         transport=SharedMemory(directory=str(tmp_path), hold=policy),
         rendezvous=rendezvous(store, source_rank=0),
-        deadline_s=3.0,
         **shared,
     )
+    watches, make_watch = [], trainer._watch
+    trainer._watch = lambda: (watches.append(make_watch()), watches[-1])[1]
     receiver = Refit(
         sink=sink, transport=SharedMemory(directory=str(tmp_path)), rendezvous=rendezvous(store, sink_rank=0), **shared
     )

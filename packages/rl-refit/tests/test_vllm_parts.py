@@ -47,7 +47,7 @@ def bank(tmp_path):
 
 def attach(descriptor, identity):
     command = [sys.executable, "-c", READER, f"/proc/{os.getpid()}/fd/{descriptor}", *map(str, identity)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
 
 
 def test_another_process_maps_the_same_memory_and_the_file_has_no_name(bank, tmp_path):
@@ -205,4 +205,4 @@ def test_what_a_loader_refuses_is_named():
 def test_importing_the_sink_imports_no_vllm_and_the_worker_has_the_name_that_is_told():
     code = f"import pkgutil, sys; pkgutil.resolve_name({WORKER_EXTENSION!r}); assert 'vllm' not in sys.modules"
     source = Path(__file__).parents[1] / "src"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}, timeout=240)

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import zlib
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from rl_refit.watch import Watch
 
 TRANSPORTS = {"broadcast": Broadcast, "point_to_point": PointToPoint}
 NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports
+PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is
 DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
 
 
@@ -141,7 +143,7 @@ def _random_world(seed, place, store, transport_name, group):
         return False
     transport = TRANSPORTS[transport_name](group=group)
     schedule = make_schedule(plan, routing=transport.routing, bucket_bytes=bucket_bytes)
-    watch = Watch(deadline_s=30)
+    watch = Watch(deadline_s=PATIENCE_S)
     try:
         transport.open(_channel(schedule, (source_rank, sink_rank), store, slots=slots), watch)
     except RefitError as error:
@@ -252,7 +254,7 @@ def modules(place, *, worlds, model, sources, sinks, colocated=False):
         for version in (1, 2):
             if policy is not None:
                 pg_models.advance(policy, model, version, *sources)
-            report = refit(version=version) if policy is not None else refit.receive(timeout_s=30)
+            report = refit(version=version) if policy is not None else refit.receive(timeout_s=PATIENCE_S)
             assert engine is None or pg_models.wrong_tensors(engine, model, version, *sinks) == [], (name, version)
         if engine is not None and name == "point_to_point":
             traffic = transport.traffic
@@ -311,10 +313,10 @@ def death(place, *, transport, victim, deed, at):
             num_sinks=2,
             source_rank=0 if place.process == 0 else None,
             sink_rank=place.process - 1 if place.process else None,
-            liveness_s=30 if deed == "kill" else 1.5,
+            liveness_s=PATIENCE_S if deed == "kill" else 3.0,
         ),
         bucket_bytes=512,
-        deadline_s=30,
+        deadline_s=PATIENCE_S,
     )
     found = {"party": party, "errors": []}
     for version in (1, 2, 3):
@@ -323,7 +325,7 @@ def death(place, *, transport, victim, deed, at):
                 pg_models.advance(module, "llama", version, "whole", 1)
                 refit(version=version)
             else:
-                refit.receive(timeout_s=30)
+                refit.receive(timeout_s=PATIENCE_S)
         except RefitError as error:
             found["errors"].append([type(error).__name__, str(error), error.peer])
         armed.append(version)
@@ -385,7 +387,7 @@ class Done:
         return True
 
 
-def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline_s=30):
+def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline_s=PATIENCE_S):
     """One source, and sinks that each hold all of ten tensors, each of one bucket; two transfers."""
     party, ranks = ("source 0", (0, None)) if place.process == 0 else _sink_at(place.process - 1)
     tensors = [(f"t{n}", (128 - n,), "float32") for n in range(10)]
@@ -398,8 +400,8 @@ def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline
     carrier = TRANSPORTS[transport](group=group)
     schedule = make_schedule(plan_refit(source, sink), routing=carrier.routing, bucket_bytes=512)
     report = PrefixStore("report", store)
+    carrier.open(_channel(schedule, ranks, PrefixStore("channel", store)), Watch(deadline_s=PATIENCE_S))
     watch = Watch(deadline_s=deadline_s, look_around=lambda: _look_at(report))
-    carrier.open(_channel(schedule, ranks, PrefixStore("channel", store)), watch)
     calls = itertools.count()
     errors = []
     for refit in (1, 2):
@@ -416,7 +418,10 @@ def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline
             )
         except RefitError as error:
             errors.append([type(error).__name__, str(error), error.peer, error.bucket])
-            time.sleep(0.5 if deed == "raise" else 0)  # until all have seen why
+        if deed == "raise":  # nobody leaves before all have seen why
+            report.set(f"{refit} is over for {place.process}", "")
+            everybody = [f"{refit} is over for {process}" for process in range(place.processes)]
+            report.wait(everybody, timedelta(seconds=PATIENCE_S))
         carrier.finish()
     carrier.close()
     return [party, errors]
@@ -455,7 +460,7 @@ def many(place, *, transport, transfers):
     manifests = _whole_manifest(tensors, 1), _whole_manifest(tensors, 1)
     ranks = (0, None) if place.process == 0 else (None, 0)
     store = FileStore(str(place.folder / "store"), -1)
-    watch = Watch(deadline_s=30)
+    watch = Watch(deadline_s=PATIENCE_S)
     carrier = TRANSPORTS[transport]()
     schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=512)
     carrier.open(_channel(schedule, ranks, PrefixStore("first", store)), watch)
@@ -479,7 +484,7 @@ def often(place, *, transport, times):
     carrier = TRANSPORTS[transport]()
     schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=512)
     for time_ in range(1, times + 1):
-        carrier.open(_channel(schedule, ranks, PrefixStore(f"{time_}", store)), watch := Watch(deadline_s=30))
+        carrier.open(_channel(schedule, ranks, PrefixStore(f"{time_}", store)), watch := Watch(deadline_s=PATIENCE_S))
         _transfer(carrier, schedule, ranks, manifests, refit=1, watch=watch)
         carrier.close()
         if time_ in (times // 3, times):
@@ -488,7 +493,14 @@ def often(place, *, transport, times):
 
 
 def _resources():
-    time.sleep(0.2)  # threads that have nothing to do any more take a moment to end
+    before, found = None, _count()
+    while before is None or before["threads"] != found["threads"]:  # those that have nothing to do any more are ending
+        time.sleep(0.2)
+        before, found = found, _count()
+    return found
+
+
+def _count():
     process = Path("/proc/self")
     return {
         "descriptors": sum(1 for _ in (process / "fd").iterdir()),

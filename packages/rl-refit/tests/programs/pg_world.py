@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-DEADLINE_S = 60
+DEADLINE_S = 240
 
 
 class World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 
 import torch
@@ -13,7 +14,8 @@ from rl_refit.transaction.control import Control
 from rl_refit.transports.shared_memory import SharedMemoryRing
 from rl_refit.watch import Watch
 
-HANG_S = 60
+PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is
+HANG_S = 2 * PATIENCE_S
 
 
 def together(*functions):
@@ -42,11 +44,11 @@ def all_well(results):
     return results
 
 
-def watch(control=None, *, deadline_s=20.0):
+def watch(control=None, *, deadline_s=PATIENCE_S):
     return Watch(deadline_s=deadline_s, look_around=None if control is None else control.look_around)
 
 
-def rendezvous(store, *, sources=1, sinks=1, liveness_s=5.0, name="test", **rank):
+def rendezvous(store, *, sources=1, sinks=1, liveness_s=20.0, name="test", **rank):
     return Rendezvous(store, num_sources=sources, num_sinks=sinks, liveness_s=liveness_s, name=name, **rank)
 
 
@@ -80,11 +82,11 @@ def same_weights(first, second):
 class World:
     """Refits of `sources` ranks that all hold one policy, and of `sinks` replicas of an engine, over a ring."""
 
-    def __init__(self, store, directory, *, sources=1, sinks=1, transport=SharedMemoryRing, deadline_s=20.0, **more):
+    def __init__(self, store, directory, *, sources=1, sinks=1, transport=SharedMemoryRing, **more):
         self.policy = model(1)
         self.engines = [model(100 + rank) for rank in range(sinks)]
         self.sinks = [ModuleSink(engine) for engine in self.engines]
-        shared = {"bucket_bytes": 1024, "deadline_s": deadline_s, "verify": "full"}
+        shared = {"bucket_bytes": 1024, "deadline_s": PATIENCE_S, "verify": "full"}
 
         def refit(**rank):
             source = ModuleSource(self.policy) if "source_rank" in rank else None
@@ -99,6 +101,18 @@ class World:
         """One refit at each party, to be run together."""
         trainers = [lambda refit=refit: refit(version=version) for refit in self.trainers]
         return [*trainers, *(lambda refit=refit: refit.receive(timeout_s=timeout_s) for refit in self.receivers)]
+
+    @contextlib.contextmanager
+    def impatient(self, *refits, deadline_s):
+        """Meanwhile these give up soon: only what must fail goes in here."""
+        patient = [refit._config for refit in refits]
+        for refit in refits:
+            refit._config = dataclasses.replace(refit._config, deadline_s=deadline_s)
+        try:
+            yield
+        finally:
+            for refit, config in zip(refits, patient, strict=True):
+                refit._config = config
 
     def train(self):
         with torch.no_grad():

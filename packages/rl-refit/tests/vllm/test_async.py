@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from importlib.util import find_spec
 
 import pytest
@@ -78,13 +77,15 @@ def source(seed):
     return tiny.source(tiny.policy("qwen3", seed))
 
 
-async def ask(engine, name, prompt=0, **others):
-    """One request, to its end."""
+async def ask(engine, name, prompt=0, begun=None, **others):
+    """One request, to its end; `begun` is set when it has a token."""
     from vllm import TokensPrompt
 
     prompt = TokensPrompt(prompt_token_ids=tiny.PROMPTS[prompt])
     async for output in engine.generate(prompt, tiny.sampling(**others), request_id=name):
         last = output
+        if begun is not None:
+            begun.set()
     return last
 
 
@@ -92,11 +93,12 @@ def answers(engine, loop, name):
     return [tiny.read(loop.run(ask(engine, f"{name}-{i}", i))) for i in range(len(tiny.PROMPTS))]
 
 
-def wait_until_under_way(engine, loop, long):
-    while engine.get_num_unfinished_requests() == 0:
-        time.sleep(0.01)
-    time.sleep(0.1)  # some tokens, so that it has seen the old weights
-    assert not long.done()
+def under_way(engine, loop, name, **others):
+    """A request that has a token of the old weights."""
+    begun = threading.Event()
+    long = loop.start(ask(engine, name, begun=begun, **others))
+    assert begun.wait(PATIENCE_S)
+    return long
 
 
 def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(engine, loop, served):
@@ -124,8 +126,7 @@ def test_a_coroutine_refits_through_a_thread_and_is_told_so(engine, loop, served
 
 def test_requests_that_are_kept_go_on_with_the_new_weights(engine, loop, served):
     sink = sink_of(engine, pause="keep")
-    long = loop.start(ask(engine, "kept", max_tokens=340))
-    wait_until_under_way(engine, loop, long)
+    long = under_way(engine, loop, "kept", max_tokens=340)
     Refit(source(NEW), sink)(version=3)
     assert not loop.run(engine.is_paused())
     (answer,) = long.result(PATIENCE_S).outputs
@@ -137,8 +138,7 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(engine, loop, served)
 
 def test_requests_that_are_waited_for_have_the_weights_that_they_began_with(engine, loop, served):
     sink = sink_of(engine)
-    long = loop.start(ask(engine, "waited-for", max_tokens=200))
-    wait_until_under_way(engine, loop, long)
+    long = under_way(engine, loop, "waited-for", max_tokens=200)
     Refit(source(NEW), sink)(version=3)
     (answer,) = long.result(PATIENCE_S).outputs
     assert [span.version for span in answer.weight_versions] == ["0"]
@@ -148,8 +148,7 @@ def test_requests_that_are_waited_for_have_the_weights_that_they_began_with(engi
 
 def test_requests_that_are_aborted_say_so(engine, loop, served):
     sink = sink_of(engine, pause="abort")
-    long = loop.start(ask(engine, "aborted", max_tokens=340))
-    wait_until_under_way(engine, loop, long)
+    long = under_way(engine, loop, "aborted", max_tokens=340)
     Refit(source(NEW), sink)(version=3)
     assert long.result(PATIENCE_S).outputs[0].finish_reason == "abort"
     assert tiny.same(answers(engine, loop, "after-abort"), served("qwen3", NEW))

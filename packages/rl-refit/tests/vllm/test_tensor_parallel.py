@@ -93,9 +93,10 @@ def test_the_bank_is_in_memory_once_and_has_no_name(sink):
 
 def test_a_worker_that_dies_ends_the_commit_and_poisons(llm, sink):
     """The last test of this engine."""
-    sink = VllmSink(llm, timeout_s=10)
+    sink = VllmSink(llm)
     refits = [Refit(source(seed), sink) for seed in (OLD, NEW)]
     refits[0](version=0)
+    sink._engine._timeout_s = 10.0
     os.kill(llm.collective_rpc("process_id")[1], signal.SIGKILL)
     with pytest.raises((RefitError, RuntimeError, TimeoutError)):
         refits[1](version=1)

@@ -136,14 +136,16 @@ def test_a_commit_is_refused_while_requests_are_unfinished(llm, sink, served):
     assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
 
 
-def test_a_commit_can_wait_for_another_thread_to_finish_its_requests(llm, served):
+def test_a_commit_can_wait_for_another_thread_to_finish_its_requests(llm, served, monkeypatch):
     from vllm import TokensPrompt
 
-    engine, sink = llm.llm_engine, VllmSink(llm, pause="wait", timeout_s=2)
+    engine, sink = llm.llm_engine, VllmSink(llm, pause="wait")
     Refit(source(OLD), sink)(version=0)
     engine.add_request("under way", TokensPrompt(prompt_token_ids=tiny.PROMPTS[0]), tiny.sampling())
+    monkeypatch.setattr(sink._engine, "_timeout_s", 2)
     with pytest.raises(RefitError, match=r"requests are still unfinished after timeout_s=2"):
         Refit(source(NEW), sink)(version=1)
+    monkeypatch.undo()
     finished = []
 
     def generate():
