@@ -9,6 +9,7 @@ install_import_hook(
 import copy
 import dataclasses
 import os
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,19 @@ class Pairs(Examples):
     rows_per_unit: ClassVar[int] = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Asking(Examples):
+    token_ids: Tensor
+
+
+def asking(examples, *, words=4, vocabulary=67, seed=1):
+    """The same rows, with words to ask about in each token's place; one that no model knows where nothing trains."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, vocabulary, (*examples.tokens.shape, words), generator=generator)
+    token_ids[~examples.trainable] = -7
+    return Asking(**vars(examples), token_ids=token_ids)
+
+
 def make_examples(*, rows=6, vocabulary=67, width=13, seed=0, kind=Examples):
     """Ragged rows, each with a prompt of one to three tokens and a weight for the loss."""
     generator = torch.Generator().manual_seed(seed)
@@ -50,6 +64,13 @@ def token_loss(logp, examples, *, num_tokens):
     """A loss with a sign and a size per row, divided by the step's count."""
     total = -(torch.where(examples.trainable, logp, 0.0) * examples.weight[:, None]).sum()
     return total / num_tokens, {"loss": total.detach(), "tokens": examples.trainable.sum()}
+
+
+def words_loss(asked, examples, *, num_tokens):
+    """Of [b, w, k] numbers a token, each with another weight: entropies beside log-probabilities, or given words."""
+    weights = examples.weight[:, None, None] - 0.5 * torch.arange(1.0, asked.shape[-1] + 1)
+    total = torch.where(examples.trainable[..., None], asked * weights, 0.0).sum()
+    return total / num_tokens, {"loss": total.detach()}
 
 
 def pair_loss(logp, examples, *, num_tokens):
@@ -146,6 +167,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in ABOUT_TORCH or "two_ranks" in item.name:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def start_program():
+    """`start_program(file, task)`: a process that runs `main(task)` of it, forked from one that has torch already."""
+    sys.path.append(str(Path(__file__).with_name("launching")))
+    from forkserver import start
+
+    return start
 
 
 @pytest.fixture(scope="session")

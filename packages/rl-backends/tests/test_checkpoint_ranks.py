@@ -1,8 +1,6 @@
 """Claims about checkpoints over ranks: any mesh reads what another wrote, and all are told what fails on one."""
 
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,10 +12,10 @@ KILLS = ["data not begun", "data half written", "index", "state", "marker", "ren
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, start_program):
     folder = tmp_path_factory.mktemp("checkpoints")
     program = Path(__file__).parent / "programs" / "checkpoints.py"
-    process = subprocess.Popen([sys.executable, "-W", "ignore", program, folder], start_new_session=True)
+    process = start_program(program, str(folder))
     try:
         assert process.wait(timeout=240) == 0
     finally:

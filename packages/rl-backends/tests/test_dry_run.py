@@ -1,8 +1,6 @@
 """Predicted memory against what the same step really holds, on one rank and on two; and what is never held at all."""
 
 import json
-import subprocess
-import sys
 import time
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -14,7 +12,7 @@ import torch.distributed as dist
 
 PROGRAM = Path(__file__).parent / "programs" / "dry_run.py"
 RAGGED = [180, 17, 96, 144, 61, 180, 33, 120]
-WIDE = {"vocab_size": 131072, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
+WIDE = {"vocab_size": 32768, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
 LONG_ROWS = {"family": "Qwen3", "largest": True, "model": WIDE, "lengths": [512] * 2}
 
 
@@ -49,14 +47,14 @@ if not version("transformers").startswith("4."):  # whose experts run one at a t
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, start_program):
     """Predictions and measurements of rank 0, by number of ranks and case."""
     folder = tmp_path_factory.mktemp("dry_run")
     processes = []
     for ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
         for rank in range(ranks):
             task = {"folder": str(folder), "rank": rank, "ranks": ranks, "cases": cases}
-            processes.append(subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(task)]))
+            processes.append(start_program(PROGRAM, task))
     until = time.monotonic() + 300
     try:
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
@@ -129,3 +127,13 @@ def test_a_dry_run_refuses_what_the_backend_refuses(world):
     with pytest.raises(ValueError, match="length=0"):
         predict(model, DTensorConfig(), world_size=1, length=0)
     assert not dist.is_initialized()
+
+
+def test_a_vocabulary_smaller_than_the_rows_that_a_dry_run_invents_is_predicted(world):
+    from rl_backends import DTensorConfig
+    from rl_backends.dry_run.predict import predict
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    model = world.make_model("Llama", vocab_size=16)
+    assert predict(model, DTensorConfig(), world_size=1, length=40).peak.num_bytes > 0

@@ -1,9 +1,6 @@
 """Claims about failures on two ranks: nobody hangs, all know, no part of a gradient stays, the next one is right."""
 
 import functools
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,9 @@ PROGRAM = Path(__file__).parent / "programs" / "failures.py"
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, start_program):
     folder = tmp_path_factory.mktemp("failures")
-    tasks = [json.dumps({"rank": rank, "folder": str(folder)}) for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, str(PROGRAM), task]) for task in tasks]
+    processes = [start_program(PROGRAM, {"rank": rank, "folder": str(folder)}) for rank in range(2)]
     try:
         assert [process.wait(timeout=240) for process in processes] == [0, 0]
     finally:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ def files(folder):
 
 
 @pytest.fixture(scope="module")
-def exported(world, tmp_path_factory):
+def exported(world, tmp_path_factory, start_program):
     """Original folders in bfloat16, and what each mesh made of them."""
     folder = tmp_path_factory.mktemp("ranks")
     originals = {}
@@ -40,8 +38,7 @@ def exported(world, tmp_path_factory):
         "shapes": list(SHAPES.values()),
         "big": str(folder / "big"),
     }
-    script = str(Path(__file__).with_name("programs") / "loading.py")
-    process = subprocess.Popen([sys.executable, script, json.dumps(task)], start_new_session=True)
+    process = start_program(Path(__file__).with_name("programs") / "loading.py", task)
     try:
         assert process.wait(timeout=300) == 0
     finally:

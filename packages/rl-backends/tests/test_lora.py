@@ -212,7 +212,7 @@ def test_released_weights_have_no_memory_and_come_back_as_the_same_tensors(world
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_what_engines_are_fed_from_stays_the_same_objects_through_offload_and_onload(world, precision):
-    backend = DTensorBackend(world.make_model("Llama"), DTensorConfig(precision=precision), lora=CONFIG)
+    backend = DTensorBackend(world.make_model("Llama"), DTensorConfig(precision=precision, lora_cfg=CONFIG))
     before = {shard.name: shard for shard in backend.shards()}
     values = {name: shard.local.clone() for name, shard in before.items()}
     backend.offload()
@@ -251,6 +251,20 @@ def test_a_bare_model_with_merged_weights_has_the_policys_logits(world):
     torch.testing.assert_close(bare(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
     exported = dict(export_merged(model, dtype=torch.bfloat16))
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+
+
+def test_a_saved_model_has_merged_weights_in_the_dtype_of_the_frozen_ones(world, tmp_path):
+    lora = LoraConfig(rank=4, alpha=8, base_dtype="bfloat16")
+    backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=lora))
+    with torch.no_grad():
+        for name, parameter in backend.model.named_parameters():
+            if ".lora_B." in name:
+                to_local_if_dtensor(parameter).fill_(0.1)
+    backend.save_pretrained(tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    sent = {shard.name: shard.local for shard in backend.shards()}
+    assert all(torch.equal(saved[name], sent[name]) for name in saved)
 
 
 def test_without_adapters_the_policy_is_the_bare_model_and_errors_and_nesting_put_them_back(world):

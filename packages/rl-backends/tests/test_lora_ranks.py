@@ -1,9 +1,6 @@
 """Claims about adapters over ranks: however the model is sharded, they are those of peft on one process."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,12 +45,12 @@ def program():
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, start_program):
     """Every case on two ranks, in one launch."""
     folder = tmp_path_factory.mktemp("lora")
     cases = {name: {**DEFAULTS, **case} for name, case in CASES.items()}
     tasks = [{"rank": rank, "ranks": 2, "folder": str(folder), "cases": cases} for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(task)]) for task in tasks]
+    processes = [start_program(PROGRAM, task) for task in tasks]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:

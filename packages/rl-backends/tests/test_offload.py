@@ -3,8 +3,6 @@
 import copy
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import jaxtyping
@@ -277,10 +275,9 @@ def test_wrong_requests_are_refused(tmp_path, monkeypatch):
     assert Offloader(model).onload().notes == tuple(f"{part} was here already" for part in PARTS)
 
 
-def test_shards_of_fsdp_leave_and_come_back_on_two_ranks(tmp_path):
-    script = str(Path(__file__).parent / "programs" / "offload.py")
-    tasks = [json.dumps({"rank": rank, "ranks": 2, "folder": str(tmp_path)}) for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, script, task]) for task in tasks]
+def test_shards_of_fsdp_leave_and_come_back_on_two_ranks(tmp_path, start_program):
+    program = Path(__file__).parent / "programs" / "offload.py"
+    processes = [start_program(program, {"rank": rank, "ranks": 2, "folder": str(tmp_path)}) for rank in range(2)]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:

@@ -2,12 +2,9 @@
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +56,7 @@ def program():
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, start_program):
     """What each rank wrote; one launch runs all cases."""
     steps = {**STEPS, **(EIGHT_BITS if HAS_TORCHAO else {})}
     cases = {name: {"claim": "steps", **case} for name, case in steps.items()}
@@ -68,8 +65,7 @@ def results(tmp_path_factory):
     for implementation in IMPLEMENTATIONS:
         cases[implementation] = {"claim": "meshes", "family": "Qwen3", "implementation": implementation}
     folder = tmp_path_factory.mktemp("ranks")
-    task = json.dumps({"cases": cases, "ranks": RANKS, "folder": str(folder)})
-    process = subprocess.Popen([sys.executable, str(PROGRAM), task], start_new_session=True)
+    process = start_program(PROGRAM, {"cases": cases, "ranks": RANKS, "folder": str(folder)})
     try:
         assert process.wait(timeout=300) == 0
     finally:

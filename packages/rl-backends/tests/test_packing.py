@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from rl_backends.batching.inputs import make_inputs
+from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.errors import ModelError
 from rl_backends.packing import enable_packing
 from rl_backends.packing.attention import packed_attention
@@ -110,6 +111,26 @@ def test_packed_rows_equal_rows_alone_in_values_and_gradients(world, name):
     for row, expected in zip(packed, alone, strict=True):
         torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)
     same_to_rounding(gradients(model, packed), wanted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_that_share_what_they_begin_with_equal_rows_alone_in_values_and_gradients(world, name):
+    model = make(world, name)
+    tokens, lengths, trainable = rows_of(world)
+    tokens[1, :6], tokens[4, :8] = tokens[0, :6], tokens[0, :8]
+    tokens[5, :5] = tokens[6, :5]  # of row 6 it is all
+    alone = [row[:-1] for row in rows_alone(model, tokens, lengths)]  # the last token of a row is before none
+    wanted = gradients(model, alone)
+    enable_packing(model)
+    inputs = make_shared_inputs(tokens, lengths, trainable)
+    assert inputs.tokens.shape[1] == sum(lengths) - 6 - 8 - 5
+    hidden = decoder(model)(**inputs.as_arguments(), use_cache=False).last_hidden_state[0]
+    at = torch.full(tokens.shape, -1)
+    at[:, :-1].masked_scatter_(trainable[:, 1:], inputs.at)
+    found = [hidden[places[: length - 1]] for places, length in zip(at, lengths.tolist(), strict=True)]
+    for row, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)
+    same_to_rounding(gradients(model, found), wanted)
 
 
 def same_to_rounding(found, wanted):

@@ -14,7 +14,7 @@ def printed(command, folder):
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
     completed = subprocess.run(
-        [sys.executable, *command, "train.py"], cwd=folder, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, *command, "train.py"], cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
     assert completed.returncode == 0, completed.stderr
     return [completed.stdout.count(line) for line in SHOWN.splitlines()]

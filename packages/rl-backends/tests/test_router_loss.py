@@ -1,8 +1,5 @@
 """Claims about the routers' load-balancing loss: its value, its gradient, and that no cut changes it."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -206,12 +203,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
+def of_ranks(tmp_path_factory, start_program):
     """What two ranks found, by case."""
     folder = tmp_path_factory.mktemp("router")
-    script = str(Path(__file__).parent / "programs" / "router_loss.py")
-    commands = [{"rank": rank, "ranks": RANKS, "folder": str(folder), "cases": CASES} for rank in range(RANKS)]
-    processes = [subprocess.Popen([sys.executable, script, json.dumps(command)]) for command in commands]
+    program = Path(__file__).parent / "programs" / "router_loss.py"
+    tasks = [{"rank": rank, "ranks": RANKS, "folder": str(folder), "cases": CASES} for rank in range(RANKS)]
+    processes = [start_program(program, task) for task in tasks]
     try:
         assert [process.wait(timeout=240) for process in processes] == [0] * RANKS
     finally:

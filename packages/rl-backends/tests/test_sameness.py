@@ -1,8 +1,5 @@
 """Claims about what must be the same: models and batches on every rank, and the numbers of a reference."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,10 +39,9 @@ MIXTURE = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, start_program):
     folder = tmp_path_factory.mktemp("sameness")
-    tasks = [json.dumps({"rank": rank, "folder": str(folder)}) for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, str(PROGRAM), task]) for task in tasks]
+    processes = [start_program(PROGRAM, {"rank": rank, "folder": str(folder)}) for rank in range(2)]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:
@@ -71,6 +67,16 @@ def test_batches_that_differ_or_cannot_be_read_are_refused_on_every_rank(results
     assert first == second
     assert first.startswith("BatchError: ")
     assert BATCHES[name] in first
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("name", "what"), [("same", "nothing"), ("others", "different ones"), ("none", "different ones")]
+)
+def test_ranks_that_ask_about_other_words_are_refused_on_every_rank(results, mesh, name, what):
+    first, second = (result[f"{mesh}, words, {name}"] for result in results)
+    assert first == second
+    assert what in first
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -13,7 +13,10 @@ __all__ = ["BatchT", "TokenBatch"]
 
 @runtime_checkable
 class TokenBatch(Protocol):
-    """A dataclass of tensors `[B, ...]`; those whose second dim has T elements are cut along it."""
+    """A dataclass of tensors `[B, ...]`; those whose second dim has T elements are cut along it.
+
+    For the output "logp_of_token_ids" one of them is `token_ids` [B, T, K]: K words for each trainable token's place.
+    """
 
     rows_per_unit: ClassVar[int]
     """How many consecutive rows the loss needs together; cuts fall between such units only."""

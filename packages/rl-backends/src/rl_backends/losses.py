@@ -11,7 +11,7 @@ from rl_backends.examples import BatchT, TokenBatch
 __all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "ask", "checked", "last_tokens"]
 
 Sums = dict[str, Tensor]
-Output = Literal["logp", "value", "score"]
+Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
 LossFunction = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]
 
 ROUTER_LOSS = "router_aux_loss"

@@ -61,7 +61,7 @@ def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | No
 
 def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[str]:
     """Every rank's text, by rank."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [text]
     data = text.encode()
     device = _device_of(group)

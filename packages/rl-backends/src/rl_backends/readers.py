@@ -8,7 +8,7 @@ Axes: n asked places, H hidden, V vocabulary, k words.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -16,9 +16,22 @@ from torch import Tensor, nn
 
 from rl_backends.batching.inputs import ModelInputs
 from rl_backends.errors import ModelError
-from rl_parallel_plans import TopKLogp, linear_logp, top_k_logp
+from rl_backends.losses import Output
+from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
 
-__all__ = ["Head", "Reader", "has_language_model_head", "read_entropy", "read_logp", "read_top_k", "read_value"]
+__all__ = [
+    "Head",
+    "Reader",
+    "has_language_model_head",
+    "read_entropy",
+    "read_logp",
+    "read_logp_and_entropy",
+    "read_logp_of_token_ids",
+    "read_top_k",
+    "read_value",
+    "reader_of_words",
+    "value_reader",
+]
 
 Reader = Callable[[nn.Module, Tensor, ModelInputs], Any]
 
@@ -84,6 +97,45 @@ def read_entropy(head: Head, temperature: float) -> Reader:
     return read
 
 
+def read_logp_and_entropy(head: Head, temperature: float) -> Reader:
+    """Both of the above of each asked token, side by side: float32 [n, 2]."""
+
+    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, "n 2"]:
+        options, lm_head = head.options(temperature), model.get_output_embeddings()
+        both = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, **options)
+        return torch.stack(both, dim=-1)
+
+    return read
+
+
+def read_logp_of_token_ids(head: Head, temperature: float) -> Reader:
+    """Log-probability of each of the words asked for in each asked token's place: float32 [n, k]."""
+
+    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, "n k"]:
+        assert inputs.words is not None
+        lm_head = model.get_output_embeddings()
+        logp: Tensor = logp_of_token_ids(hidden, lm_head, inputs.words, **head.options(temperature))
+        return logp
+
+    return read
+
+
+def reader_of_words(output: str, head: Head, temperature: float) -> Reader:
+    """What reads the `output` of a language model that a loss asks for.
+
+    Raises:
+        ValueError: it is no output of a language model.
+    """
+    readers = {
+        "logp": read_logp,
+        "logp_and_entropy": read_logp_and_entropy,
+        "logp_of_token_ids": read_logp_of_token_ids,
+    }
+    if output not in readers:
+        raise ValueError(f"output={output!r} must be one of {', '.join(map(repr, get_args(Output)))}")
+    return readers[output](head, temperature)
+
+
 def read_top_k(head: Head, temperature: float, k: int) -> Reader:
     """The k most probable words in each asked token's place: `TopKLogp` of [n, k]."""
 
@@ -91,6 +143,20 @@ def read_top_k(head: Head, temperature: float, k: int) -> Reader:
         return top_k_logp(hidden, model.get_output_embeddings(), k, **head.options(temperature))
 
     return read
+
+
+def value_reader(model: nn.Module) -> Reader:
+    """What reads the number that a head says of each asked place.
+
+    Raises:
+        ModelError: the model has no such head.
+    """
+    if not hasattr(model, "score"):
+        raise ModelError(
+            f"{type(model).__qualname__} has no head `score` that gives a number; load it with "
+            f"head='sequence_classification'"
+        )
+    return read_value
 
 
 def read_value(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> Float[Tensor, " n"]:

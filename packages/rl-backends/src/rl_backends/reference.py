@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.examples import TokenBatch
-from rl_backends.readers import Head, Reader, read_logp
+from rl_backends.readers import Head, Reader, read_logp, read_top_k
+from rl_parallel_plans import TopKLogp
 
 __all__ = ["Readable", "ReferenceModel", "without_weights"]
 
@@ -26,7 +27,7 @@ class Readable(Protocol):
 
 
 class ReferenceModel:
-    """Log-probabilities of a model that nothing trains."""
+    """Log-probabilities, and the most probable words, of a model that nothing trains."""
 
     def __init__(
         self,
@@ -45,6 +46,12 @@ class ReferenceModel:
         """As the policy's `logp`, at the policy's temperature; float32."""
         with self._as_reference():
             return self._model.read_all(examples, read_logp(self._head, self._temperature()))[0]
+
+    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+        """As the policy's `topk_logits`, at the policy's temperature: a policy's teacher may be what it was before."""
+        with self._as_reference():
+            read = self._model.read_all(examples, read_top_k(self._head, self._temperature(), k))
+        return TopKLogp(logp=read[0], token_ids=read[1])
 
 
 def without_weights(model: nn.Module) -> nn.Module:

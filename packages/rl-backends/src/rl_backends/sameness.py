@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_backends.batching.words import token_ids_of
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.ranks import gather_text
@@ -41,15 +42,21 @@ def require_same_model(model: nn.Module) -> None:
         )
 
 
-def require_same_batch(examples: TokenBatch) -> None:
+def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) -> None:
     """Compare tokens, lengths and which tokens train; every rank must call it.
+
+    Args:
+        examples: of this rank.
+        with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same words.
 
     Raises:
         BatchError: on every rank; the ranks have other batches.
     """
     if not _several_ranks():
         return
-    tensors = (examples.tokens, examples.lengths, examples.trainable)
+    tensors = [examples.tokens, examples.lengths, examples.trainable]
+    if with_token_ids and (token_ids := token_ids_of(examples)) is not None:
+        tensors.append(token_ids)
     kind = " ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
     if _differ(_digest(tensors, crc32(f"{kind} {examples.rows_per_unit}".encode()))):
         texts = gather_text(f"{examples.tokens.shape[0]} rows, {int(examples.lengths.sum())} tokens")

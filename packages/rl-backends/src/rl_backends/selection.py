@@ -4,12 +4,13 @@ Knows the two configurations; imports neither backend until one is made, so that
 needs megatron-core.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.lora.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
 if TYPE_CHECKING:
@@ -58,23 +59,44 @@ class BackendSelection:
         """Whether nobody needs to be told: DTensor, as by default, and nothing was set in vain."""
         return self.backend == "dtensor" and not self.unused
 
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters that are trained in the place of the weights; None where the weights are."""
+        return self.config.lora_cfg if isinstance(self.config, DTensorConfig) else None
+
+    def without_adapters(self) -> "BackendSelection":
+        """The same backend for a model that gets none, such as a teacher."""
+        config = self.config
+        if not isinstance(config, DTensorConfig) or config.lora_cfg is None:
+            return self
+        return replace(self, config=replace(config, lora_cfg=None))
+
     def require_installed(self) -> None:
         """Refuse at once what `make` would refuse after a model was loaded.
 
         Raises:
             MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
+            ModelError: adapters were asked for, and peft is absent.
         """
         if self.backend == "megatron":
             from rl_backends.megatron.installed import require_megatron
 
             require_megatron()
+        if self.adapters is not None:
+            from rl_backends.lora.inject import require_peft
 
-    def make(self, model: nn.Module, **options: Any) -> Backend:
+            require_peft()
+
+    def make(self, model: nn.Module, *, seed: int = 0, **options: Any) -> Backend:
         """The backend over `model`, with its weights; options and errors are those of its constructor.
+
+        seed: of the first values of adapters, where there are any: nothing else begins at random.
 
         Raises:
             MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
         """
+        if self.adapters is not None:
+            options["seed"] = seed
         made: Backend = self._class()(model, self.config, **options)
         return made
 
@@ -102,9 +124,14 @@ def select_backend(configs: BackendConfigs) -> BackendSelection:
     """Choose by `megatron_cfg.enabled`, which takes precedence, and `dtensor_cfg.enabled`.
 
     Raises:
-        ValueError: neither is enabled.
+        ValueError: neither is enabled; or Megatron is, and adapters were asked for, which it cannot train.
     """
     dtensor, megatron = configs.dtensor_cfg, configs.megatron_cfg
+    if megatron.enabled and dtensor.lora_cfg is not None:
+        raise ValueError(
+            "megatron_cfg.enabled=true and dtensor_cfg.lora_cfg: Megatron would train all weights, for it has no "
+            "adapters here; set megatron_cfg.enabled to false, or lora_cfg to null"
+        )
     if megatron.enabled:
         alone = "megatron_cfg.enabled is true, and dtensor_cfg.enabled is false"
         both = "megatron_cfg.enabled is true, and takes precedence over dtensor_cfg.enabled, which is true too"

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 100
+DEADLINE_S = 300
 """For all that a function does on its ranks."""
 GRACE_S = 5
 """For other ranks, once one has failed: most of them see its connections close, and raise too."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_backends import (
+    BatchError,
     DTensorBackend,
     DTensorConfig,
     ModelError,
@@ -315,6 +316,31 @@ def test_logp_entropy_and_the_most_probable_words_are_those_of_the_other_backend
     found = backend.topk_logits(examples, 3)
     torch.testing.assert_close(found.logp, expected[2].logp, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.token_ids, expected[2].token_ids)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("output", ["logp_and_entropy", "logp_of_token_ids"])
+def test_the_gradients_through_entropies_and_given_words_are_those_of_the_other_backend(
+    world, make_backend, output, packed
+):
+    examples = world.asking(world.make_examples())
+    loss = functools.partial(world.words_loss, num_tokens=examples.trainable.sum())
+    other = DTensorBackend(make_model(world), DTensorConfig())
+    expected_sums = other.forward_backward(examples, loss, output=output)
+    expected = {name: parameter.grad for name, parameter in other.model.named_parameters()}
+    other.close()
+    backend = make_backend(make_model(world), micro_batch_size=4, sequence_packing=packed)
+    sums = backend.forward_backward(examples, loss, output=output)
+    torch.testing.assert_close(gradients(backend), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-5, atol=1e-5)
+
+
+def test_words_that_the_model_does_not_know_are_refused(world, make_backend):
+    examples = world.asking(world.make_examples(), vocabulary=90)
+    with pytest.raises(BatchError, match=r"have the id \d+, and the model's ids are from 0 to 66"):
+        make_backend(make_model(world)).forward_backward(
+            examples, loss_for(world, examples), output="logp_of_token_ids"
+        )
 
 
 def test_the_reference_stays_what_the_policy_was(world, make_backend):

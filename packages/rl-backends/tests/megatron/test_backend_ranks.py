@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_backends import OptimizerConfig
+from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_backends.megatron.config import MegatronConfig
 
 LAYOUTS = {
@@ -22,6 +22,7 @@ LAYOUTS = {
     "DP2, distributed optimizer": {"use_distributed_optimizer": True},
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+OUTPUTS = ("logp_and_entropy", "logp_of_token_ids")
 ADAMW = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
 
 
@@ -44,6 +45,7 @@ def one_rank(world, layout, rank):
     seen["frozen"] = backend.freeze_reference()
     seen["failed"] = {name: after(backend, examples, loss, wrong) for name, wrong in WRONG.items()}
     seen["not finite"] = not_finite(backend, examples)
+    seen["outputs"] = steps_of_outputs(backend, world.asking(examples), world.words_loss)
     seen["first"], seen["second"] = (a_step(backend, examples, loss) for _ in range(2))
     seen["frozen"] = seen["frozen"].logp(examples)
     seen["no rows"] = {key: float(value) for key, value in rows_for_one(backend, world).items()}
@@ -70,6 +72,18 @@ def readings(backend, examples):
 def a_step(backend, examples, loss):
     sums = backend.forward_backward(examples, loss)
     return {"norm": backend.optim_step(), **{name: float(value) for name, value in sums.items()}}
+
+
+def steps_of_outputs(backend, examples, loss):
+    """Sums and gradient norms of losses that look at more than log-probabilities; no weight moves."""
+    backend.start_training(OptimizerConfig(lr=1e-30, weight_decay=0.0), num_steps=10)
+    of_all = functools.partial(loss, num_tokens=examples.trainable.sum())
+    seen = {}
+    for output in OUTPUTS:
+        sums = backend.forward_backward(examples, of_all, output=output)
+        seen[output] = {"norm": backend.optim_step(), "loss": float(sums["loss"])}
+    backend.start_training(ADAMW, num_steps=10)
+    return seen
 
 
 def on_one(loss, error):
@@ -177,6 +191,22 @@ def test_the_steps_after_all_that_went_wrong_are_those_of_a_plain_loop(found, la
         assert each["first"]["tokens"] == examples.trainable.sum()
 
 
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_losses_of_entropies_and_given_words_have_the_gradient_of_one_process(found, layout, world, output):
+    examples = world.asking(world.make_examples(rows=7))
+    family, other = ("Qwen3Moe", MIXTURE) if layout == "EP2" else ("Qwen3", {})
+    model = world.make_model(family, pad_token_id=None, tie_word_embeddings=True, **other)
+    plain = DTensorBackend(model, DTensorConfig())
+    loss = functools.partial(world.words_loss, num_tokens=examples.trainable.sum())
+    sums = plain.forward_backward(examples, loss, output=output)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.model.parameters()]).item()
+    plain.close()
+    for each in found:
+        assert each["outputs"] == found[0]["outputs"]
+        assert each["outputs"][output]["norm"] == pytest.approx(norm, rel=1e-5)
+        assert each["outputs"][output]["loss"] == pytest.approx(float(sums["loss"]), rel=1e-5)
+
+
 def test_the_reference_is_the_policy_of_before_on_every_rank(found):
     for each in found:
         torch.testing.assert_close(each["frozen"], found[0]["read"][0], rtol=1e-6, atol=1e-6)
@@ -186,7 +216,7 @@ def test_a_rank_without_rows_counts_nothing_and_the_version_counts_steps(found):
     for each in found:
         assert each["no rows"]["rows"] == 1.0
         assert each["no rows"]["norm"] == found[0]["no rows"]["norm"] > 0
-        assert each["versions"] == 3
+        assert each["versions"] == 3 + len(OUTPUTS)
 
 
 def test_a_batch_that_differs_between_ranks_is_refused_on_all(world, on_ranks):

@@ -46,7 +46,7 @@ def test_the_command_ends_by_itself_and_tells_where_it_is(world, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

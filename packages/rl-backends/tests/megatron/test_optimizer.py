@@ -299,7 +299,7 @@ def trained_on_rank(config, optimizer, hugging_face, *, world, poison=None):
 
     def one_step(number):
         loss = lambda logp, rows: world.token_loss(logp, rows, num_tokens=count)  # noqa: E731
-        accumulation.run(examples, mine, loss, reader=reader)
+        accumulation.run(examples, mine, loss, reader=reader, output="logp")
         return clip_and_step(model.ddp, optimizers, version=number)
 
     norms = [one_step(number).norm for number in range(3)]

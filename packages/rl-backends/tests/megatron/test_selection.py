@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from rl_backends import DTensorBackend, DTensorConfig
+from rl_backends import DTensorBackend, DTensorConfig, LoraConfig
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.selection import select_backend
 
@@ -42,6 +42,19 @@ def test_megatron_alone_is_not_said_to_take_anything_from_a_backend_that_is_off(
     selection = select_backend(configs(dtensor={"enabled": False}, megatron={"enabled": True}))
     assert selection.backend == "megatron"
     assert selection.reason == "megatron_cfg.enabled is true, and dtensor_cfg.enabled is false"
+
+
+def test_megatron_that_would_train_all_weights_in_the_place_of_adapters_is_refused():
+    adapters = {"lora_cfg": LoraConfig(rank=4)}
+    with pytest.raises(ValueError, match=r"megatron_cfg.enabled=true and dtensor_cfg.lora_cfg: Megatron would train"):
+        select_backend(configs(dtensor=adapters, megatron={"enabled": True}))
+
+
+def test_a_teacher_is_made_as_the_policy_is_but_without_its_adapters():
+    selection = select_backend(configs(dtensor={"lora_cfg": LoraConfig(rank=4), "micro_batch_size": 3}))
+    assert selection.adapters == LoraConfig(rank=4)
+    assert selection.without_adapters().config == DTensorConfig(micro_batch_size=3)
+    assert select_backend(configs()).adapters is None
 
 
 def test_neither_is_an_error_that_names_both():
@@ -104,7 +117,7 @@ def test_the_chosen_backend_is_made_over_a_model_and_over_a_folder(world, tmp_pa
 
 def run_code(code):
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=600, check=False
     )
 
 

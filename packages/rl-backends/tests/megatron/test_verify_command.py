@@ -113,7 +113,7 @@ def test_the_command_proves_it_with_processes_of_its_own(world, tmp_path):
     world.make_model("Qwen3").config.save_pretrained(tmp_path)
     flags = ["--backend", "megatron", "--ranks", "2", "--tensor-model-parallel-size", "2", "--no-shrink", "--json"]
     command = [sys.executable, "-m", "rl_backends", "verify", str(tmp_path / "config.json"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["holds"]
     assert "the backend is exact" in done.stdout
@@ -263,7 +263,7 @@ def test_verify_without_megatron_says_what_to_install(world, tmp_path):
     world.make_model("Llama").config.save_pretrained(tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     command = [sys.executable, "-m", "rl_backends", "verify", str(tmp_path / "config.json"), "--backend", "megatron"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 2, done.stderr
     assert "the Megatron backend cannot be used: megatron-core is not installed" in done.stderr
     assert 'Install: pip install "rl-backends[megatron]"' in done.stderr

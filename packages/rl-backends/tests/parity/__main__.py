@@ -13,7 +13,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m parity")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, as Markdown")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose names have all these words")
-    parser.add_argument("--usual", action="store_true", help="what the tests run: one layout of three on four ranks")
+    parser.add_argument("--usual", action="store_true", help="what the tests run: on several ranks one layout of three")
     parser.add_argument("--small", action="store_true", help="the selection for older releases of transformers")
     parser.add_argument("--generate-code", action="store_true", help="compile with inductor, and do not only trace")
     parser.add_argument("--launches", type=int, default=20, help="how often to start anew after a rank has died")

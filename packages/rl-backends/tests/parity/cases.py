@@ -4,6 +4,7 @@ A cell is exact (every quantity within its bar) or refused in the words that sta
 """
 
 import dataclasses
+import itertools
 
 import transformers
 
@@ -173,15 +174,18 @@ def whole():
 
 
 def usual():
-    """All on one and two ranks; on four, a layout of each model on each mesh, so that each mesh sees each layout.
+    """All on one rank and all refusals; on several, each model on each mesh once, with layouts that take turns.
 
+    A layout is made of a batch before a mesh is asked, and a mesh by a plan that knows no layout: what is wrong with a
+    model's layout shows on one rank, with a plan under any layout, and what is wrong where two of the three meet (the
+    padding of sequence parallelism, the rows that a context is cut from) in each pair of them, all of which are here.
     Compiled cells of many shapes, half a minute each, are left out.
     """
-    layouts, chosen = list(LAYOUTS), []
-    for each in table():
-        turn = MODELS.index(each.model) + list(MESHES).index(each.mesh)
-        if each.ranks < 4 or each.layout == layouts[turn % len(layouts)]:
-            chosen.append(each)
+    chosen = [each for each in table() if each.refusal is not None or each.ranks == 1 or each.mesh == "EP2"]
+    for mesh, model in itertools.product(MESHES, MODELS):
+        exact = [each for each in table() if (each.mesh, each.model, each.refusal) == (mesh, model, None)]
+        if exact and exact[0] not in chosen:
+            chosen.append(exact[(MODELS.index(model) + list(MESHES).index(mesh)) % len(exact)])
     return [*chosen, *(each for each in apart() if not each.slow)]
 
 

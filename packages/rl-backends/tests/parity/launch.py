@@ -5,13 +5,15 @@ is started anew.
 """
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "launching"))
+
+import forkserver
 
 from parity import problems
 
@@ -67,15 +69,7 @@ def _launch(names, *, ranks, folder, trace_only):
 
 
 def _start(task, log):
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "parity.program", json.dumps(task)],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    return forkserver.start(Path(__file__).with_name("program.py"), task, log=log)
 
 
 def _first_to_die(processes, results):

@@ -1,7 +1,8 @@
 """Claims about exactness: however a model and a batch are cut, the steps are those of one plain process, or refused.
 
-The last cell of the package's matrix runs the table, on four ranks one layout of three; older releases of transformers
-a small selection, one for each thing that a release could break. `PARITY=whole` in the environment runs all of it.
+The last cell of the package's matrix runs the table, on several ranks one layout of three; older releases of
+transformers a small selection, one for each thing that a release could break. `EVERY_TEST=1` in the environment runs
+all of it, and `PARITY=whole` all of it and nothing else that is left out.
 `python -m parity`, in the folder above, runs the whole of it on any release and writes the table.
 """
 
@@ -23,7 +24,7 @@ from parity.document import document
 
 PACKAGE = Path(__file__).parents[2]
 NEWEST = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["tool"]["matrix"]["cells"][-1]["transformers"]
-if os.environ.get("PARITY") == "whole":
+if os.environ.get("EVERY_TEST") == "1" or os.environ.get("PARITY") == "whole":
     CELLS = cases.whole()
 else:
     CELLS = cases.usual() if transformers.__version__.startswith(f"{NEWEST}.") else cases.small()
@@ -31,7 +32,7 @@ else:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of all cells, each number of ranks in one launch."""
+    """Of all cells, each number of ranks in one launch of ranks that are forked."""
     found = launch.run(CELLS, folder=tmp_path_factory.mktemp("parity"))
     print("", document(found), sep="\n")  # `pytest -s` shows it
     return found
@@ -40,6 +41,19 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_steps_are_those_of_one_plain_process_or_refused_by_name(outcomes, cell):
     assert judge.complaints(cell, outcomes[cell.name]) == []
+
+
+def test_the_usual_cells_have_every_two_of_a_model_a_mesh_and_a_layout_that_the_table_has():
+    """So that what is wrong with any two together, or with one, fails in one of them as it would in the whole table."""
+
+    def pairs(cells):
+        met = [((each.model, each.mesh), (each.model, each.layout), (each.mesh, each.layout)) for each in cells]
+        return {pair for each in met for pair in each}
+
+    several = [each for each in cases.table() if each.ranks > 1 and each.refusal is None]
+    assert pairs(each for each in cases.usual() if each in several) == pairs(several)
+    alone = {each.name for each in cases.table() if each.ranks == 1 or each.refusal is not None}
+    assert alone <= {each.name for each in cases.usual()}
 
 
 @pytest.mark.parametrize(("config", "words"), cases.REFUSED_CONFIGURATIONS, ids=str)

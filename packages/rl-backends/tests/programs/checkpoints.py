@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -457,8 +458,10 @@ def fork_ranks(folder, phase, ranks, acts):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def main(folder, phases):
+def main(folder, phases=tuple(PHASES)):
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    folder = Path(folder)
     for family in ("Qwen3", "Phi3", "Qwen3Moe"):  # so that what is imported late is imported once, before the forks
         model = world.make_model(family, **SIZES.get(family, {}))
         row_logp(model, torch.ones(1, 3, dtype=torch.int64)).sum().backward()
@@ -470,4 +473,4 @@ def main(folder, phases):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or list(PHASES))
+    main(sys.argv[1], sys.argv[2:] or PHASES)

@@ -57,32 +57,35 @@ def model_of(case):
     return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
 
 
+def config_of(case):
+    lora = LoraConfig(**case["lora"]) if "lora" in case else None
+    return DTensorConfig(**case["config"], lora_cfg=lora)
+
+
 def asked(case):
     optimizer = OptimizerConfig(lr=1e-3, **case.get("optimizer", {}))
-    lora = LoraConfig(**case["lora"]) if "lora" in case else None
     return {
         "optimizer": optimizer,
-        "lora": lora,
         **{key: case[key] for key in ("reference", "offload_reference") if key in case},
     }
 
 
 def predicted(case, ranks):
-    config = DTensorConfig(**case["config"])
+    config = config_of(case)
     return predict(model_of(case), config, world_size=ranks, lengths=case["lengths"], **asked(case)).as_dict()
 
 
 def measured(case):
     ledger = Ledger()
     step = StepAsked(lengths=tuple(case["lengths"]), **asked(case))
-    config = DTensorConfig(**case["config"])
-    run_step(lambda: DTensorBackend(model_of(case), config, lora=step.lora), step, ledger=ledger)
+    config = config_of(case)
+    run_step(lambda: DTensorBackend(model_of(case), config), step, ledger=ledger)
     return {name: {"num_bytes": peak.total, **peak.by_category} for name, peak in ledger.peaks().items()}
 
 
 def largest(case):
     """Of logp and forward_backward, with the bytes of the largest parameter."""
-    backend = DTensorBackend(model_of(case), DTensorConfig(**case["config"]))
+    backend = DTensorBackend(model_of(case), config_of(case))
     rows = rows_of(case["lengths"])
     found = {"weight": max(world_local(p).nbytes for p in backend.model.parameters())}
     with LargestTensor() as mode:

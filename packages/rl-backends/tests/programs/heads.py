@@ -1,4 +1,4 @@
-"""The ranks of a distributed test: values, scores, entropies and top words of rows, and gradients through them.
+"""The ranks of a distributed test: values, scores, entropies and words of rows, and gradients through them.
 
 Started by test_heads.py, which imports the functions for one rank and for the plain model that all must equal.
 """
@@ -63,6 +63,9 @@ def score_loss(scores, examples, *, num_tokens):
 LOSSES = {"value": value_loss, "score": score_loss}
 
 
+WORDS_OUTPUTS = ("logp_and_entropy", "logp_of_token_ids")
+
+
 def read_classifier(world, task):
     """Values, scores, and of both outputs the gradients and sums."""
     from rl_backends import DTensorBackend, DTensorConfig
@@ -79,14 +82,20 @@ def read_classifier(world, task):
 
 
 def read_language_model(world, task):
-    """Entropies and top words, from logits that nobody makes."""
+    """Entropies, top words, and the gradients through entropies and given words, from logits that nobody makes."""
     from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 
     backend = DTensorBackend(world.make_model(task["family"]), DTensorConfig(**task["config"]))
     backend.start_training(OptimizerConfig(lr=1.0), num_steps=1, temperature=task["temperature"])
-    examples = world.make_examples(rows=task["rows"])
+    examples = world.asking(world.make_examples(rows=task["rows"]))
     top = backend.topk_logits(examples, K)
-    return {"entropy": backend.entropy(examples), "top_logp": top.logp, "top_ids": top.token_ids}
+    result = {"entropy": backend.entropy(examples), "top_logp": top.logp, "top_ids": top.token_ids}
+    of_all = functools.partial(world.words_loss, num_tokens=examples.trainable.sum())
+    for output in WORDS_OUTPUTS:
+        backend.model.zero_grad()
+        sums = backend.forward_backward(examples, of_all, output=output)
+        result[output] = {"loss": sums["loss"], "gradients": gradients_of(backend.model)}
+    return result
 
 
 def be_refused(_, task):

@@ -64,6 +64,17 @@ def batches(examples, rank):
     }
 
 
+def words(asking, examples, rank):
+    """By name, words to ask about that are others on rank 1, or are missing there."""
+    others = asking.token_ids.clone()
+    others[asking.trainable.nonzero(as_tuple=True)] += rank - 1
+    return {
+        "same": asking,
+        "others": dataclasses.replace(asking, token_ids=others.clamp(min=0)),
+        "none": examples if rank else asking,
+    }
+
+
 def main(task):
     from rl_backends import DTensorBackend, DTensorConfig
 
@@ -90,6 +101,9 @@ def main(task):
             results[f"{mesh}, logp, {name}"] = attempt(functools.partial(backend.logp, batch))
             accumulate = functools.partial(backend.forward_backward, batch, loss)
             results[f"{mesh}, forward_backward, {name}"] = attempt(accumulate)
+        for name, batch in words(world.asking(examples), examples, rank).items():
+            accumulate = functools.partial(backend.forward_backward, batch, loss, output="logp_of_token_ids")
+            results[f"{mesh}, words, {name}"] = attempt(accumulate)
         results[f"{mesh}, logp"] = backend.logp(examples)
     torch.save(results, Path(task["folder"]) / f"rank{rank}.pt")
     dist.barrier()

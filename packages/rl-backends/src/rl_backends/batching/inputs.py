@@ -12,7 +12,7 @@ Under context parallelism a rank holds two of 2·cp chunks of each row, as `rl_p
 and predicts the asked tokens that follow one of its own. Packed rows are padded to 2·cp equal chunks each, and cut one
 by one; padded ones all to the longest.
 
-Axes: b rows of a microbatch, w tokens of its longest, t tokens that the model reads at a time, n asked tokens.
+Axes: b rows of a microbatch, w tokens of its longest, t tokens that the model reads at a time, n asked tokens, k words.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-__all__ = ["Layout", "ModelInputs", "SequenceShard", "make_inputs"]
+__all__ = ["Layout", "ModelInputs", "SequenceShard", "SharedPlaces", "make_inputs"]
 
 Layout = Literal["padded", "packed"]
 
@@ -65,6 +65,17 @@ class SequenceShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPlaces:
+    """How attention finds the rows in a pack that has the tokens which rows begin with alike once; see `prefixes`."""
+
+    of_rows: Int[Tensor, " N"]
+    """Place in the pack of each token of each row, row by row."""
+
+    of_pack: Int[Tensor, " t"]
+    """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """Tokens as the model reads them, and the tokens that it is asked about."""
 
@@ -93,12 +104,22 @@ class ModelInputs:
     into: Int[Tensor, " n"]
     """Places of the asked tokens in the flattened examples `[b * w]`."""
 
+    words: Int[Tensor, "n k"] | None = None
+    """Ids of words whose log-probabilities are wanted in each asked token's place, where a loss asks for them."""
+
+    shared: SharedPlaces | None = None
+    """Where `cu_seq_lens` are of rows that share what they begin with; None where each is read by itself."""
+
     def to(self, device: str | torch.device) -> "ModelInputs":
         """The same on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
             for field in fields(self)
         }
+        if self.shared is not None:
+            moved["shared"] = SharedPlaces(
+                of_rows=self.shared.of_rows.to(device), of_pack=self.shared.of_pack.to(device)
+            )
         return replace(self, **moved)
 
     def as_arguments(self) -> dict[str, Any]:
@@ -109,6 +130,8 @@ class ModelInputs:
         if self.cu_seq_lens is not None:
             arguments |= {"cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
             arguments |= {"max_length_q": self.longest, "max_length_k": self.longest}
+        if self.shared is not None:
+            arguments |= {"places_of_rows": self.shared.of_rows, "places_of_pack": self.shared.of_pack}
         return arguments
 
 
@@ -122,6 +145,7 @@ def make_inputs(
     shard: SequenceShard | None = None,
     multiple: int = 1,
     pad_token_id: int = 0,
+    words: Int[Tensor, "b w k"] | None = None,
 ) -> ModelInputs:
     """What the model reads of right-padded rows on the host.
 
@@ -136,6 +160,7 @@ def make_inputs(
         multiple: t, of each rank, is padded to a multiple of it: sequence parallelism needs one of its ranks. Padded
             rows get more columns, packed ones another row of padding alone.
         pad_token_id: what stands for padding; it is seen by nothing that counts.
+        words: ids that are asked about in each asked token's place, besides its own.
     """
     width = tokens.shape[1]
     held = _held(lengths, width, layout=layout, shard=shard, multiple=multiple)
@@ -160,6 +185,7 @@ def make_inputs(
         at=(ends - held)[rows] + place,
         targets=tokens[rows, columns],
         into=rows * width + columns,
+        words=None if words is None else words[rows, columns],
     )
 
 

@@ -28,7 +28,7 @@ SHORT: Mapping[str, Mapping[str, str]] = {
 }
 """Field -> a shorter flag."""
 
-NO_FLAG = ("enabled", "optimizer", "scheduler")
+NO_FLAG = ("enabled", "lora_cfg", "optimizer", "scheduler")
 """What is chosen by --backend, and what is no single value."""
 
 

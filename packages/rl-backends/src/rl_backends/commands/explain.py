@@ -92,13 +92,13 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
     from rl_backends.lora import LoraConfig
     from rl_backends.optimizers import OptimizerConfig
 
-    config = chosen_config(arguments)
+    rank = arguments.lora_rank
+    config = chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank))
     name = arguments.optimizer
     asked = step_asked(
         config,
         world_size=arguments.ranks,
         optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
-        lora=None if arguments.lora_rank is None else LoraConfig(rank=arguments.lora_rank),
         rows=arguments.rows,
         length=arguments.length,
         lengths=None,

@@ -5,7 +5,8 @@ model           class, parameters (elements), config (of transformers, its model
 versions        of torch, transformers and this package
 config          every field of DTensorConfig
 mesh            one object for each axis: axis, ranks, what it does
-numbers         dtype of weights, computation, gradient reduction, and the optimizer's name
+numbers         dtype of trained weights, of frozen ones (null: none are), of computation and gradient reduction, and
+                the optimizer's name
 batch           rows, tokens, layout, microbatches of a rank, and what bounds them
 flops           of a step: model (what its mathematics needs), of all ranks; null where the model does not tell
 memory          a `DryRun`: phases, categories, the largest holders, host memory, collectives, assumptions
@@ -94,6 +95,7 @@ def _plan(plan: ParallelPlan, *, sharded_over: int) -> dict[str, Any]:
 def _numbers(config: DTensorConfig, asked: StepAsked) -> dict[str, Any]:
     return {
         "weights": "float32",
+        "frozen_weights": None if config.lora_cfg is None else config.lora_cfg.base_dtype,
         "computation": config.precision,
         "reduction": "float32",
         "optimizer": None if asked.optimizer is None else asked.optimizer.name,

@@ -12,7 +12,6 @@ from torch import nn
 from rl_backends.dry_run.predict import ask_child, request_of, step_asked
 from rl_backends.dry_run.report import Collective, DryRun, aligned, gib
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
 
 __all__ = ["Explanation", "explain"]
@@ -55,7 +54,6 @@ def explain(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None = ANY_OPTIMIZER,
-    lora: LoraConfig | None = None,
     rows: int | None = None,
     length: int = 2048,
     lengths: Sequence[int] | None = None,
@@ -73,7 +71,6 @@ def explain(
         config,
         world_size=world_size,
         optimizer=optimizer,
-        lora=lora,
         rows=rows,
         length=length,
         lengths=lengths,
@@ -115,7 +112,8 @@ def _mesh(document: Mapping[str, Any]) -> Iterator[str]:
 def _numbers(document: Mapping[str, Any]) -> Iterator[str]:
     numbers, config = document["numbers"], document["config"]
     yield "numbers"
-    yield f"  weights, gradients and optimizer state {numbers['weights']}; computes in {numbers['computation']}"
+    frozen = f", frozen weights {numbers['frozen_weights']}" if numbers["frozen_weights"] else ""
+    yield f"  weights, gradients and optimizer state {numbers['weights']}{frozen}; computes in {numbers['computation']}"
     yield f"  gradients summed in {numbers['reduction']}, {config['reduce_gradients'].replace('_', ' ')}"
     optimizer = f"optimizer {numbers['optimizer']}" if numbers["optimizer"] else "no optimizer"
     checkpointing = f"activation checkpointing {config['activation_checkpointing'] or 'off'}"

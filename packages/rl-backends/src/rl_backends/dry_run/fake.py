@@ -59,6 +59,8 @@ def dry_run_here(
             "this process has a process group, and a dry run needs one of its own that sends nothing: call it before "
             "init_process_group, or name the model (a folder, config.json or hub id), which is run in another process"
         )
+    vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
     name, count = type(skeleton).__name__, sum(parameter.numel() for parameter in skeleton.parameters())
     # A thread of its own: DTensor remembers per thread what it did over which mesh, and a mesh of real ranks would meet
     # what it did over fake ones.
@@ -86,18 +88,17 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
-    on_cpu = replace(config, device="cpu", compile=False)
+    on_cpu = replace(config, device="cpu", compile=False, lora_cfg=None)
     attention: AbstractContextManager[list[Any]] = fused_attention() if config.device == "cuda" else nullcontext([])
     ledger, backends = Ledger(), list[DTensorBackend]()
     counter = CollectiveCounter(lambda: ledger.running)
 
     _forget_floats(skeleton)
-    if asked.lora is not None:  # here, since peft moves modules about, which fake tensors do not bear
-        add_lora(skeleton, asked.lora, seed=0)
+    if config.lora_cfg is not None:  # here, since peft moves modules about, which fake tensors do not bear
+        add_lora(skeleton, config.lora_cfg, seed=0)
 
     def make() -> DTensorBackend:
         backend = DTensorBackend(skeleton, on_cpu, fill=lambda _: None)
-        backend.lora = asked.lora
         backends.append(backend)
         return backend
 
@@ -115,7 +116,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
     return _Told(
         ledger=ledger,
         mesh=sizes_of(mesh),
-        num_microbatches=len(sharded.cut(rows_of(asked.lengths))[0]),
+        num_microbatches=len(sharded.cut(rows_of(asked.lengths, different_tokens=asked.different_tokens))[0]),
         collectives=counter.found(mesh),
         attention_calls=len(calls),
         plan=sharded.plan,

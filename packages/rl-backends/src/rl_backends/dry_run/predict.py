@@ -37,7 +37,6 @@ def predict(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None = None,
-    lora: LoraConfig | None = None,
     rows: int | None = None,
     length: int = 2048,
     lengths: Sequence[int] | None = None,
@@ -55,7 +54,6 @@ def predict(
         config: as for the backend.
         world_size: ranks of the run; none of them is started.
         optimizer: None leaves the optimizer out: no state, no step.
-        lora: train adapters.
         rows: of the whole batch, all of `length` tokens; None takes two microbatches for each rank.
         length: tokens of a row.
         lengths: of each row of the batch, instead of `rows` and `length`.
@@ -75,7 +73,6 @@ def predict(
         config,
         world_size=world_size,
         optimizer=optimizer,
-        lora=lora,
         rows=rows,
         length=length,
         lengths=lengths,
@@ -98,7 +95,6 @@ def step_asked(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None,
-    lora: LoraConfig | None,
     rows: int | None,
     length: int,
     lengths: Sequence[int] | None,
@@ -121,7 +117,6 @@ def step_asked(
     return StepAsked(
         lengths=tuple(lengths),
         optimizer=optimizer,
-        lora=lora,
         temperature=temperature,
         reference=reference,
         offload_reference=offload_reference,
@@ -156,7 +151,11 @@ def request_of(
 
 def config_from_dict(values: Mapping[str, Any]) -> DTensorConfig:
     """The inverse of `asdict`, also after a walk through JSON."""
-    return DTensorConfig(**values)
+    lora = values["lora_cfg"]
+    if lora is not None:
+        given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in lora.items()}
+        lora = LoraConfig(**given)
+    return DTensorConfig(**{**values, "lora_cfg": lora})
 
 
 def step_from_dict(values: Mapping[str, Any]) -> StepAsked:
@@ -165,11 +164,7 @@ def step_from_dict(values: Mapping[str, Any]) -> StepAsked:
     if optimizer is not None:
         tuples = {name: tuple(value) for name, value in optimizer.items() if isinstance(value, list)}
         optimizer = OptimizerConfig(**{**optimizer, **tuples, "muon": MuonConfig(**optimizer["muon"])})
-    lora = values["lora"]
-    if lora is not None:
-        given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in lora.items()}
-        lora = LoraConfig(**given)
-    return StepAsked(**{**values, "lengths": tuple(values["lengths"]), "optimizer": optimizer, "lora": lora})
+    return StepAsked(**{**values, "lengths": tuple(values["lengths"]), "optimizer": optimizer})
 
 
 def ask_child(request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rl_backends.dtensor.backend import DTensorBackend
-from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.reference import ReferenceModel
 from rl_parallel_plans.forecast import Ledger, MemoryTracker, gathered_labels
@@ -35,7 +34,7 @@ from rl_parallel_plans.forecast.tracker import (
 __all__ = ["BETWEEN_STEPS", "REFERENCE", "StepAsked", "rows_of", "run_step"]
 
 DIFFERENT_TOKENS = 32
-"""So many that a mixture's experts all get some; every vocabulary is larger."""
+"""So many that a mixture's experts all get some; fewer where the vocabulary is smaller."""
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
@@ -51,9 +50,6 @@ class StepAsked:
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
 
-    lora: LoraConfig | None = None
-    """Train adapters."""
-
     temperature: float = 1.0
     """Of the log-probabilities."""
 
@@ -62,6 +58,9 @@ class StepAsked:
 
     offload_reference: bool = False
     """Keep that copy in host memory."""
+
+    different_tokens: int = DIFFERENT_TOKENS
+    """Ids of the rows are from 0 to one less."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def run_step(
         ledger: the account to write into.
         also: called with each operator, its arguments and its result.
     """
-    rows, names = rows_of(asked.lengths), dict[nn.Module, str]()
+    rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()
         names.update((module, _place(name)) for name, module in backend.model.named_modules())
@@ -98,7 +97,7 @@ def run_step(
         labelled.enter_context(gathered_labels(tracker, backend.model))
         reference = _prepare(backend, asked, tracker)
         ledger.moment(BETWEEN_STEPS)
-        some = rows_of(_one_microbatch(backend, asked.lengths))
+        some = rows_of(_one_microbatch(backend, asked), different_tokens=asked.different_tokens)
         with ledger.phase("logp"):
             backend.logp(some)
         if reference is not None:
@@ -130,13 +129,13 @@ def _prepare(backend: DTensorBackend, asked: StepAsked, tracker: MemoryTracker) 
     return reference
 
 
-def rows_of(lengths: Sequence[int]) -> _Rows:
-    """Rows of these lengths."""
+def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> _Rows:
+    """Rows of these lengths, with ids below `different_tokens`."""
     width = max(lengths)
     each = torch.tensor(lengths)
     place = torch.arange(width)
     return _Rows(
-        tokens=(place + each[:, None]) % DIFFERENT_TOKENS,
+        tokens=(place + each[:, None]) % different_tokens,
         lengths=each,
         trainable=(place > 0) & (place < each[:, None]),
     )
@@ -157,11 +156,12 @@ def _give_state(backend: DTensorBackend, optimizer: OptimizerConfig, *, temperat
     backend.optim_step()
 
 
-def _one_microbatch(backend: DTensorBackend, lengths: Sequence[int]) -> Sequence[int]:
+def _one_microbatch(backend: DTensorBackend, asked: StepAsked) -> Sequence[int]:
     """Rows that show what all would: without gradients, one microbatch leaves nothing for the next."""
+    lengths = asked.lengths
     if len(set(lengths)) > 1:
         return lengths
-    cut = backend._sharded.cut(rows_of(lengths))  # noqa: SLF001 - ours
+    cut = backend._sharded.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
     return lengths[: max(1, len(lengths) // len(cut[0]))]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rl_backends.agreement import add_up
 from rl_backends.batching.inputs import ModelInputs
 from rl_backends.batching.microbatch import Microbatch, moved
+from rl_backends.batching.words import token_ids_of
 from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.examples import BatchT, TokenBatch
@@ -108,7 +109,8 @@ class GradientAccumulation:
     ) -> tuple[Tensor, Tensor | None]:
         at_the_end = output == "score"
         asked = last_tokens(rows) if at_the_end else rows.trainable
-        inputs = self._sharded.inputs(rows, asked, offset=0 if at_the_end else 1)
+        words = token_ids_of(rows) if output == "logp_of_token_ids" else None
+        inputs = self._sharded.inputs(rows, asked, offset=0 if at_the_end else 1, words=words)
         recording: AbstractContextManager[Any] = nullcontext() if self._watch is None else self._watch.recording()
         with recording:
             read: Tensor = self._sharded.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))

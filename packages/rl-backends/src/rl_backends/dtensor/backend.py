@@ -26,12 +26,10 @@ from rl_backends.dtensor.describing import describe
 from rl_backends.dtensor.head_check import check_head
 from rl_backends.dtensor.reference import copy_of
 from rl_backends.dtensor.sharded_model import ShardedModel
-from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.export import export_pretrained
 from rl_backends.loading import initialise, open_model
 from rl_backends.lora import (
-    LoraConfig,
     MergedWeights,
     adapters_disabled,
     add_lora,
@@ -45,7 +43,16 @@ from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.readers import Head, Reader, has_language_model_head, read_entropy, read_logp, read_top_k, read_value
+from rl_backends.readers import (
+    Head,
+    Reader,
+    has_language_model_head,
+    read_entropy,
+    read_logp,
+    read_top_k,
+    reader_of_words,
+    value_reader,
+)
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, TopKLogp, named_shards
 
@@ -58,8 +65,7 @@ class DTensorBackend:
     Args:
         model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every
             rank. The backend takes it over.
-        config: sharding, device, precision, microbatches.
-        lora: train low-rank adapters and freeze the rest; None trains all weights.
+        config: sharding, device, precision, microbatches, adapters.
         seed: of the first values of adapters.
         fill: for a model on the meta device: what puts weights into its parameters once they are sharded.
 
@@ -74,14 +80,12 @@ class DTensorBackend:
         model: nn.Module,
         config: DTensorConfig,
         *,
-        lora: LoraConfig | None = None,
         seed: int = 0,
         fill: Callable[[nn.Module], object] | None = None,
     ) -> None:
         self.config = config
-        self.lora = lora
-        if lora is not None:
-            add_lora(model, lora, seed=seed)
+        if config.lora_cfg is not None:
+            add_lora(model, config.lora_cfg, seed=seed)
             fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
         self._skeleton = without_weights(model)
         self._sharded = ShardedModel(model, config, fill=fill)
@@ -114,7 +118,6 @@ class DTensorBackend:
         head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
         weights: Literal["pretrained", "random"] = "pretrained",
         new_head: bool = False,
-        lora: LoraConfig | None = None,
         seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -123,12 +126,11 @@ class DTensorBackend:
 
         Args:
             model_name: a folder with `config.json` and safetensors weights, or a hub id.
-            config: sharding, device, precision, microbatches.
+            config: sharding, device, precision, microbatches, adapters.
             head: what the model ends in; "sequence_classification" is a reward or value model of one number.
             weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
                 same weights on every mesh.
             new_head: let a reward or value model's head begin at random, where the folder is a language model's.
-            lora: train low-rank adapters and freeze the rest; None trains all weights.
             seed: of random weights, of a new head and of adapters.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
@@ -139,7 +141,7 @@ class DTensorBackend:
         source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         load = partial(source.load_into, new_head=new_head, seed=seed)
         fill: Callable[[nn.Module], object] = partial(initialise, seed=seed) if weights == "random" else load
-        return cls(source.skeleton(), config, lora=lora, seed=seed, fill=fill)
+        return cls(source.skeleton(), config, seed=seed, fill=fill)
 
     @property
     def model(self) -> nn.Module:
@@ -185,11 +187,11 @@ class DTensorBackend:
 
     def value(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
         """What a value head says of the state before each trainable token, in that token's place; 0 elsewhere."""
-        return self._read(examples, self._value_reader())[0]
+        return self._read(examples, value_reader(self.model))[0]
 
     def score(self, examples: TokenBatch) -> Float[Tensor, " B"]:
         """What a reward head says of each row, at its last token."""
-        return self._read(examples, self._value_reader(), asked=last_tokens(examples), offset=0)[0].sum(1)
+        return self._read(examples, value_reader(self.model), asked=last_tokens(examples), offset=0)[0].sum(1)
 
     def forward_backward(self, examples: BatchT, loss: LossFunction[BatchT], *, output: Output = "logp") -> Sums:
         """Accumulate the gradient of `loss` over all of `examples`; return its metric sums over all of them.
@@ -197,7 +199,8 @@ class DTensorBackend:
         Args:
             examples: the whole batch, the same on every rank.
             loss: of the output of some rows and those rows, to a scalar and named scalars that are added up.
-            output: what `loss` is given: `logp` or `value` [b, w], or `score` [b].
+            output: what `loss` is given: "logp" or "value" [b, w]; "logp_and_entropy" [b, w, 2], as the methods give
+                them; "logp_of_token_ids" [b, w, k], of the words `examples.token_ids`; or "score" [b].
 
         Raises:
             BatchError: the examples cannot be cut into microbatches; no gradient has changed.
@@ -205,8 +208,11 @@ class DTensorBackend:
                 them, also what earlier calls have left, so that a retry does not start from a part of it.
         """
         self._away.require("forward_backward", PASSES)
-        reader = self._value_reader() if output != "logp" else read_logp(self._require_head(), self._temperature)
-        cut = self._sharded.cut(examples)
+        of_values = output in {"value", "score"}
+        reader = (
+            value_reader(self.model) if of_values else reader_of_words(output, self._require_head(), self._temperature)
+        )
+        cut = self._sharded.cut(examples, with_token_ids=output == "logp_of_token_ids")
         asked = torch.ones_like(examples.lengths) if output == "score" else None
         with self._meter.forward_backward(examples, cut, asked=asked):
             own = cut[self._sharded.rank_of_rows]
@@ -262,7 +268,7 @@ class DTensorBackend:
         Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
         """
         self._away.require("shards", WEIGHTS)
-        if self.lora is None:
+        if self.config.lora_cfg is None:
             return list(named_shards(self.model))
         if self._merged is None:
             self._merged = MergedWeights(self.model)
@@ -301,7 +307,7 @@ class DTensorBackend:
             OSError: the disk is full or read-only; `folder` does not exist afterwards.
         """
         self._away.require("save_pretrained", WEIGHTS)
-        if self.lora is None:
+        if self.config.lora_cfg is None:
             export_pretrained(self.model, Path(folder))
         else:
             export_pretrained(self.model, Path(folder), tensors=export_merged(self.model))
@@ -384,11 +390,3 @@ class DTensorBackend:
 
     def _require_head(self) -> Head:
         return Head.of(self.model) if self._head is None else self._head
-
-    def _value_reader(self) -> Reader:
-        if not hasattr(self.model, "score"):
-            raise ModelError(
-                f"{type(self.model).__qualname__} has no head `score` that gives a number; load it with "
-                f"head='sequence_classification'"
-            )
-        return read_value

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices, check_finite
+from rl_backends.lora.config import LoraConfig
 
 __all__ = ["DTensorConfig"]
 
@@ -39,6 +40,9 @@ class DTensorConfig:
     data_parallel_replicate_size: int = 1
     """Groups that hold a whole copy of the shards each (HSDP). 1 shards over all data-parallel ranks (FSDP)."""
 
+    lora_cfg: LoraConfig | None = None
+    """Train low-rank adapters and freeze the rest; None trains all weights. Engines get merged weights either way."""
+
     custom_parallel_plan: str | None = None
     """`package.module:name` of a plan or of a function that makes one, instead of the built-in plan."""
 
@@ -51,6 +55,10 @@ class DTensorConfig:
 
     sequence_packing: bool = False
     """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
+
+    share_prefixes: bool = False
+    """Compute once what rows of one microbatch begin with alike: the prompt of a group of rollouts, and what their
+    answers have in common. Needs `sequence_packing`; the result is the same."""
 
     activation_checkpointing: Literal["full", "selective"] | None = None
     """Recompute each layer's activations in backward: all of them, or all but matrix products and attention."""
@@ -107,6 +115,13 @@ class DTensorConfig:
             yield (
                 "compile=True cannot be combined with tensor_parallel_size > 1: torch.compile cannot trace the hooks "
                 "that complete gradients over tensor-parallel ranks; switch one of them off"
+            )
+        if self.share_prefixes and not self.sequence_packing:
+            yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
+        if self.share_prefixes and self.router_aux_loss_coef > 0:
+            yield (
+                "share_prefixes=True cannot be combined with router_aux_loss_coef > 0, which balances experts within "
+                "each row and would count shared tokens once; switch one of them off"
             )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             yield "sequence_parallel=True needs tensor_parallel_size > 1, whose ranks share the sequence between blocks"

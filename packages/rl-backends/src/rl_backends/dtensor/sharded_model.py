@@ -24,6 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from rl_backends.batching.cut import MicrobatchLimits, cut_all
 from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
 from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.prefixes import make_shared_inputs
+from rl_backends.batching.words import require_token_ids
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
 from rl_backends.errors import ModelError
@@ -127,8 +129,10 @@ class ShardedModel:
         context = self._context
         return None if context is None else SequenceShard(context.get_local_rank(), context.size())
 
-    def cut(self, examples: TokenBatch) -> list[list[Microbatch]]:
+    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
         """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
+
+        with_token_ids: `examples.token_ids` will be asked about.
 
         Raises:
             BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
@@ -136,7 +140,9 @@ class ShardedModel:
         """
         if self.membership.left:
             raise RuntimeError("this backend is closed; make another to compute with")
-        require_same_batch(examples)
+        require_same_batch(examples, with_token_ids=with_token_ids)
+        if with_token_ids:
+            require_token_ids(examples, vocabulary_size=self._vocabulary_size)
         config = self.config
         limits = MicrobatchLimits(
             rows=config.micro_batch_size,
@@ -161,8 +167,18 @@ class ShardedModel:
         """This rank's place in what `cut` returns."""
         return self._rows.get_local_rank()
 
-    def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int = 1) -> ModelInputs:
+    def inputs(
+        self,
+        rows: TokenBatch,
+        asked: Shaped[Tensor, "b w"],
+        *,
+        offset: int = 1,
+        words: Shaped[Tensor, "b w k"] | None = None,
+    ) -> ModelInputs:
         """What the model reads of rows on the host, on the device."""
+        if self.config.share_prefixes:
+            made = make_shared_inputs(rows.tokens, rows.lengths, asked, offset=offset, words=words)
+            return made.to(self.config.device)
         made = make_inputs(
             rows.tokens,
             rows.lengths,
@@ -170,6 +186,7 @@ class ShardedModel:
             layout="packed" if self.config.sequence_packing else "padded",
             offset=offset,
             shard=self.sequence_shard,
+            words=words,
         )
         return made.to(self.config.device)
 

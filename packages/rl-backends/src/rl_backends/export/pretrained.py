@@ -102,7 +102,8 @@ def _default_transforms(skeleton: Any) -> list[Any]:
 def _plan(model: nn.Module, skeleton: Any, *, dtype: torch.dtype | None, adapted: bool) -> list[Group]:
     """What will be written, from shapes alone; the same on every rank."""
     whole = skeleton.state_dict()
-    own = {shard.name: shard.tensor.dtype for shard in named_shards(model)}
+    # What has an adapter around it is X.base_layer, and X again once that is merged.
+    own = {shard.name.replace(".base_layer.", "."): shard.tensor.dtype for shard in named_shards(model)}
     if not adapted and (foreign := sorted(own.keys() - whole.keys())):
         raise ModelError(
             f"{type(skeleton).__name__} has no {', '.join(foreign[:3])}: merge adapters into the weights first, or "

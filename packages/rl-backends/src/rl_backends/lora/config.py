@@ -19,6 +19,7 @@ class LoraConfig:
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __aliases__: ClassVar[dict[str, str]] = {"dim": "rank"}  # NeMo-RL's
 
     rank: int = 16
     """Rows of A and columns of B. More can learn more, and takes memory and bytes of refit in proportion."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rl_backends.agreement import add_up
 from rl_backends.batching.microbatch import Microbatch, moved
+from rl_backends.batching.words import token_ids_of
 from rl_backends.examples import BatchT, TokenBatch
-from rl_backends.losses import LossFunction, Sums, ask
+from rl_backends.losses import LossFunction, Output, Sums, ask
 from rl_backends.megatron.cpu_compat import user_code
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.passes import run_passes, told_by_last_stage
@@ -34,7 +35,13 @@ class GradientAccumulation:
     @torch.inference_mode(mode=False)
     @torch.enable_grad()
     def run(
-        self, examples: BatchT, microbatches: Sequence[Microbatch], loss: LossFunction[BatchT], *, reader: Reader
+        self,
+        examples: BatchT,
+        microbatches: Sequence[Microbatch],
+        loss: LossFunction[BatchT],
+        *,
+        reader: Reader,
+        output: Output,
     ) -> Sums:
         """Add the gradient of `loss` over all microbatches; return the sums of all ranks.
 
@@ -43,7 +50,8 @@ class GradientAccumulation:
         """
         model = self._model
         rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
-        inputs = [model.inputs(each, each.trainable) for each in rows]
+        words = [token_ids_of(each) if output == "logp_of_token_ids" else None for each in rows]
+        inputs = [model.inputs(each, each.trainable, words=asked) for each, asked in zip(rows, words, strict=True)]
         sums: Sums = {}
         failure: Exception | None = None
 

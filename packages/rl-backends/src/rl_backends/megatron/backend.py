@@ -41,7 +41,7 @@ from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.ranks import on_every_rank
-from rl_backends.readers import Head, read_entropy, read_logp, read_top_k
+from rl_backends.readers import Head, read_entropy, read_logp, read_top_k, reader_of_words
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_backends.sameness import require_same_model
 from rl_parallel_plans import TopKLogp
@@ -193,24 +193,25 @@ class MegatronBackend:
 
         Args:
             examples: the whole batch, the same on every rank.
-            loss: of the log-probabilities of some rows and those rows, to a scalar and named scalars, which are added
-                up.
-            output: "logp"; value and reward heads are the DTensor backend's.
+            loss: of the output of some rows and those rows, to a scalar and named scalars that are added up.
+            output: what `loss` is given: "logp" [b, w]; "logp_and_entropy" [b, w, 2]; or "logp_of_token_ids" [b, w, k],
+                of the words `examples.token_ids`. Value and reward heads are the DTensor backend's.
 
         Raises:
             BatchError: the examples cannot be cut into microbatches; no gradient has changed.
             RankError: another rank's loss raised. Whatever raises, on whichever rank, clears the gradient on all of
                 them, also what earlier calls have left, so that a retry does not start from a part of it.
         """
-        if output != "logp":
+        if output in {"value", "score"}:
             raise ValueError(
                 f"output={output!r}: the Megatron backend has language models alone; train reward and value models "
                 f"with policy.dtensor_cfg.enabled=true"
             )
-        cut = self._model.cut(examples)
+        reader = reader_of_words(output, self._head, self._temperature)
+        cut = self._model.cut(examples, with_token_ids=output == "logp_of_token_ids")
         with self._meter.forward_backward(examples, cut, asked=None):
-            reader = read_logp(self._head, self._temperature)
-            return self._accumulation.run(examples, cut[self._model.rank_of_rows], loss, reader=reader)
+            own = cut[self._model.rank_of_rows]
+            return self._accumulation.run(examples, own, loss, reader=reader, output=output)
 
     def optim_step(self) -> float:
         """Clip, update, clear the gradient; return its norm before clipping.

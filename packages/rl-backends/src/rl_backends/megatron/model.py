@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rl_backends.batching.cut import MicrobatchLimits, cut_all
 from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
 from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.words import require_token_ids
 from rl_backends.examples import TokenBatch
 from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.architecture import read_architecture
@@ -104,15 +105,19 @@ class MegatronModel:
     def _multiple(self) -> int:
         return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
-    def cut(self, examples: TokenBatch) -> list[list[Microbatch]]:
+    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
         """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
+
+        with_token_ids: `examples.token_ids` will be asked about.
 
         Raises:
             BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
         """
         if self.groups.left:
             raise RuntimeError("this backend is closed: its process groups are gone; make another one")
-        require_same_batch(examples)
+        require_same_batch(examples, with_token_ids=with_token_ids)
+        if with_token_ids:
+            require_token_ids(examples, vocabulary_size=self.architecture.vocab_size)
         limits = MicrobatchLimits(
             rows=self.config.micro_batch_size,
             tokens=self.config.micro_batch_tokens,
@@ -126,7 +131,9 @@ class MegatronModel:
             vocabulary_size=self.architecture.vocab_size,
         )
 
-    def inputs(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"]) -> ModelInputs:
+    def inputs(
+        self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, words: Shaped[Tensor, "b w k"] | None = None
+    ) -> ModelInputs:
         """What the model reads of rows on the host, on the device."""
         context = self.groups.cp
         made = make_inputs(
@@ -136,6 +143,7 @@ class MegatronModel:
             layout="packed" if self.config.sequence_packing else "padded",
             shard=None if context.size() == 1 else SequenceShard(context.rank(), context.size()),
             multiple=self._multiple,
+            words=words,
         )
         return made.to(self.config.device)
 

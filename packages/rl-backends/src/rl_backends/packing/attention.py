@@ -44,6 +44,8 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
+    places_of_rows: Tensor | None = None,
+    places_of_pack: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Each token's attention to those of its row up to itself, as transformers' attention functions return it.
@@ -62,6 +64,9 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
         cu_seq_lens_q: int32 [rows + 1], where each row begins, and the end of the last.
         max_length_q: tokens of the longest row.
         is_causal: overrules the module's own attribute; False is refused.
+        places_of_rows: int64 [N], where rows share what they begin with: the place in the pack of each token of each
+            row. `cu_seq_lens_q` and `max_length_q` are then of these.
+        places_of_pack: int64 [S], the reverse: one of the rows' tokens that is read in each place of the pack.
         **others: what transformers hands to all its attentions.
 
     Returns [1, S, Q, E], and None for weights.
@@ -76,15 +81,20 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
         )
     _refuse_what_is_left_out(module, attention_mask, dropout=dropout, is_causal=is_causal, others=others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    tensors = _at(places_of_rows, (query, key, value))
     if softcap is None and s_aux is None and _has_kernel(query, value):
-        out = _in_one_kernel(
-            (query, key, value), cu_seq_lens_q, longest=max_length_q, scale=scale, window=sliding_window
-        )
+        out = _in_one_kernel(tensors, cu_seq_lens_q, longest=max_length_q, scale=scale, window=sliding_window)
     else:
-        out = _row_by_row(
-            (query, key, value), cu_seq_lens_q, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
-        )
-    return out[None], None
+        out = _row_by_row(tensors, cu_seq_lens_q, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return (out if places_of_pack is None else out.index_select(0, places_of_pack))[None], None
+
+
+def _at(places: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of each token of each row, where rows share some."""
+    if places is None:
+        return tensors
+    query, key, value = (tensor.index_select(2, places) for tensor in tensors)
+    return query, key, value
 
 
 def _refuse_what_is_left_out(

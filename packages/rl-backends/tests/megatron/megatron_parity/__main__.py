@@ -1,6 +1,7 @@
 """`python -m megatron_parity [--write FILE] [--only WORDS] [--usual]`: run and print the table; 1 if one is wrong."""
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ def main():
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the section into this file, as Markdown")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose names have all these words")
     parser.add_argument("--usual", action="store_true", help="what the tests run")
+    parser.add_argument("--outcomes", type=Path, metavar="FILE", help="write what the cells came to into it, as JSON")
     parser.add_argument("--launches", type=int, default=20, help="how often to start anew after a rank has failed")
     arguments = parser.parse_args()
     cells = cases.usual() if arguments.usual else cases.whole()
@@ -27,6 +29,8 @@ def main():
             launches=arguments.launches,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
+    if arguments.outcomes is not None:
+        arguments.outcomes.write_text(json.dumps(outcomes))
     if arguments.write is not None:
         write(outcomes, arguments.write)
     print(document(outcomes))

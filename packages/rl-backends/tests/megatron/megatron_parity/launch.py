@@ -39,7 +39,7 @@ def _launch(cells, *, folder):
             lambda rank: program.run_cells(cells, folder, results[rank]),
             ranks=ranks,
             folder=place,
-            deadline_s=60 + 5 * len(cells),
+            deadline_s=120 + 20 * len(cells),
         )
     except forked.RanksFailedError as error:
         why = str(error)

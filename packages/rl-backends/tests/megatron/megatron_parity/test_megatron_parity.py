@@ -1,10 +1,16 @@
 """Claims about exactness: however Megatron lays a model over ranks, the steps are those of one plain process.
 
-`PARITY=whole` in the environment runs the whole table, and otherwise each model once on each layout over ranks.
-`python -m megatron_parity`, in the folder above, runs the whole of it and writes the table.
+`EVERY_TEST=1` or `PARITY=whole` in the environment runs the whole table, and otherwise each model once on each layout
+over ranks. `python -m megatron_parity`, in the folder above, runs the whole of it and writes the table; the tests run
+it too, because in their own process the shapes of every call are checked, at twice the cost of all that it does. They
+are checked under each layout by test_backend_ranks.py.
 """
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +19,21 @@ from megatron_parity import cases, judge, launch
 from megatron_parity.document import document
 from megatron_parity.problems import Problem
 
-CELLS = cases.whole() if os.environ.get("PARITY") == "whole" else cases.usual()
+WHOLE = os.environ.get("EVERY_TEST") == "1" or os.environ.get("PARITY") == "whole"
+CELLS = cases.whole() if WHOLE else cases.usual()
 
 
 @pytest.fixture(scope="module")
-def outcomes(imported, tmp_path_factory):
+def outcomes(tmp_path_factory):
     """Of all cells, each layout over ranks in one launch."""
-    found = launch.run(CELLS, folder=tmp_path_factory.mktemp("megatron_parity"))
+    file = tmp_path_factory.mktemp("megatron_parity") / "outcomes.json"
+    options = ["--outcomes", str(file), "--launches", "3", *([] if WHOLE else ["--usual"])]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_parity", *options]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=2400, check=False
+    )
+    assert file.exists(), done.stderr
+    found = json.loads(file.read_text())
     print("", document(found), sep="\n")  # `pytest -s` shows it
     return found
 
