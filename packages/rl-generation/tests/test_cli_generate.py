@@ -364,7 +364,7 @@ def test_a_termination_signal_ends_a_run_between_two_chunks_or_in_one_and_it_goe
 
 
 def wait_for_a_chunk(output, *, give_up):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (output.exists() and output.stat().st_size) and not give_up():
         assert time.monotonic() < deadline
         time.sleep(0.01)

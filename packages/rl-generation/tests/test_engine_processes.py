@@ -19,7 +19,7 @@ from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.processes import EngineProcesses
 from rl_generation.vllm.timeouts import sample_timeout_s, timeout_error
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 PROGRAMS = Path(__file__).parent / "programs"
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -32,15 +32,18 @@ def process(monkeypatch):
 
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=holding.hold, args=(theirs,), name="EngineCore")
+    leftovers = Leftovers([])
     process.start()
     try:
         assert ours.poll(PATIENCE_S)
         memory, lock = ours.recv()
         process.files = [Path("/dev/shm", memory.lstrip("/")), Path("/dev/shm", f"sem.{lock.lstrip('/')}")]
+        leftovers = Leftovers([process.pid])
         yield process
     finally:
         process.kill()
         process.join(PATIENCE_S)
+        leftovers.remove()
 
 
 def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd):
@@ -108,7 +111,7 @@ def test_an_engine_that_failed_without_dying_is_dead_all_the_same(process, monke
 
 def test_a_script_that_would_start_engines_within_engines_is_told():
     script = PROGRAMS / "unguarded.py"
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=True)
     assert (
         'refused: the processes of an engine import the script that makes it: make it under `if __name__ == "__main'
         in run.stderr

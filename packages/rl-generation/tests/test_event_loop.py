@@ -10,7 +10,7 @@ import pytest
 from rl_generation.errors import EngineDeadError
 from rl_generation.vllm.event_loop import EventLoop
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def watched(readings, **options):
     """A timeline of all of these."""
     engine = Scripted(readings)
     with MetricsTimeline(engine, interval_s=0.001, **options) as timeline:
-        assert engine.all_shown.wait(30)
+        assert engine.all_shown.wait(60)
     return timeline
 
 
@@ -146,7 +146,7 @@ def test_an_engine_that_is_dead_is_told_at_once():
 def test_what_the_block_raises_comes_first_and_keeps_word_of_the_other():
     engine = Scripted([reading(0.0), EngineDeadError("killed")])
     with pytest.raises(KeyError) as caught, MetricsTimeline(engine, interval_s=0.001):
-        {}["prompt" if engine.all_shown.wait(30) else "nothing was read"]
+        {}["prompt" if engine.all_shown.wait(60) else "nothing was read"]
     assert "killed" in caught.value.__notes__[0]
 
 
@@ -157,7 +157,7 @@ def test_a_reading_that_hangs_ends_in_an_error():
         def metrics(self):
             if self.shown == 1:
                 self.asked.set()
-                assert self.let_go.wait(30)
+                assert self.let_go.wait(60)
             return super().metrics()
 
     engine = Stuck([reading(0.0), reading(1.0)])
@@ -165,10 +165,10 @@ def test_a_reading_that_hangs_ends_in_an_error():
         pytest.raises(TimeoutError, match=r"stop_timeout_s=0\.05"),
         MetricsTimeline(engine, interval_s=0.001, stop_timeout_s=0.05),
     ):
-        assert engine.asked.wait(30)
+        assert engine.asked.wait(60)
     engine.let_go.set()
     for thread in watching_threads():
-        thread.join(30)
+        thread.join(60)
     assert not watching_threads()
 
 

@@ -26,7 +26,7 @@ KEY = "a-key-of-the-test"
 LONG = serving.ANSWER | {"max_tokens": 150}
 STREAM = LONG | {"stream": True}
 SHORT = serving.ANSWER | {"max_tokens": 2}
-TIGHT = ServerLimits(max_body_bytes=2000, body_timeout_s=0.5, max_requests_in_flight=1, retry_after_s=7)
+TIGHT = ServerLimits(max_body_bytes=2000, body_timeout_s=3.0, max_requests_in_flight=1, retry_after_s=7)
 
 
 @pytest.fixture(scope="module")

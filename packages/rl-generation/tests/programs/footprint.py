@@ -16,7 +16,7 @@ from pathlib import Path
 
 MARK = "RL_GENERATION_FOOTPRINT"
 """Environment variable with a value that nothing else has, given to the program by whoever starts it."""
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 LISTENS = "0A"
 

@@ -14,7 +14,7 @@ from rl_generation.streaming import Streamer
 from rl_generation.transformers_engine import TransformersEngine
 
 MODEL = "tiny"
-DEADLINE_S = 60
+DEADLINE_S = 120
 ANSWER = {"model": MODEL, "prompt": [5, 6, 7], "ignore_eos": True, "seed": 0}
 
 

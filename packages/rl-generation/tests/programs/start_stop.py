@@ -121,7 +121,7 @@ def cycle(kind: str, path: str) -> list[weakref.ref]:
 
 def settle(before: Footprint) -> None:
     """Wait a little for threads that have ended to be gone: Python says so before the system does."""
-    deadline = time.monotonic() + 0.5
+    deadline = time.monotonic() + 10.0
     while sum(threads().values()) > sum(before.threads.values()) and time.monotonic() < deadline:
         time.sleep(0.005)
 

@@ -13,7 +13,7 @@ if find_spec("vllm") is None:
 import safetensors.torch
 import tiny
 import torch
-from watching import living, taken
+from watching import left_of, living, shared_memory, taken
 
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.sampling import Sampling
@@ -45,10 +45,11 @@ def test_two_replicas_are_one_engine(checkpoints, tmp_path):
     async def inside():
         with VllmAsyncEngine(options) as engine:
             await ask(engine, tmp_path)
-            return engine.process_ids
+            return engine.process_ids, shared_memory(engine.process_ids)
 
-    processes = asyncio.run(inside())
+    processes, files = asyncio.run(inside())
     assert living(processes) == []
+    assert left_of(files) == set()
     assert taken() <= before
 
 

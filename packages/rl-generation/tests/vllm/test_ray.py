@@ -11,6 +11,7 @@ for name in ("vllm", "ray"):
         pytest.skip(f"{name} is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
 
 import tiny
+from watching import living
 
 from rl_generation.sampling import Sampling
 
@@ -74,4 +75,4 @@ def test_an_engine_in_an_actor_answers_takes_new_weights_and_ends(actor, checkpo
             assert rollout.logp == pytest.approx(tiny.chosen(logits.log_softmax(-1), rollout.tokens), abs=1e-4)
             assert rollout.version == version
     actor("close")
-    assert not tiny.living(processes)
+    assert not living(processes)

@@ -141,8 +141,8 @@ class RunningLLM:
         dead = self.health.death is not None
         self._events.run(self._end())
         self.llm.shutdown(timeout=1.0 if dead else SHUTDOWN_TIMEOUT_S)
-        self._leftovers.remove()
         self._processes.end(timeout_s=1.0 if dead else SHUTDOWN_TIMEOUT_S)
+        self._leftovers.remove()
         self._events.run(_settle(self.llm))
         _terminate(self.llm.engine_core.resources.ctx)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,7 +1,5 @@
 """Tiny models of five architectures with a tokenizer, options of engines of them, and what a plain forward says."""
 
-from pathlib import Path
-
 import torch
 
 VOCAB_SIZE = 260
@@ -115,21 +113,3 @@ def cut_logp(logits, *, temperature=1.0, top_p=1.0):
 def chosen(logp, tokens):
     """Of `[T, V]`, the entries of `tokens`, as floats."""
     return logp[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
-
-
-def living(processes):
-    """Of process ids, the files of those that run, and are not waiting to be reaped by whoever adopted them."""
-    stats = [Path(f"/proc/{process}/stat") for process in processes]
-    return [stat for stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
-
-
-def orphaned_shared_memory():
-    """Names of vLLM's files in shared memory that no living process has mapped."""
-    files = {each.name for each in Path("/dev/shm").iterdir() if each.name.startswith(("psm_", "vllm_dist_"))}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            mapped = maps.read_text()
-        except OSError:
-            continue  # it ended
-        files = {name for name in files if f"/dev/shm/{name}" not in mapped}
-    return sorted(files)

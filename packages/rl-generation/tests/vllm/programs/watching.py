@@ -1,4 +1,7 @@
-"""What an engine has taken of the machine, and waiting for something to become so, with a deadline."""
+"""What an engine has taken of the machine, and waiting for something to become so, with a deadline.
+
+Other programs may take and leave what they like meanwhile: only what the engine's own processes have mapped counts.
+"""
 
 import os
 import threading
@@ -7,9 +10,8 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 60.0
-OURS = ("psm_", "vllm_dist_", "sem.mp-")
-"""What Python and vLLM call their files in shared memory."""
+PATIENCE_S = 120.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def until(condition, *, timeout_s=PATIENCE_S):
@@ -22,12 +24,25 @@ def until(condition, *, timeout_s=PATIENCE_S):
 
 
 def taken():
-    """Shared memory that no living process has mapped, listening ports and threads of this process."""
-    mapped = {number for process in Path("/proc").iterdir() if process.name.isdigit() for number in _mapped(process)}
-    files = {each.name for each in os.scandir("/dev/shm") if each.name.startswith(OURS) and each.inode() not in mapped}
-    ports = {each.laddr for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    """Ports that this process listens on, and threads and processes of an engine in it."""
+    own = psutil.Process()
+    ports = {each.laddr for each in own.net_connections("inet") if each.status == psutil.CONN_LISTEN}
     threads = {each for each in threading.enumerate() if "rl-generation" in each.name}
-    return files | ports | threads
+    workers = {each.pid for each in own.children(recursive=True) if "resource_tracker" not in " ".join(each.cmdline())}
+    return ports | threads | set(living(workers))
+
+
+def shared_memory(process_ids):
+    """Inode and name of each file in shared memory that one of these processes has mapped; some, if any lives."""
+    mapped = {number for process_id in process_ids for number in _mapped(Path(f"/proc/{process_id}"))}
+    found = {(each.inode(), each.name) for each in os.scandir(SHARED_MEMORY) if each.inode() in mapped}
+    assert found or not living(process_ids), "no process of an engine has mapped any shared memory"
+    return found
+
+
+def left_of(files):
+    """Those of `shared_memory` that are still there."""
+    return files & {(each.inode(), each.name) for each in os.scandir(SHARED_MEMORY)}
 
 
 def folder(engine):
@@ -37,7 +52,7 @@ def folder(engine):
 
 def living(process_ids):
     """Those that have not ended."""
-    return [each for each in process_ids if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"]
+    return [each for each in process_ids if _runs(each)]
 
 
 class Call:
@@ -61,6 +76,13 @@ class Call:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "it hangs"
         return self.error
+
+
+def _runs(process_id):
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _mapped(process):
