@@ -1,4 +1,4 @@
-"""What GRPO's own arithmetic costs: its loss and gradient on logp, against a bare sum of the same tensor.
+"""What a policy-gradient loss costs of its own: loss, gradient and metrics on logp, against a bare sum.
 
 The last line is JSON with every figure.
 """
@@ -11,19 +11,35 @@ import time
 import torch
 
 from rl_algorithms import grpo
+from rl_algorithms.aggregation import Counts
+from rl_algorithms.corrections import CorrectionConfig
+from rl_algorithms.objective import KLConfig, Objective, RatioConfig
+from rl_algorithms.policy_gradient import loss
 
 SHAPES = [(64, 21), (512, 1024)]
 ROUNDS = 15
+OBJECTIVES = {
+    "dapo": grpo.dapo(),
+    "gspo": grpo.gspo(),
+    "everything": Objective(
+        ratio=RatioConfig(proximal="recomputed", dual_clip=3.0),
+        correction=CorrectionConfig(weight="token", geometric_low=0.99, geometric_high=1.01),
+        kl=KLConfig(weight=0.01),
+    ),
+}
 
 
 def make_examples(rows: int, width: int) -> grpo.Examples:
     """Random tokens, the last three quarters of each row trainable."""
+    logp_old = -torch.rand(rows, width)
     return grpo.Examples(
         tokens=torch.randint(0, 50, (rows, width)),
         lengths=torch.full((rows,), width),
         trainable=(torch.arange(width) >= width // 4).expand(rows, width),
-        logp_old=-torch.rand(rows, width),
-        advantage=torch.randn(rows),
+        advantage=torch.randn(rows, 1).expand(rows, width).contiguous(),
+        logp_old=logp_old,
+        logp_proximal=logp_old + 0.01 * torch.randn(rows, width),
+        logp_ref=logp_old + 0.1 * torch.randn(rows, width),
     )
 
 
@@ -39,28 +55,32 @@ def bare_sum(logp: torch.Tensor, examples: grpo.Examples) -> torch.Tensor:
     return (logp * examples.trainable).sum()
 
 
-def grpo_loss(logp: torch.Tensor, examples: grpo.Examples) -> torch.Tensor:
+def with_objective(logp: torch.Tensor, examples: grpo.Examples, objective: Objective) -> torch.Tensor:
     """The loss that the policy calls, metrics included."""
-    config = grpo.GRPOConfig(max_num_steps=1)
-    return grpo._loss(logp, examples, config=config, num_tokens=examples.trainable.sum())[0]
+    return loss(logp, examples, objective=objective, counts=Counts.of(examples.trainable))[0]
 
 
 def main() -> None:
-    """Time both side by side, alternating, and print medians."""
+    """Time all side by side, alternating, and print medians."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    figures = {}
-    print(f"{'rows x tokens':>16} {'bare sum':>12} {'GRPO loss':>12} {'ratio':>8}")
+    figures: dict[str, object] = {}
     for rows, width in SHAPES:
         examples = make_examples(rows, width)
         logp = (examples.logp_old + 0.1 * torch.randn(rows, width)).requires_grad_()
-        times = [
-            [milliseconds(functools.partial(function, logp, examples)) for function in (bare_sum, grpo_loss)]
-            for _ in range(ROUNDS)
-        ]
-        bare, loss = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{f'{rows} x {width}':>16} {bare:>9.3f} ms {loss:>9.3f} ms {loss / bare:>7.1f}x")
-        figures[f"{rows}x{width}"] = {"bare_sum_ms": bare, "grpo_loss_ms": loss, "ratio": loss / bare}
+        functions = {"bare_sum": functools.partial(bare_sum, logp, examples)} | {
+            name: functools.partial(with_objective, logp, examples, objective) for name, objective in OBJECTIVES.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in functions}
+        for _ in range(ROUNDS):
+            for name, function in functions.items():
+                times[name].append(milliseconds(function))
+        medians = {name: statistics.median(each) for name, each in times.items()}
+        for name, median in medians.items():
+            ratio = median / medians["bare_sum"]
+            token = 1e6 * median / examples.tokens.numel()
+            print(f"{rows} x {width}  {name:<12} {median:>9.3f} ms {ratio:>7.1f}x  {token:.1f} ns a token")
+        figures[f"{rows}x{width}"] = medians
     print(json.dumps({"torch": torch.__version__, **figures}))
 
 

@@ -7,12 +7,22 @@ install_import_hook(
 )  # shapes are checked in tests and only there; before the first import
 
 import dataclasses
+import os
 
+import hypothesis
 import pytest
 import torch
 
 from rl_algorithms.chat import Chat
 from rl_algorithms.data import make_row
+
+hypothesis.settings.register_profile(
+    "rl-algorithms",
+    deadline=None,  # timings decide nothing
+    max_examples=100 if os.environ.get("EVERY_TEST") == "1" else 25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("rl-algorithms")
 
 STOP = 1
 VOCABULARY = 6
@@ -30,7 +40,7 @@ class Characters:
     def __call__(self, text, *, add_special_tokens):
         return {"input_ids": [2 + int(character) for character in text]}
 
-    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
+    def apply_chat_template(self, conversation, **options):
         raise AssertionError("there is no template")
 
     def decode(self, token_ids, *, skip_special_tokens):
@@ -41,26 +51,40 @@ class Characters:
 class Table:
     """`logits[t]` for position t, whatever came before: exact, instant, no model. `cut` rows a microbatch."""
 
-    def __init__(self, *, length=8, lr=2.0, cut=10**9, seed=0):
+    def __init__(self, *, length=8, lr=2.0, cut=10**9, seed=0, vocabulary=VOCABULARY):
         generator = torch.Generator().manual_seed(seed)
-        self.logits = (0.1 * torch.randn(length, VOCABULARY, generator=generator, dtype=torch.float64)).requires_grad_()
+        self.logits = (0.1 * torch.randn(length, vocabulary, generator=generator, dtype=torch.float64)).requires_grad_()
         self.lr, self.cut, self.version, self.grad = lr, cut, 0, None
+
+    def distribution(self, examples):
+        return self.logits.log_softmax(-1)[: examples.tokens.shape[1]]
 
     def token_logp(self, examples):
         width = examples.tokens.shape[1]
-        logp = self.logits.log_softmax(-1)[torch.arange(width), examples.tokens]
+        logp = self.distribution(examples)[torch.arange(width), examples.tokens]
         return torch.where(examples.trainable, logp, 0.0)
+
+    def output(self, examples, which):
+        distribution = self.distribution(examples)
+        if which == "logp":
+            return self.token_logp(examples)
+        if which == "logp_and_entropy":
+            entropy = -(distribution.exp() * distribution).sum(-1).expand(examples.tokens.shape)
+            return torch.stack([self.token_logp(examples), torch.where(examples.trainable, entropy, 0.0)], dim=-1)
+        rows, tokens, _ = examples.token_ids.shape
+        asked = distribution.expand(rows, tokens, -1).gather(-1, examples.token_ids)
+        return torch.where(examples.trainable[..., None], asked, 0.0)
 
     @torch.no_grad()
     def logp(self, examples):
         return self.token_logp(examples)
 
-    def forward_backward(self, examples, loss):
+    def forward_backward(self, examples, loss, output="logp"):
         sums = {}
         for start in range(0, len(examples.tokens), self.cut):
             rows = {f.name: getattr(examples, f.name)[start : start + self.cut] for f in dataclasses.fields(examples)}
             microbatch = type(examples)(**rows)
-            value, parts = loss(self.token_logp(microbatch), microbatch)
+            value, parts = loss(self.output(microbatch, output), microbatch)
             value.backward()
             for name, part in parts.items():
                 sums[name] = sums.get(name, 0) + part
@@ -75,11 +99,18 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+    version: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampled:
     tokens: tuple
     logp: tuple
     truncated: bool
-    version: int
+    versions: tuple
 
 
 class TableEngine:
@@ -104,7 +135,7 @@ class TableEngine:
             token = int(torch.multinomial(distribution.exp(), 1, generator=self.generator))
             tokens.append(token)
             logp.append(distribution[token].item())
-        return Sampled(tuple(tokens), tuple(logp), STOP not in tokens, self.version)
+        return Sampled(tuple(tokens), tuple(logp), STOP not in tokens, (Span(self.version, 0, len(tokens)),))
 
 
 @pytest.fixture(scope="session")

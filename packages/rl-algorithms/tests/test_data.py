@@ -36,6 +36,10 @@ def test_rows_keep_every_column_and_know_their_line(tmp_path):
         ('{"prompt": "a", "level": ' + "9" * 5000 + "}", "2: cannot be read"),
         ('{"prompt": "a", "level": ' + "[" * 100000 + "}", "2: cannot be read"),
         ('{"prompt": "a", "answer": "\\ud800"}', "2: cannot be read"),
+        ('{"prompt": "a", "prompt": "b"}', r"2: cannot be read \('prompt' occurs twice in one object"),
+        ('{"prompt": "a", "level": {"x": 1, "x": 1}}', r"2: cannot be read \('x' occurs twice"),
+        ('{"prompt": "a", "level": NaN}', r"2: cannot be read \(NaN is no JSON; write null"),
+        ('{"prompt": "a", "level": [-Infinity]}', r"2: cannot be read \(-Infinity is no JSON"),
         ({"prompt": 3}, "2: field 'prompt' must be text or a list of messages"),
         ({"prompt": [{"role": "user"}]}, r"2: field 'prompt\[0\]' must have a text"),
         ({"prompt": "a", "answer": 4}, "2: field 'answer' must be text, found int 4"),
@@ -74,6 +78,12 @@ def test_an_overlap_is_refused():
     rows = rows_of("abc")
     with pytest.raises(DataError, match="row 2: the held-out prompt 'c' is also trained on"):
         Dataset(train=rows, held_out=rows[2:], demonstrations=[])
+
+
+@pytest.mark.parametrize("share", [-1.0, 0.0, 1.0, 5.0, float("nan")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match=f"share={share} must be between 0 and 1"):
+        split_held_out(rows_of("abc"), share=share, seed=0)
 
 
 def test_one_distinct_prompt_cannot_be_split():

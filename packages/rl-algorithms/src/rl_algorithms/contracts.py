@@ -3,12 +3,12 @@
 Knows no engine, no backend, no process group. `rl_backends`, `rl_generation` and `rl_refit` have classes that match;
 so may yours, in about forty lines.
 
-Axes: B rows (P prompts x G rollouts, or pairs), T tokens.
+Axes: B rows (P prompts x G rollouts, or pairs), T tokens, K words of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,28 +16,41 @@ from torch import Tensor
 __all__ = [
     "Conversation",
     "Engine",
+    "EntropyPolicy",
     "Environment",
     "EnvironmentReturn",
+    "EpisodeStart",
     "LossFn",
     "Message",
     "Policy",
+    "Reference",
     "RefitReport",
+    "ResettingEnvironment",
     "Rollout",
+    "ScoreModel",
+    "Student",
     "Sums",
+    "Teacher",
     "TokenBatch",
+    "TopKLogp",
+    "ValueModel",
+    "VersionSpan",
     "WeightSync",
 ]
 
 Sums: TypeAlias = dict[str, Tensor]
 """Metric numerators, summed over rows; dividing by the step's global count is the caller's last act."""
 
-Message: TypeAlias = dict[str, str]
-"""One turn of a conversation: `{"role": "user", "content": "..."}`."""
+Message: TypeAlias = dict[str, Any]
+"""One turn of a conversation: `{"role": "user", "content": "..."}`, and `tool_calls` where there are any."""
+
+
+# -- What trains ---------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class TokenBatch(Protocol):
-    """What a policy needs to find in examples: a frozen dataclass whose tensors are `[B]` or `[B, T]`.
+    """What a policy needs to find in examples: a frozen dataclass of tensors with the axes B, then T if they have more.
 
     Rows are right-padded. A policy may cut B anywhere between units of `rows_per_unit` rows, drop padding, and
     spread rows over ranks; the loss is written so that none of this changes the result.
@@ -62,7 +75,16 @@ class TokenBatch(Protocol):
 BatchT = TypeVar("BatchT", bound=TokenBatch)
 
 LossFn: TypeAlias = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]
-"""`(logp [B T], examples) -> (loss [], sums)`: the part of the step's loss that these rows contribute."""
+"""`(output, examples) -> (loss [], sums)`: the part of the step's loss that these rows contribute. The output is the
+log-probabilities [B, T], or what `output=` of `forward_backward` asked for."""
+
+
+@runtime_checkable
+class Reference(Protocol):
+    """A frozen model that only gives log-probabilities."""
+
+    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """Log-probability of each trainable token given those before it; 0 elsewhere. No gradient."""
 
 
 @runtime_checkable
@@ -83,6 +105,95 @@ class Policy(Protocol):
 
 
 @runtime_checkable
+class EntropyPolicy(Policy, Protocol):
+    """A policy whose losses may look at the entropy of each token's distribution: for an entropy bonus."""
+
+    def forward_backward(
+        self, examples: BatchT, loss: LossFn[BatchT], *, output: Literal["logp", "logp_and_entropy"] = "logp"
+    ) -> Sums:
+        """As `Policy`'s; with `"logp_and_entropy"` the loss is given both, stacked to [B, T, 2]."""
+
+
+@runtime_checkable
+class ValueModel(Protocol):
+    """What predicts the return from each state: the critic of PPO."""
+
+    def value(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """The value of the state before each trainable token, in that token's place; 0 elsewhere. No gradient."""
+
+    def forward_backward(self, examples: BatchT, loss: LossFn[BatchT], *, output: Literal["value"]) -> Sums:
+        """As `Policy`'s; the loss is given the values [B, T]."""
+
+    def optim_step(self) -> float:
+        """As `Policy`'s."""
+
+
+@runtime_checkable
+class ScoreModel(Protocol):
+    """What scores a whole row: a reward model."""
+
+    def score(self, examples: TokenBatch) -> Float[Tensor, " B"]:
+        """The score of each row, read at its last token. No gradient."""
+
+    def forward_backward(self, examples: BatchT, loss: LossFn[BatchT], *, output: Literal["score"]) -> Sums:
+        """As `Policy`'s; the loss is given the scores [B]."""
+
+    def optim_step(self) -> float:
+        """As `Policy`'s."""
+
+
+@runtime_checkable
+class TopKLogp(Protocol):
+    """The most probable words in each token's place."""
+
+    @property
+    def logp(self) -> Float[Tensor, "B T K"]:
+        """Their log-probabilities, normalised over the whole vocabulary; 0 where nothing is trainable."""
+
+    @property
+    def token_ids(self) -> Int[Tensor, "B T K"]:
+        """Which words they are."""
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """What is distilled from."""
+
+    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+        """The `k` most probable words in each trainable token's place. No gradient."""
+
+
+@runtime_checkable
+class Student(Policy, Protocol):
+    """A policy whose losses may look at the log-probabilities of words that were not sampled."""
+
+    def forward_backward(
+        self, examples: BatchT, loss: LossFn[BatchT], *, output: Literal["logp", "logp_of_token_ids"] = "logp"
+    ) -> Sums:
+        """As `Policy`'s; with `"logp_of_token_ids"` the loss is given those of `examples.token_ids`: [B, T, K]."""
+
+
+# -- What samples --------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class VersionSpan(Protocol):
+    """Which weights made the tokens from `start` to before `end` of an answer."""
+
+    @property
+    def version(self) -> int:
+        """How many optimizer steps they had seen."""
+
+    @property
+    def start(self) -> int:
+        """The first of the tokens, counted from the start of the answer."""
+
+    @property
+    def end(self) -> int:
+        """One after the last."""
+
+
+@runtime_checkable
 class Rollout(Protocol):
     """One sampled answer, as the engine produced it."""
 
@@ -99,8 +210,8 @@ class Rollout(Protocol):
         """Whether the token limit, not a stop token, ended the answer."""
 
     @property
-    def version(self) -> int:
-        """How many optimizer steps the weights that sampled it had seen."""
+    def versions(self) -> Sequence[VersionSpan]:
+        """Which weights made which tokens: several spans where weights changed while it was sampled. Without gaps."""
 
 
 SamplingT_contra = TypeVar("SamplingT_contra", contravariant=True)
@@ -131,18 +242,44 @@ class WeightSync(Protocol):
         """Transfer, verify and commit the weights as of `version` optimizer steps."""
 
 
+# -- What judges ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """What an environment judges: the prompt's messages, the policy's answer, and the data row behind them."""
+class EpisodeStart:
+    """How an episode begins."""
 
     messages: tuple[Message, ...]
-    """The prompt, without the answer."""
+    """What the policy answers first."""
+
+    tools: tuple[Mapping[str, object], ...] = ()
+    """JSON schemas of the tools that it may call, for the chat template."""
+
+    state: object = None
+    """Whatever the environment wants back with the first answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What an environment judges: the messages so far, the policy's newest answer, and the data row behind them."""
+
+    messages: tuple[Message, ...]
+    """All before the answer: the prompt, earlier answers and observations."""
 
     answer: str
-    """The policy's answer as text, without the stop token that ended it."""
+    """The policy's newest answer as text, without the stop token that ended it."""
 
     row: Mapping[str, object]
     """Every column of the data row, untouched."""
+
+    state: object = None
+    """What the environment returned last for this conversation; None at first."""
+
+    turn: int = 0
+    """How many answers came before this one."""
+
+    truncated: bool = False
+    """Whether the token limit cut the answer off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +287,42 @@ class EnvironmentReturn:
     """What an environment says of one conversation."""
 
     reward: float
-    """Finite. The scale is the environment's own."""
+    """Of this answer alone; finite. A conversation's reward is the sum over its answers."""
 
     terminated: bool
     """True when the environment has nothing more to say: always, for a single turn."""
 
+    truncated: bool = False
+    """True when the environment stopped at a limit of its own; the conversation ends, and might have gone on."""
+
     observations: tuple[Message, ...] = ()
-    """Messages to append before the policy answers again; empty when terminated."""
+    """Messages to append before the policy answers again; empty when it ended."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """The parts of `reward` by name, where several are told apart (GDPO). All conversations name the same ones."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers for the log, averaged over conversations."""
+
+    state: object = None
+    """Whatever the environment wants back with the next answer."""
+
+    failed: str | None = None
+    """Why this conversation says nothing of the policy (a tool that timed out, a sandbox that died). It then ends, is
+    not trained on, and no baseline counts it."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """The judge of a batch of conversations."""
+    """The judge of a batch of conversations. It keeps nothing of them itself: their state travels with them."""
 
     def step(self, conversations: Sequence[Conversation]) -> Sequence[EnvironmentReturn]:
         """One return per conversation, in order."""
+
+
+@runtime_checkable
+class ResettingEnvironment(Environment, Protocol):
+    """An environment that says itself how an episode begins. Others begin with the row's prompt."""
+
+    def reset(self, rows: Sequence[Mapping[str, object]], *, seeds: Sequence[int]) -> Sequence[EpisodeStart]:
+        """One start per row. Rollouts of one group have equal rows, and equal seeds."""

@@ -1,32 +1,99 @@
-"""Held-out accuracy: the mean reward of answers to prompts that nothing was trained on, with its uncertainty."""
+"""Held-out accuracy: how often answers to prompts that nothing was trained on are right, and how sure that is.
 
-import math
-from collections.abc import Sequence
+Knows no loss. `estimates` has the mathematics of pass@k, cons@k and of the intervals.
+
+A row that failed (a tool that timed out) says nothing of the policy: it is counted and left out, and its prompt has the
+fewer samples. An answer passes when its reward reaches `pass_reward`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from statistics import fmean
+from typing import ClassVar, TypeVar
 
 from rl_algorithms.chat import Chat, Prompt
+from rl_algorithms.choices import check_fields
+from rl_algorithms.collecting import collect, require_some_judged
 from rl_algorithms.contracts import Engine, Environment
+from rl_algorithms.estimates import Estimate, majority_at_k, pass_at_k
 from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.rollouts import Rollouts, collect
+from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Accuracy", "evaluate"]
+__all__ = ["Accuracy", "Figures", "evaluate", "judge"]
 
 SamplingT = TypeVar("SamplingT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Which figures are made of the answers."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    pass_at: tuple[int, ...] = (1,)
+    """The k of pass@k: does one of k answers pass? None may be beyond the samples of a prompt."""
+
+    cons_at: tuple[int, ...] = ()
+    """The k of cons@k: does the most frequent of k answers pass? Needs a function that says what is voted on."""
+
+    pass_reward: float = 1.0
+    """The reward from which on an answer passes. Lower counts the half-right too."""
+
+    confidence: float = 0.95
+    """How often, over evaluations, an interval should hold the truth. Higher makes intervals wider."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("pass_at", "cons_at"):
+            if any(k < 1 for k in getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be of numbers >= 1: k answers are looked at")
+        if not 0.0 < self.confidence < 1.0:
+            raise ValueError(f"confidence={self.confidence} must be between 0 and 1, and is 0.95 by custom")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """The mean reward of one answer to each prompt."""
+    """How the answers to held-out prompts did. Everything is a mean over prompts."""
 
-    mean: float
-    """In the units of the reward: the share of right answers where the reward is 0 or 1."""
+    reward: Estimate
+    """The mean reward of an answer: the share of right answers where the reward is 0 or 1."""
 
-    standard_error: float
-    """Of the mean, over prompts: std / sqrt(prompts)."""
+    pass_at: Mapping[int, Estimate]
+    """By k: how often at least one of k answers passes. At 1: the share of answers that pass."""
+
+    cons_at: Mapping[int, Estimate]
+    """By k: how often the most frequent of k answers passes, ties shared; also called maj@k."""
+
+    num_failed: int
+    """Rows that are in none of these figures, because judging them failed."""
 
     rollouts: Rollouts
-    """The answers themselves, in the order of the prompts."""
+    """All answers, the failed included; those to one prompt have one number in `groups`."""
+
+    @property
+    def mean(self) -> float:
+        """Of the reward."""
+        return self.reward.mean
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean reward, over prompts; NaN for one prompt."""
+        return self.reward.standard_error
+
+    def metrics(self) -> dict[str, float]:
+        """For the log: `reward`, `pass@k`, `cons@k`, each with its interval as `/low` and `/high`, `failed`."""
+        named = {
+            "reward": self.reward,
+            **{f"pass@{k}": estimate for k, estimate in self.pass_at.items()},
+            **{f"cons@{k}": estimate for k, estimate in self.cons_at.items()},
+        }
+        figures = {name: estimate.mean for name, estimate in named.items()}
+        figures |= {f"{name}/low": estimate.low for name, estimate in named.items()}
+        figures |= {f"{name}/high": estimate.high for name, estimate in named.items()}
+        return {**figures, "failed": self.num_failed / len(self.rollouts.failed)}
+
+
+DEFAULT = Figures()
 
 
 def evaluate(
@@ -36,17 +103,107 @@ def evaluate(
     sampling: SamplingT,
     environment: Environment,
     chat: Chat,
+    samples_per_prompt: int = 1,
+    max_turns: int = 1,
+    max_length: int | None = None,
+    seed: int = 0,
+    extract: Callable[[str], str | None] | None = None,
+    figures: Figures = DEFAULT,
 ) -> Accuracy:
-    """Sample one answer to each prompt and judge it."""
+    """Sample `samples_per_prompt` answers to each prompt and judge them.
+
+    Args:
+        prompts: the held-out ones.
+        engine: what samples.
+        sampling: its options; greedy answers are all the same, so one a prompt is enough of those.
+        environment: what judges.
+        chat: between text and tokens.
+        samples_per_prompt: more make every prompt's figure surer, and pass@k and cons@k of k up to it possible.
+        max_turns: answers that the policy may give in one conversation.
+        max_length: tokens that a conversation may have, as for `collect`.
+        seed: of the environment's episodes.
+        extract: the part of an answer that is voted on, or None for no vote; it sees the last answer of each row.
+        figures: which ones.
+
+    Raises:
+        ValueError: no prompts, a k beyond `samples_per_prompt`, `cons_at` without `extract`, or every row failed.
+    """
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate on; hold some out of the data, or leave evaluation out")
+    if beyond := [k for k in (*figures.pass_at, *figures.cons_at) if k > samples_per_prompt]:
+        raise ValueError(
+            f"pass_at={figures.pass_at}, cons_at={figures.cons_at} look at up to {max(beyond)} answers to a prompt, "
+            f"and samples_per_prompt={samples_per_prompt}; sample more, or ask for less"
+        )
+    _check_votes(figures, extract)
     rollouts = collect(
         prompts,
-        group_size=1,
+        group_size=samples_per_prompt,
         engine=engine,
         sampling=sampling,
         environment=environment,
         chat=chat,
         timer=PhaseTimer(),
+        max_turns=max_turns,
+        max_length=max_length,
+        seed=seed,
     )
-    rewards = rollouts.rewards[:, 0]
-    error = rewards.std().item() / math.sqrt(len(prompts)) if len(prompts) > 1 else math.nan
-    return Accuracy(mean=rewards.mean().item(), standard_error=error, rollouts=rollouts)
+    return judge(rollouts, extract=extract, figures=figures)
+
+
+def judge(
+    rollouts: Rollouts, *, extract: Callable[[str], str | None] | None = None, figures: Figures = DEFAULT
+) -> Accuracy:
+    """The figures of rollouts that are there already.
+
+    A prompt that failures left with fewer than k answers is not in the figures at k; `num_prompts` says how many are.
+
+    Raises:
+        ValueError: every row failed, or `cons_at` without `extract`.
+    """
+    _check_votes(figures, extract)
+    prompts = _rows_by_prompt(rollouts)
+    rewards = rollouts.rewards.tolist()
+    passed = [reward >= figures.pass_reward for reward in rewards]
+    votes = [extract(answer) for answer in rollouts.answers] if extract is not None and figures.cons_at else []
+
+    def over_prompts(one: Callable[[list[int], int], float], k: int = 1) -> Estimate:
+        enough = [rows for rows in prompts if len(rows) >= k]
+        return Estimate.over_prompts(
+            [one(rows, k) for rows in enough], num_samples=sum(map(len, enough)), confidence=figures.confidence
+        )
+
+    def reward(rows: list[int], _: int) -> float:
+        return fmean(rewards[row] for row in rows)
+
+    def passes(rows: list[int], k: int) -> float:
+        return pass_at_k(len(rows), num_passed=sum(passed[row] for row in rows), k=k)
+
+    def agrees(rows: list[int], k: int) -> float:
+        return majority_at_k([votes[row] for row in rows], passed=[passed[row] for row in rows], k=k)
+
+    return Accuracy(
+        reward=over_prompts(reward),
+        pass_at={k: over_prompts(passes, k) for k in figures.pass_at},
+        cons_at={k: over_prompts(agrees, k) for k in figures.cons_at},
+        num_failed=int(rollouts.failed.sum()),
+        rollouts=rollouts,
+    )
+
+
+def _check_votes(figures: Figures, extract: Callable[[str], str | None] | None) -> None:
+    if figures.cons_at and extract is None:
+        raise ValueError(
+            f"cons_at={figures.cons_at} counts votes for answers, and extract is None: give a function from the text "
+            f"of an answer to what is voted on, or leave cons_at empty"
+        )
+
+
+def _rows_by_prompt(rollouts: Rollouts) -> list[list[int]]:
+    """The rows of each prompt that did not fail; prompts of which all failed are left out."""
+    require_some_judged(rollouts)
+    rows: dict[int, list[int]] = {}
+    for row, (group, failed) in enumerate(zip(rollouts.groups.tolist(), rollouts.failed.tolist(), strict=True)):
+        if not failed:
+            rows.setdefault(group, []).append(row)
+    return list(rows.values())

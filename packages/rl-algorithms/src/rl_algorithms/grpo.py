@@ -1,57 +1,54 @@
-"""Group Relative Policy Optimization, whole: from prompts to new weights in the engine.
+"""Group Relative Policy Optimization, whole: from prompts to new weights in the engine. Its kin differ in `objective`.
 
-    A[g]   = (r[g] - mean(r)) / (std(r) + 1e-4)             advantage, within one prompt's group
+    A[g]   = (r[g] - mean(r)) / std(r)                      advantage, within one prompt's group      preparing
     rho[t] = exp(logp[t] - logp_old[t])                     importance ratio, trainer over sampler
-    L      = -sum_t min(rho A, clip(rho, 1 - low, 1 + high) A) / N
+    L      = -sum_t min(rho A, clip(rho, 1 - low, 1 + high) A) / N                                    policy_gradient
 
 N counts the trainable tokens of the whole optimizer step, over every microbatch and every rank, so the gradient does
-not depend on how the batch was cut. A batch of rollouts may serve several steps; logp_old stays the sampler's.
-Groups whose rewards are all equal have no advantage: they leave the batch, and N counts the rest (DAPO's dynamic
-sampling without the resampling). There is no KL penalty and no entropy bonus.
+not depend on how the batch was cut. A batch of rollouts may serve several steps. Which advantage, ratio, clip,
+correction, KL and mean are taken is an `Objective`: `grpo.dapo()` and its kin are the published ones; see `explain()`.
 
 Axes: P prompts, G rollouts per prompt, B rows, T tokens.
-References: DeepSeekMath (arXiv:2402.03300), DAPO (arXiv:2503.14476: clip-higher, token-level mean).
+References: DeepSeekMath (arXiv:2402.03300), DAPO (arXiv:2503.14476); see `presets` for the others.
 """
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
+from rl_algorithms import presets
+from rl_algorithms.aggregation import Counts
 from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.contracts import Engine, Environment, Policy, Sums, WeightSync
-from rl_algorithms.metrics import mean_of_steps
+from rl_algorithms.choices import check_fields
+from rl_algorithms.collecting import collect_batch, episode_seed
+from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
+from rl_algorithms.metrics import describe, figures, mean_of_steps
+from rl_algorithms.objective import Objective
 from rl_algorithms.padding import take_rows
 from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.rollouts import Rollouts, collect
+from rl_algorithms.policy_gradient import Examples, loss
+from rl_algorithms.preparing import check_finite, prepare
+from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
+from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
 
-__all__ = [
-    "Examples",
-    "GRPOConfig",
-    "clipped_surrogate",
-    "group_advantage",
-    "has_signal",
-    "prepare",
-    "step",
-    "train",
-]
+__all__ = ["Examples", "GRPOConfig", "prepare", "step", "take_steps", "train"]
+__all__ += presets.__all__
 
 SamplingT = TypeVar("SamplingT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOConfig:
-    """What a GRPO run may choose. The defaults are GRPO with DAPO's clip-higher and token-level mean."""
+    """What a GRPO run may choose."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     max_num_steps: int
-    """Optimizer steps to take at most, a multiple of `steps_per_generation`. A batch of rollouts in which no group has
-    a signal counts as its steps, and changes nothing."""
+    """Optimizer steps to take at most, a multiple of `steps_per_generation`. A batch without a signal counts as its
+    steps, and changes nothing."""
 
     num_prompts: int = 32
     """Prompts in each batch of rollouts."""
@@ -62,45 +59,24 @@ class GRPOConfig:
     steps_per_generation: int = 1
     """Optimizer steps on each batch of rollouts. More learns more from the same rollouts, and further off-policy."""
 
-    clip_low: float = 0.2
-    """A token whose ratio is below `1 - clip_low` is no longer pushed down."""
+    max_turns: int = 1
+    """Answers in one conversation at most, where the environment goes on after the first."""
 
-    clip_high: float = 0.28
-    """A token whose ratio is above `1 + clip_high` is no longer pushed up."""
+    max_length: int | None = None
+    """Tokens that a conversation may have before it is answered again. Null is no bound but the engine's context."""
 
-    normalize_by_std: bool = True
-    """Divide advantages by the group's reward std, as the first GRPO paper does; Dr.GRPO does not."""
+    objective: Objective = field(default_factory=Objective)
+    """What is minimised."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.clip_low < 1.0:
-            raise ValueError(f"clip_low={self.clip_low} must be between 0 and 1: the ratio is held above 1 - clip_low")
-        if not self.clip_high > 0.0:
-            raise ValueError(f"clip_high={self.clip_high} must be > 0: the ratio is held below 1 + clip_high")
-        if self.num_generations_per_prompt < 2:
-            raise ValueError(
-                f"num_generations_per_prompt={self.num_generations_per_prompt} must be >= 2: a group of one is its own "
-                f"baseline, and its advantage always 0"
-            )
-        for name in ("num_prompts", "steps_per_generation", "max_num_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        counts = ("num_prompts", "num_generations_per_prompt", "steps_per_generation", "max_num_steps", "max_turns")
+        check_fields(self, at_least={**dict.fromkeys(counts, 1), "max_length": 2})
+        if self.num_generations_per_prompt < 2 and self.objective.advantage.baseline != "none":
+            raise ValueError("num_generations_per_prompt=1 must be >= 2: a group of one has advantage 0")
         if self.max_num_steps % self.steps_per_generation:
-            raise ValueError(
-                f"max_num_steps={self.max_num_steps} must be a multiple of "
-                f"steps_per_generation={self.steps_per_generation}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examples:
-    """Rollouts made ready for the loss."""
-
-    rows_per_unit: ClassVar[int] = 1
-    tokens: Int[Tensor, "B T"]
-    lengths: Int[Tensor, " B"]
-    trainable: Bool[Tensor, "B T"]
-    logp_old: Float[Tensor, "B T"]
-    advantage: Float[Tensor, " B"]
+            steps, each = self.max_num_steps, self.steps_per_generation
+            raise ValueError(f"max_num_steps={steps} must be a multiple of steps_per_generation={each}")
+        self.objective.refuse_off_policy(self.steps_per_generation)
 
 
 def train(
@@ -113,6 +89,7 @@ def train(
     chat: Chat,
     sampling: SamplingT,
     config: GRPOConfig,
+    reference: Reference | None = None,
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
@@ -124,106 +101,41 @@ def train(
     give the `steps_taken` so far, and prompts from there on.
     """
     timer = PhaseTimer()
-    for _ in range(steps_taken // config.steps_per_generation, config.max_num_steps // config.steps_per_generation):
-        rollouts = collect(
-            next(prompts),
-            group_size=config.num_generations_per_prompt,
-            engine=engine,
-            sampling=sampling,
-            environment=environment,
-            chat=chat,
-            timer=timer,
-        )
+    ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "environment": environment}
+    ask |= {"timer": timer, "max_batches": config.objective.selection.max_generation_batches}
+    left = batches_left(config, steps_taken=steps_taken)
+    given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
+    for number, taken in left:
+        rollouts = collect_batch(given, config, number=number, version=version, seed=seed, **ask)
         with timer.phase("train"):
-            examples = prepare(rollouts, normalize_by_std=config.normalize_by_std)
-            shuffle = torch.Generator().manual_seed((seed * 1_000_003 + version) % 2**63)  # the same when resumed here
-            order = torch.randperm(len(examples.tokens), generator=shuffle).tensor_split(config.steps_per_generation)
-            steps = [step(policy, take_rows(examples, rows), config) for rows in order if len(rows)]
+            examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
+            steps = take_steps(policy, examples, config, seed=episode_seed(seed, number))
+        metrics = describe(rollouts, version=version)
         version += len(steps)
-        if steps:  # no group with a signal, no step, nothing new to transfer
-            with timer.phase("refit"):
-                weight_sync(version=version)
-        yield {**_describe(rollouts), **mean_of_steps(steps), "version": version, **timer.lap()}
+        if steps:  # nothing to train on, no step, nothing new to transfer
+            bring_weights(weight_sync, version=version, timer=timer)
+        yield {**metrics, **mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
 
 
-def prepare(rollouts: Rollouts, *, normalize_by_std: bool) -> Examples:
-    """Give each rollout its advantage, and leave out the groups whose rewards are all equal."""
-    advantage = group_advantage(rollouts.rewards, normalize_by_std=normalize_by_std)
-    signal = has_signal(rollouts.rewards)[:, None].expand_as(advantage).flatten()
-    everything = Examples(
-        tokens=rollouts.tokens,
-        lengths=rollouts.lengths,
-        trainable=rollouts.response,
-        logp_old=rollouts.logp_old,
-        advantage=advantage.flatten().float(),
-    )
-    return take_rows(everything, signal)
+def take_steps(policy: Policy, examples: Examples, config: GRPOConfig, *, seed: int) -> list[dict[str, float]]:
+    """Deal the rows that have something to train on over `steps_per_generation` optimizer steps, in a random order."""
+    shuffle = torch.Generator().manual_seed(seed)  # the same when a run is resumed here
+    rows = examples.trainable.any(dim=1).nonzero()[:, 0]
+    order = rows[torch.randperm(len(rows), generator=shuffle)].tensor_split(config.steps_per_generation)
+    return [step(policy, take_rows(examples, part), config.objective) for part in order if len(part)]
 
 
-def step(policy: Policy, examples: Examples, config: GRPOConfig) -> dict[str, float]:
-    """Take one optimizer step on `examples`, those of every rank; return what to log."""
-    num_tokens = examples.trainable.sum()
-    sums = policy.forward_backward(examples, functools.partial(_loss, config=config, num_tokens=num_tokens))
-    grad_norm = policy.optim_step()
-    return {"grad_norm": grad_norm, **{name: (total / num_tokens).item() for name, total in sums.items()}}
+def step(policy: Policy, examples: Examples, objective: Objective) -> dict[str, float]:
+    """Take one optimizer step on `examples`, those of every rank; return what to log.
 
-
-def has_signal(rewards: Float[Tensor, "P G"]) -> Bool[Tensor, " P"]:
-    """Whether a group's rewards differ. Exact: a std of equal floats need not be 0."""
-    return rewards.amax(dim=1) != rewards.amin(dim=1)
-
-
-def group_advantage(rewards: Float[Tensor, "P G"], *, normalize_by_std: bool) -> Float[Tensor, "P G"]:
-    """Center each prompt's rewards on their mean: the group is its own baseline. Equal rewards give exactly 0.
-
-    >>> group_advantage(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), normalize_by_std=False)
-    tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
+    Raises:
+        ValueError: no token is trainable, a sampler's log-probability is missing, or the loss is not finite.
     """
-    centered = torch.where(has_signal(rewards)[:, None], rewards - rewards.mean(dim=1, keepdim=True), 0.0)
-    return centered / (rewards.std(dim=1, keepdim=True) + 1e-4) if normalize_by_std else centered
-
-
-def clipped_surrogate(
-    logp: Float[Tensor, "B T"],
-    logp_old: Float[Tensor, "B T"],
-    advantage: Float[Tensor, " B"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """PPO's pessimistic objective per token, negated (arXiv:1707.06347, eq. 7), and where the clip was what bound."""
-    ratio = torch.exp(logp - logp_old)
-    free = ratio * advantage[:, None]
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage[:, None]
-    return -torch.minimum(free, clipped), clipped < free
-
-
-def _loss(
-    logp: Float[Tensor, "B T"], examples: Examples, *, config: GRPOConfig, num_tokens: Int[Tensor, ""]
-) -> tuple[Float[Tensor, ""], Sums]:
-    mask = examples.trainable
-    logp_old = torch.where(mask, examples.logp_old, logp.detach())  # ratio 1 off the mask, whatever stands there
-    per_token, bound = clipped_surrogate(
-        logp, logp_old, examples.advantage, clip_low=config.clip_low, clip_high=config.clip_high
-    )
-    total = torch.where(mask, per_token, 0.0).sum()
-    gap = torch.where(mask, logp_old - logp.detach(), 0.0)
-    sums = {
-        "loss": total.detach(),
-        "clip_fraction": (bound & mask).sum(),
-        "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
-        "token_mult_prob_error": torch.where(mask, gap.abs().exp(), 0.0).sum(),
-        "entropy": -logp_old[mask].sum(),  # of the sampler: the mean of -logp over its own samples
-    }
-    return total / num_tokens, sums
-
-
-def _describe(rollouts: Rollouts) -> dict[str, float]:
-    response_tokens = rollouts.response.sum().item()
-    return {
-        "reward": rollouts.rewards.mean().item(),
-        "groups_with_signal": has_signal(rollouts.rewards).float().mean().item(),
-        "response_tokens": response_tokens / len(rollouts.tokens),
-        "truncated": rollouts.truncated.float().mean().item(),
-        "sampled_tokens": response_tokens,
-    }
+    check_finite("logp_old", examples.logp_old, examples.trainable)
+    counts = Counts.of(examples.trainable)
+    if not counts.tokens:
+        raise ValueError(f"none of the {examples.tokens.numel()} tokens of this step is trainable")
+    bound = functools.partial(loss, objective=objective, counts=counts)
+    output: Any = {"output": "logp_and_entropy"} if objective.entropy_weight > 0 else {}
+    sums = policy.forward_backward(examples, bound, **output)
+    return {"grad_norm": finite_step(policy, sums), **figures(sums, num_tokens=counts.tokens)}

@@ -1,116 +1,147 @@
-"""Rollouts: prompts to sampled, judged answers, as tensors. Knows no loss.
+"""Rollouts: sampled, judged answers as tensors; rows picked out and put together. Knows no engine, no chat, no loss.
 
-Tokens in, tokens out: what the engine sampled is what will be trained on; text is made only for the environment.
+A row is everything that one episode said: the prompt, then the policy's answers with the environment's observations
+between them. Only what the policy chose is `response`; the rest is context.
 
-Axes: P prompts, G rollouts a prompt, B = P * G rows, T tokens.
+Axes: B rows, T tokens, K named parts of the reward.
 """
 
 import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.contracts import Conversation, Engine, Environment, Rollout
-from rl_algorithms.padding import pad
-from rl_algorithms.phases import PhaseTimer
+__all__ = ["Rollouts", "concatenate"]
 
-__all__ = ["Rollouts", "collect"]
-
-SamplingT = TypeVar("SamplingT")
+PADDING = {"versions": -1, "turns": -1}
+PER_TOKEN = ("tokens", "response", "logp_old", "versions", "turns", "token_rewards")
+PER_ROW = ("lengths", "rewards", "components", "truncated", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """What the sampler made and the environment said of it. Row `p * G + g` answers prompt `p`."""
+    """What the engine made and the environment said of it, one row per episode; the rows of a group need no order."""
 
     tokens: Int[Tensor, "B T"]
-    """Prompt then response, right-padded with 0."""
+    """The prompt, then answers and observations in turn; right-padded with 0."""
 
     lengths: Int[Tensor, " B"]
     """Tokens of each row that are not padding."""
 
     response: Bool[Tensor, "B T"]
-    """True where the policy chose the token: not the prompt, not padding."""
+    """True where the policy chose the token: not in the prompt, nor in observations, nor in padding."""
 
     logp_old: Float[Tensor, "B T"]
     """The sampler's log-probability of each response token; 0 elsewhere."""
 
-    rewards: Float[Tensor, "P G"]
-    """float64, so that large rewards that differ a little still differ."""
+    versions: Int[Tensor, "B T"]
+    """The version of the weights that sampled each response token; -1 elsewhere."""
+
+    turns: Int[Tensor, "B T"]
+    """Which answer of its row each response token belongs to, from 0; -1 elsewhere."""
+
+    token_rewards: Float64[Tensor, "B T"]
+    """The reward of each answer, at its last token; 0 elsewhere."""
+
+    rewards: Float64[Tensor, " B"]
+    """The sum over a row's answers; float64, so that large rewards that differ a little still differ."""
+
+    components: Float64[Tensor, "B K"]
+    """The named parts of the reward, each summed over a row's answers. K may be 0."""
+
+    component_names: tuple[str, ...] = ()
+    """What the K parts are called."""
+
+    groups: Int[Tensor, " B"]
+    """Which rows answer the same prompt: those with equal numbers."""
 
     truncated: Bool[Tensor, " B"]
-    """Rows that ended at the token limit."""
+    """Rows that ended at a limit (of tokens, of turns, of the environment), and might have gone on."""
+
+    failed: Bool[Tensor, " B"]
+    """Rows that say nothing of the policy: not trained on, in no baseline. Their reward is 0."""
 
     answers: tuple[str, ...]
-    """The B responses as text, for people to read."""
+    """The last answer of each row as text, for people to read."""
+
+    failures: tuple[str | None, ...]
+    """Why a row failed; None for those that did not."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The environment's numbers for the log, averaged over the conversations that it judged."""
+
+    def __len__(self) -> int:
+        """How many rows there are: B."""
+        return len(self.lengths)
+
+    def take(self, rows: Tensor) -> "Rollouts":
+        """Only `rows`, indices or a mask along B; what is padding in all of them goes. `metrics` stay the whole's."""
+        kept = torch.arange(len(self))[rows].tolist()
+        width = int(self.lengths[rows].max()) if kept else 0
+        tensors = {name: getattr(self, name)[rows] for name in (*PER_ROW, "groups")}
+        return Rollouts(
+            **tensors,
+            **{name: getattr(self, name)[rows][:, :width] for name in PER_TOKEN},
+            component_names=self.component_names,
+            answers=tuple(self.answers[row] for row in kept),
+            failures=tuple(self.failures[row] for row in kept),
+            metrics=self.metrics,
+        )
 
 
-def collect(
-    prompts: Sequence[Prompt],
-    *,
-    group_size: int,
-    engine: Engine[SamplingT],
-    sampling: SamplingT,
-    environment: Environment,
-    chat: Chat,
-    timer: PhaseTimer,
-) -> Rollouts:
-    """Sample `group_size` answers to each prompt and have each judged once.
+def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
+    """All rows of all parts, in order; groups of different parts stay different, numbered from 0 by first occurrence.
+
+    `metrics` are weighted by the parts' rows; one that only some parts have is averaged over those.
 
     Raises:
-        ValueError: the engine returned another number of rollouts than asked for, or a log-probability that is
-            missing or not finite; or the environment did not terminate after one answer.
+        ValueError: there are no parts, or they name different components.
     """
-    asked = [prompt for prompt in prompts for _ in range(group_size)]
-    with timer.phase("generate"):
-        rollouts = engine.generate([prompt.tokens for prompt in asked], sampling)
-    _check(asked, rollouts)
-    with timer.phase("reward"):
-        answers = tuple(chat.text(rollout.tokens) for rollout in rollouts)
-        rewards = _judge(asked, answers, environment)
-    rows = [(*prompt.tokens, *rollout.tokens) for prompt, rollout in zip(asked, rollouts, strict=True)]
-    padded = pad(rows, answer_starts=[len(prompt.tokens) for prompt in asked])
-    logp_old = torch.zeros(padded.tokens.shape)
-    logp_old[padded.answer] = torch.tensor(list(itertools.chain.from_iterable(rollout.logp for rollout in rollouts)))
+    if not parts:
+        raise ValueError("there are no rollouts to concatenate")
+    names = parts[0].component_names
+    for index, part in enumerate(parts):
+        if part.component_names != names:
+            raise ValueError(
+                f"part {index} has the reward components {part.component_names}, and part 0 has {names}; "
+                f"rollouts that are trained on together come from environments that name the same ones"
+            )
+    width = max(part.tokens.shape[1] for part in parts)
+    tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_ROW}
+    for name in PER_TOKEN:
+        tensors[name] = torch.cat([_widen(getattr(part, name), width, PADDING.get(name, 0)) for part in parts])
     return Rollouts(
-        tokens=padded.tokens,
-        lengths=padded.lengths,
-        response=padded.answer,
-        logp_old=logp_old,
-        rewards=torch.tensor(rewards, dtype=torch.float64).view(len(prompts), group_size),
-        truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
-        answers=answers,
+        **tensors,
+        component_names=names,
+        groups=_renumber(parts),
+        answers=tuple(itertools.chain.from_iterable(part.answers for part in parts)),
+        failures=tuple(itertools.chain.from_iterable(part.failures for part in parts)),
+        metrics=_average(parts),
     )
 
 
-def _check(asked: Sequence[Prompt], rollouts: Sequence[Rollout]) -> None:
-    if len(rollouts) != len(asked):
-        raise ValueError(f"the engine returned {len(rollouts)} rollouts for {len(asked)} prompts")
-    for index, rollout in enumerate(rollouts):
-        if not rollout.tokens or len(rollout.logp) != len(rollout.tokens):
-            raise ValueError(
-                f"rollout {index} has {len(rollout.tokens)} tokens and {len(rollout.logp)} log-probabilities; "
-                f"each sampled token needs one, and an answer has at least its stop token"
-            )
-        if not all(map(math.isfinite, rollout.logp)):
-            raise ValueError(f"rollout {index} has a log-probability that is not finite: {list(rollout.logp)}")
+def _widen(tensor: Tensor, width: int, padding: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=padding)
 
 
-def _judge(asked: Sequence[Prompt], answers: Sequence[str], environment: Environment) -> list[float]:
-    conversations = [
-        Conversation(messages=prompt.row.messages, answer=answer, row=prompt.row.columns)
-        for prompt, answer in zip(asked, answers, strict=True)
+def _renumber(parts: Sequence[Rollouts]) -> Tensor:
+    numbers: dict[tuple[int, int], int] = {}
+    groups = [
+        numbers.setdefault((index, group), len(numbers))
+        for index, part in enumerate(parts)
+        for group in part.groups.tolist()
     ]
-    returns = environment.step(conversations)
-    if len(returns) != len(asked) or not all(item.terminated for item in returns):
-        raise ValueError(
-            f"the environment must end each of the {len(asked)} conversations after one answer; it returned "
-            f"{len(returns)}, of which {sum(item.terminated for item in returns)} ended. Multi-turn is not offered here"
-        )
-    return [item.reward for item in returns]
+    return torch.tensor(groups, dtype=torch.int64)
+
+
+def _average(parts: Sequence[Rollouts]) -> dict[str, float]:
+    totals: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, value in part.metrics.items():
+            total, rows = totals.get(name, (0.0, 0))
+            totals[name] = (total + value * len(part), rows + len(part))
+    return {name: total / rows for name, (total, rows) in totals.items() if rows}

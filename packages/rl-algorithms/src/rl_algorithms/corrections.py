@@ -1,0 +1,166 @@
+"""What makes up for tokens that another policy sampled than the one trained around. Nothing here has a gradient.
+
+    w = exp(logp_proximal - logp_old)          proximal: the trainer's own log-probability when the batch was begun
+
+The engine computes in other kernels, another precision, or holds older weights; w says by how much a token, or an
+answer, should count more or less. Three things are done with it, each by its own function:
+
+    truncate     min(max(w, low), high)         truncated importance sampling (TIS)
+    mask_outside w where low <= w <= high, 0 elsewhere      masked (MIS; with a lower bound IcePop's band)
+    reject       answers whose mean disagreement is too large count nothing at all
+
+A weight of 0 takes a token's gradient away; it does not change what the step is divided by (as in TRL; verl's decoupled
+path divides by the tokens that are left, and so weighs these more). Of whole answers, `"sequence"` is the product over
+tokens, exact and of high variance; `geometric_mean` is its length-free kin. Truncated weights are biased; untruncated
+ones have mean 1 under the sampler.
+
+Sources: TIS (fengyao.notion.site/off-policy-rl, 2025), IcePop (Ring-1T, arXiv:2510.18855), AReaL's decoupled loss
+(arXiv:2505.24298), verl's rollout correction, NeMo-RL's `seq-mask-tis` and `seq_logprob_error_threshold`.
+
+Axes: B rows, T tokens.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rl_algorithms.choices import check_fields
+from rl_algorithms.kl import LOG_RATIO_LIMIT
+
+__all__ = [
+    "CorrectionConfig",
+    "WeightLevel",
+    "geometric_mean",
+    "importance_weight",
+    "mask_outside",
+    "sequence_error",
+    "token_factors",
+    "truncate",
+]
+
+WeightLevel: TypeAlias = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionConfig:
+    """What makes up for a sampler that is not the proximal policy; see above."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    weight: Literal["none"] | WeightLevel = "none"
+    """Weigh each token's loss by exp(logp_proximal - logp_old), of the token or of the whole answer."""
+
+    low: float = 0.0
+    """Smallest weight."""
+
+    high: float = 2.0
+    """Largest weight; `.inf` for no bound."""
+
+    outside: Literal["truncate", "mask"] = "truncate"
+    """What happens to a weight out of bounds: held at the bound (TIS), or made 0 (MIS, IcePop)."""
+
+    geometric_low: float | None = None
+    """Answers whose typical token's weight is below it count nothing, 0.999 say; null is no bound."""
+
+    geometric_high: float | None = None
+    """Answers whose typical token's weight is above it count nothing, 1.002 say; null is no bound."""
+
+    sequence_error_threshold: float | None = None
+    """Answers on which trainer and engine disagree by more, as a mean factor over tokens, count nothing; 1.05 is a
+    suspicious one; null is no bound."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, infinite=("high", "geometric_high"))
+        if not 0.0 <= self.low < self.high:
+            raise ValueError(f"low={self.low} and high={self.high} must be 0 <= low < high")
+        low, high = self.geometric_low, self.geometric_high
+        if (low is not None and not 0.0 <= low < 1.0) or (high is not None and not high > 1.0):
+            raise ValueError(
+                f"geometric_low={low} and geometric_high={high} must lie on either side of 1, the weight of an answer "
+                f"that trainer and engine agree on"
+            )
+        if self.sequence_error_threshold is not None and not self.sequence_error_threshold > 1.0:
+            raise ValueError(f"sequence_error_threshold={self.sequence_error_threshold} must be > 1, full agreement")
+
+    @property
+    def active(self) -> bool:
+        """Whether it can change anything."""
+        bounds = (self.geometric_low, self.geometric_high, self.sequence_error_threshold)
+        return self.weight != "none" or any(bound is not None for bound in bounds)
+
+
+def token_factors(
+    logp_proximal: Float[Tensor, "B T"],
+    logp_old: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    config: CorrectionConfig,
+) -> Float[Tensor, "B T"]:
+    """What a configuration multiplies each token's loss by; 1 where nothing is corrected, 0 for what is rejected."""
+    weight = torch.ones_like(logp_old)
+    if config.weight != "none":
+        weight = importance_weight(logp_proximal, logp_old, mask, level=config.weight)
+        bound = truncate if config.outside == "truncate" else mask_outside
+        weight = bound(weight, low=config.low, high=config.high)
+    if config.geometric_low is not None or config.geometric_high is not None:
+        low = 0.0 if config.geometric_low is None else config.geometric_low
+        high = float("inf") if config.geometric_high is None else config.geometric_high
+        typical = geometric_mean(logp_proximal, logp_old, mask)
+        weight = torch.where(((low <= typical) & (typical <= high))[:, None], weight, 0.0)
+    if config.sequence_error_threshold is not None:
+        error = sequence_error(logp_proximal, logp_old, mask)
+        weight = torch.where((error <= config.sequence_error_threshold)[:, None], weight, 0.0)
+    return weight
+
+
+def importance_weight(
+    logp_proximal: Float[Tensor, "B T"],
+    logp_old: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    level: WeightLevel,
+) -> Float[Tensor, "B T"]:
+    """W of each token, or of its whole row (the product over trainable tokens); 1 off the mask."""
+    gap = _gap(logp_proximal, logp_old, mask)
+    if level == "sequence":
+        gap = torch.where(mask, gap.sum(dim=1, keepdim=True), 0.0)
+    return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def truncate(weight: Float[Tensor, "*axes"], *, low: float, high: float) -> Float[Tensor, "*axes"]:
+    """Hold the weights within bounds."""
+    return weight.clamp(low, high)
+
+
+def mask_outside(weight: Float[Tensor, "*axes"], *, low: float, high: float) -> Float[Tensor, "*axes"]:
+    """0 where a weight is out of bounds; the others as they are."""
+    return torch.where((low <= weight) & (weight <= high), weight, 0.0)
+
+
+def geometric_mean(
+    logp_proximal: Float[Tensor, "B T"], logp_old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """The weight of a typical token of each row: exp of the mean of log w; 1 for a row without trainable tokens."""
+    gap = _gap(logp_proximal, logp_old, mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def sequence_error(
+    logp_proximal: Float[Tensor, "B T"], logp_old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """How far trainer and engine disagree on each row: the mean over its tokens of exp |log w|; 1 is full agreement.
+
+    The mean over all tokens of a step is `token_mult_prob_error`.
+    """
+    error = _gap(logp_proximal, logp_old, mask).abs().clamp(max=LOG_RATIO_LIMIT).exp()
+    total = torch.where(mask, error, 0.0).sum(dim=1)
+    return torch.where(mask.any(dim=1), total / mask.sum(dim=1).clamp(min=1), 1.0)
+
+
+def _gap(
+    logp_proximal: Float[Tensor, "B T"], logp_old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    return torch.where(mask, (logp_proximal - logp_old).detach(), 0.0)

@@ -1,0 +1,142 @@
+"""Distillation, whole: a student becomes likelier to say what its teacher would.
+
+    top[t]  = the K words that the teacher finds most probable at token t, and their log-probabilities P
+    Q       = the student's log-probabilities of these words
+    L       = sum_t D(P[t], Q[t]) / N             D: forward or reverse KL, or between; `distillation.losses`
+
+On-policy the rows are the student's own answers, so that it learns where its own mistakes lead; no reward is needed.
+Off-policy they are conversations that are given. N counts the trainable tokens of the whole optimizer step. A state is
+compared with the teacher as it is, not as it was sampled: several steps on one batch need no importance ratio.
+
+The models must share a tokenizer. Both are asked at the temperatures that they were set to: let them be equal.
+`advantage` is the other form: one word a token as the advantage of GRPO's loss, from `teacher.logp` alone.
+
+Axes: B rows, T tokens, K words.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rl_algorithms.chat import Chat, Prompt
+from rl_algorithms.collecting import collect_batch, episode_seed
+from rl_algorithms.contracts import Engine, Environment, Student, Sums, Teacher, TokenBatch, WeightSync
+from rl_algorithms.distillation.config import DistillConfig, explain, require_same_tokenizer
+from rl_algorithms.distillation.examples import Examples, NoReward, Rows, prepare
+from rl_algorithms.distillation.losses import advantage, divergence
+from rl_algorithms.metrics import describe, figures, mean_of_steps
+from rl_algorithms.padding import take_rows
+from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
+
+__all__ = ["DistillConfig", "Examples", "NoReward", "Rows", "advantage", "divergence", "explain", "loss", "prepare"]
+__all__ += ["require_same_tokenizer", "step", "train", "train_offline"]
+
+SamplingT = TypeVar("SamplingT")
+
+
+def train(
+    *,
+    policy: Student,
+    teacher: Teacher,
+    engine: Engine[SamplingT],
+    weight_sync: WeightSync,
+    prompts: Iterator[list[Prompt]],
+    chat: Chat,
+    sampling: SamplingT,
+    config: DistillConfig,
+    environment: Environment | None = None,
+    version: int = 0,
+    steps_taken: int = 0,
+    seed: int = 0,
+) -> Iterator[dict[str, float]]:
+    """Distil on the student's own answers; arguments, what is yielded and resuming are those of `grpo.train`.
+
+    An environment only adds turns, failures and a reward to the log: nothing learns from its rewards.
+    """
+    timer = PhaseTimer()
+    ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "timer": timer}
+    ask |= {"environment": NoReward() if environment is None else environment}
+    left = batches_left(config, steps_taken=steps_taken)
+    given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
+    for number, taken in left:
+        rollouts = collect_batch(given, config, number=number, version=version, seed=seed, **ask)
+        metrics = describe(rollouts, version=version)
+        if environment is None:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(("reward", "groups"))}
+        kept = rollouts.take(~rollouts.failed)
+        rows = Rows(tokens=kept.tokens, lengths=kept.lengths, trainable=kept.response)
+        steps = _take_steps(policy, rows, teacher, config=config, timer=timer, seed=episode_seed(seed, number))
+        version += len(steps)
+        bring_weights(weight_sync, version=version, timer=timer)
+        yield {**metrics, **mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
+
+
+def train_offline(
+    *,
+    policy: Student,
+    teacher: Teacher,
+    batches: Iterator[TokenBatch],
+    config: DistillConfig,
+    version: int = 0,
+    steps_taken: int = 0,
+    seed: int = 0,
+) -> Iterator[dict[str, float]]:
+    """Distil on given conversations, such as `sft.prepare` makes of demonstrations: `steps_per_generation` a batch."""
+    timer = PhaseTimer()
+    left = batches_left(config, steps_taken=steps_taken)
+    given = checked_batches(batches, name="batches", wanted=len(left))
+    for number, taken in left:
+        numbered = episode_seed(seed, number)
+        steps = _take_steps(policy, next(given), teacher, config=config, timer=timer, seed=numbered)
+        version += len(steps)
+        yield {**mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
+
+
+def step(policy: Student, examples: Examples, config: DistillConfig) -> dict[str, float]:
+    """Take one optimizer step on `examples`, those of every rank; return what to log.
+
+    Raises:
+        ValueError: no token is trainable, or the loss is not finite.
+    """
+    num_tokens = int(examples.trainable.sum())
+    if not num_tokens:
+        raise ValueError(f"none of the {examples.tokens.numel()} tokens of this step is trainable")
+    bound = functools.partial(loss, config=config, num_tokens=num_tokens)
+    sums = policy.forward_backward(examples, bound, output="logp_of_token_ids")
+    norm = finite_step(policy, sums)
+    return {"grad_norm": norm, **figures(sums, num_tokens=num_tokens), "trained_tokens": num_tokens}
+
+
+def loss(
+    logp: Float[Tensor, "B T K"], examples: Examples, *, config: DistillConfig, num_tokens: int
+) -> tuple[Float[Tensor, ""], Sums]:
+    """The part of the step's loss that these rows contribute, and sums of their metrics over tokens.
+
+    `logp` is the student's, of `examples.token_ids`; `num_tokens` counts the trainable tokens of the whole step.
+    """
+    mask = examples.trainable
+    student, teacher = (torch.where(mask[..., None], each, 0.0) for each in (logp, examples.logp_teacher))
+    per_token = divergence(student, teacher, beta=config.beta, interpolation=config.interpolation, tail=config.tail)
+    total = torch.where(mask, per_token, 0.0).sum() / num_tokens
+    masses = (torch.where(mask, each.detach().exp().sum(-1), 0.0).sum() for each in (student, teacher))
+    return total, {"loss": total.detach(), **dict(zip(("student_mass", "teacher_mass"), masses, strict=True))}
+
+
+def _take_steps(
+    policy: Student, rows: TokenBatch, teacher: Teacher, *, config: DistillConfig, timer: PhaseTimer, seed: int
+) -> list[dict[str, float]]:
+    """Ask the teacher, and deal the rows over `steps_per_generation` optimizer steps in a random order."""
+    shuffle = torch.Generator().manual_seed(seed)  # the same when a run is resumed here
+    kept = rows.trainable.any(dim=1).nonzero()[:, 0]
+    if not len(kept):
+        raise ValueError(f"none of the {rows.tokens.numel()} tokens of this batch is trainable")
+    with timer.phase("teacher"):
+        examples = prepare(rows, teacher, k=config.k)
+    order = kept[torch.randperm(len(kept), generator=shuffle)].tensor_split(config.steps_per_generation)
+    with timer.phase("train"):
+        return [step(policy, take_rows(examples, part), config) for part in order if len(part)]
