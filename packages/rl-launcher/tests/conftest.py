@@ -1,9 +1,12 @@
 """A run small enough for a test: a model of a few thousand weights, a task of eight prompts, a handful of steps."""
 
+import itertools
 import json
 import textwrap
 
 import pytest
+
+from rl_launcher.recording import Recorder
 
 MODEL = """
     import torch
@@ -67,13 +70,61 @@ RECIPE = """
 """
 
 
+def write(folder):
+    (folder / "model.py").write_text(textwrap.dedent(MODEL))
+    (folder / "reward.py").write_text(textwrap.dedent(REWARD))
+    rows = [{"prompt": f"{digit}+0=", "answer": str(digit)} for digit in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = folder / "recipe.yaml"
+    file.write_text(textwrap.dedent(RECIPE).format(folder=folder))
+    return file
+
+
 @pytest.fixture
 def recipe(tmp_path):
     """The path of a recipe whose model, data and reward lie beside it."""
-    (tmp_path / "model.py").write_text(textwrap.dedent(MODEL))
-    (tmp_path / "reward.py").write_text(textwrap.dedent(REWARD))
-    rows = [{"prompt": f"{digit}+0=", "answer": str(digit)} for digit in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    file = tmp_path / "recipe.yaml"
-    file.write_text(textwrap.dedent(RECIPE).format(folder=tmp_path))
-    return file
+    return write(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def write_recipe():
+    """Writes the same into any folder, for runs that several tests look at."""
+    return write
+
+
+# What two runs that are the same do not share: clocks and memory.
+OF_THE_MACHINE = ("time_s", "tokens_per_s", "refit_s", "phase_s", "memory_")
+
+
+@pytest.fixture
+def curve():
+    """All figures of all steps of a run, without those of the machine."""
+
+    def read(run_dir):
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        return [{name: value for name, value in line.items() if not name.startswith(OF_THE_MACHINE)} for line in lines]
+
+    return read
+
+
+@pytest.fixture
+def newest():
+    """The newest checkpoint of a run."""
+    return lambda run_dir: max((run_dir / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture
+def stop_after():
+    """In the place of a signal: end the run at a given number of recorded steps."""
+
+    def stop(monkeypatch, steps):
+        left, record = itertools.count(steps, -1), Recorder.step
+
+        def step(recorder, *arguments, **named):
+            record(recorder, *arguments, **named)
+            if next(left) == 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Recorder, "step", step)
+
+    return stop

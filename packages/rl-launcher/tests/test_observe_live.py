@@ -18,7 +18,7 @@ from rl_launcher.observe import LiveView, StageTotal
 from rl_launcher.observe.figures import format_bytes, format_clock, format_count, format_duration, format_value
 from rl_launcher.observe.live import panel
 from rl_launcher.observe.live.lines import LineWriter
-from rl_launcher.observe.live.progress import RunProgress, Trace
+from rl_launcher.observe.live.progress import Event, RunProgress, Trace
 
 RUN = """\
 import json
@@ -92,7 +92,7 @@ def test_a_file_gets_no_escape_codes_even_if_colour_is_forced_and_its_last_line_
         [sys.executable, "-c", RUN],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "40"},
     )
     lines = answer.stdout.decode().splitlines()
@@ -111,7 +111,7 @@ def test_on_a_terminal_the_panel_is_drawn_and_the_last_line_is_the_callers():
     output = b""
     while chunk := _read(ours):
         output += chunk
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=240) == 0
     os.close(ours)
     text = output.decode()
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.splitlines()[-1])
@@ -150,6 +150,34 @@ def test_the_panel_shows_progress_reward_held_out_speed_time_and_refit():
         "1.000",
     ):
         assert words in text
+
+
+def test_the_panel_shows_memory_the_mark_of_a_verified_refit_and_what_came_up():
+    progress = RunProgress([StageTotal("grpo", 4)])
+    memory = {"memory_rss_bytes": 1.5e9, "memory_gpu_bytes": 4e10, "memory_gpu_peak_bytes": 6e10}
+    progress.update("grpo", 1, {"reward": 0.5, "refit_bytes": 1e6, "refit_verified": 1.0, **memory}, now_s=1.0)
+    assert "came up" not in text_of(progress, now_s=1.0)
+    for step in (2, 3):
+        progress.event(Event("engine_died", step, "engine 1 [bold]answers no more\nand more"))
+    text = text_of(progress, now_s=2.0)
+    for words in (
+        "1.5 GB process · 40 GB GPU, at most 60 GB",
+        "1 MB · ✓ verified",
+        "engine_died × 2  last at step 3: engine 1 [bold]answers no more",
+    ):
+        assert words in text
+    progress.update("grpo", 2, {"refit_verified": 0.0}, now_s=2.0)
+    assert "not verified" in text_of(progress, now_s=2.0)
+
+
+def test_an_event_is_a_line_of_its_own_where_there_is_no_terminal():
+    console = Console(file=io.StringIO(), width=60, force_terminal=False)
+    with LiveView("title", [StageTotal("grpo", 2)], console=console) as view:
+        view.event("engine_died", 7, "[1] answers no more; restarted")
+        view.event("disk_full", None, "12 MB free")
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].endswith("engine_died at step 7: [1] answers no more; restarted")
+    assert lines[2].endswith("disk_full: 12 MB free")
 
 
 @pytest.mark.parametrize("width", [24, 40, 64, 100, 200])

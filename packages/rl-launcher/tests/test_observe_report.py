@@ -275,6 +275,29 @@ def test_every_chart_says_in_words_what_it_shows(tmp_path):
     )
 
 
+def charts_of(tmp_path, name, values):
+    run = RunDirectory.create(tmp_path / name)
+    rows = [{"stage": "grpo", "step": step, "reward": step / 9, **values(step)} for step in range(1, 9)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return write_report(run).read_text()
+
+
+def test_what_a_run_does_not_have_gets_no_chart(tmp_path):
+    titles = ("Staleness", "Failed rollouts", "Turns", "KL to the reference", "Effective sample size")
+    rest = {"staleness": 0.0, "staleness_max": 0.0, "failed": 0.0, "turns": 1.0}
+    page = charts_of(tmp_path, "rest", lambda step: rest)
+    assert not [title for title in titles if title in page]
+    moved = {"staleness": 0.5, "staleness_max": 2.0, "failed": 0.1, "turns": 2.0}
+    page = charts_of(tmp_path, "moved", lambda step: {**moved, "kl_reference": 1e-3, "effective_sample_size": 0.9})
+    assert not [title for title in titles if title not in page]
+
+
+def test_rewards_that_a_run_has_named_are_charted_under_their_names(tmp_path):
+    page = charts_of(tmp_path, "run", lambda step: {"reward/right": step / 9, "environment/right": step / 3})
+    for text in ("Reward, right", "weighted as it counts", "Environment, right", "What the environment logs"):
+        assert text in page
+
+
 @pytest.mark.parametrize(
     ("missing", "part"),
     [

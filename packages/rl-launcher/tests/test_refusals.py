@@ -1,6 +1,7 @@
 """Claims about bad input: one screen, exit code 2, the reason and the way out, and nothing left behind."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -8,17 +9,25 @@ from typer.testing import CliRunner
 from rl_launcher.cli import app
 
 CASES = {
-    "unknown key": (["grpo.clip_hi=0.3"], ['override "grpo.clip_hi=0.3"', "did you mean grpo.clip_high?"]),
+    "unknown key": (
+        ["grpo.objective.ratio.clip_hi=0.3"],
+        ['override "grpo.objective.ratio.clip_hi=0.3"', "did you mean grpo.objective.ratio.clip_high?"],
+    ),
     "unknown section": (["polcy.model_name=x"], ["did you mean", "policy"]),
     "wrong type": (["grpo.max_num_steps=many"], ["grpo.max_num_steps", "wanted int"]),
-    "out of range": (["grpo.clip_low=2"], ["grpo.clip_low", "must be between 0 and 1"]),
+    "out of range": (["grpo.objective.ratio.clip_low=2"], ["grpo.objective.ratio", "must be between 0 and 1"]),
     "warm-up as long as the stage": (
         ["sft.optimizer.warmup_steps=6"],
         ["sft.optimizer.warmup_steps=6", "max_num_steps=6"],
     ),
-    "no stage": (["sft=null", "grpo=null"], ["nothing to do"]),
-    "missing data file": (["data.source={folder}/none.jsonl"], ["none.jsonl: cannot be read"]),
+    "no stage": (["sft=null", "grpo=null"], ["nothing to train"]),
+    "missing data file": (["data.source={folder}/none.jsonl"], ["none.jsonl: there is no such file"]),
     "missing model folder": (["policy.model_name={folder}/none"], ["none: does not exist", "save_pretrained wrote"]),
+    "no GPU": (
+        ["policy.dtensor_cfg.device=cuda", "policy.model_name={folder}/model.py:build"],
+        ["dtensor_cfg.device=cuda", "sees no GPU", "say device=cpu"],
+    ),
+    "no vLLM": (["policy.generation.backend=vllm"], ["vLLM is not installed", "rl-launcher[vllm]"]),
     "missing reward file": (["env.reward={folder}/none.py:score"], ["there is no file", "none.py"]),
     "missing reward function": (["env.reward={folder}/reward.py:scor"], ["has no scor", "score"]),
     "reward that is no function": (["env.reward={folder}/reward.py:not_callable"], ["must be callable"]),
@@ -28,6 +37,28 @@ CASES = {
     ),
     "data function that returns none": (["data.source=builtins:dict", "data.held_out_share=null"], ["returned dict"]),
     "share for a function": (["data.source={folder}/model.py:build"], ["leave data.held_out_share out"]),
+    "columns for a function": (
+        ["data.source={folder}/model.py:build", "data.held_out_share=null", "data.columns={{prompt: question}}"],
+        ["leave data.columns out"],
+    ),
+    "a column that the rows lack": (["data.columns={{prompt: promt}}"], ["rows.jsonl:1: field 'promt' is missing"]),
+    "a name that no prompt has": (["data.columns={{promt: prompt}}"], ["no 'promt'", "'prompt' is the nearest"]),
+    "a split of a file": (["data.split=train"], ["split='train' is for data sets", "leave it out"]),
+    "a file of another kind": (["data.source={folder}/reward.py"], ["is of no known kind", ".parquet"]),
+    "nothing that judges": (["env.reward=null"], ["none of them: an answer is judged by one of", "give one"]),
+    "reward and rewards": (
+        ["env.rewards={{right: a.py:b}}"],
+        ["an answer is judged by one of `reward`", "set the others to null"],
+    ),
+    "a weight of no reward": (["env.weights={{right: 2}}"], ["weights names right", "not named"]),
+    "one of the rewards is none": (
+        ["env.reward=null", "env.rewards={{right: '{folder}/reward.py:scor'}}"],
+        ["env.rewards.right", "has no scor"],
+    ),
+    "rewards compared one by one without names": (
+        ["grpo.objective.advantage.normalize_each_reward=true"],
+        ["compares rewards by name", "env.rewards"],
+    ),
     "another vocabulary": (["policy.model_name={folder}/model.py:other_vocabulary"], ["64 embeddings", "51 tokens"]),
     "no chat template": (["policy.model_name={folder}/model.py:no_template"], ["chat template", "plain"]),
     "reward of another signature": (["env.reward={folder}/reward.py:wants_more"], ["requires solution", "answer"]),
@@ -62,7 +93,7 @@ def test_a_refusal_says_what_and_why_and_leaves_nothing(recipe, tmp_path, overri
 
 def test_several_ranks_are_refused(recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "trains in one process, and WORLD_SIZE=2" in refuse([str(recipe)])
+    assert "WORLD_SIZE=2; start it without torchrun" in refuse([str(recipe)])
 
 
 def test_an_unknown_key_in_the_file_is_found_by_its_line(recipe):
@@ -82,6 +113,14 @@ def test_a_malformed_row_is_found_by_file_line_and_field(recipe, tmp_path):
     rows[4] = json.dumps({"prompt": "4+0=", "answer": 4})
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     assert "rows.jsonl:5: field 'answer' must be text, found int 4" in refuse([str(recipe)])
+
+
+def test_a_format_whose_reader_is_missing_is_refused_with_what_to_install(recipe, tmp_path, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    output = refuse([str(recipe), f"data.source={tmp_path}/rows.parquet"])
+    assert "rows.parquet: reading it needs pyarrow" in output
+    assert "pip install 'rl-algorithms[data]'" in output
 
 
 def test_a_row_without_the_answer_that_sft_needs_is_named(recipe, tmp_path):
@@ -120,7 +159,7 @@ def test_a_reward_that_raises_stops_the_run_names_the_sample_and_keeps_the_weigh
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] is True
-    assert (tmp_path / "run" / "interrupted" / "model.safetensors").is_file()
+    assert list((tmp_path / "run" / "checkpoints").glob("*/complete.json"))
     assert (tmp_path / "run" / "report.html").is_file()
 
 

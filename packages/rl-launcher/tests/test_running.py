@@ -4,16 +4,28 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
+import yaml
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
-from rl_launcher.building import stop_token_ids
+from rl_algorithms import presets
+from rl_algorithms.objective import Objective
+from rl_launcher.checkpointing.claim import claimed
 from rl_launcher.cli import app
+from rl_launcher.errors import LauncherError
+from rl_launcher.loading_data import load_dataset
+from rl_launcher.loading_policy import stop_token_ids
+from rl_launcher.observe import RunDirectory
+from rl_launcher.observe.glossary import metric_of
 from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
+from rl_launcher.recipe_schema import DataConfig, Recipe
 from rl_launcher.running import run
 
 
@@ -38,7 +50,10 @@ def test_a_run_leaves_all_that_it_promises_and_ends_with_its_result(recipe, tmp_
     for name in ("held_out_sampled_before", "held_out_sampled_after", "held_out_greedy_after", "wall_s"):
         assert isinstance(summary[name], float)
     assert json.loads((run_dir / "summary.json").read_text()) == summary
-    promised = "metrics.jsonl model recipe.yaml report.html samples.jsonl summary.json tensorboard versions.json"
+    promised = (
+        "metrics.jsonl model recipe.yaml recipe_origins.json refits.jsonl report.html samples.jsonl spans.jsonl "
+        "summary.json tensorboard versions.json"
+    )
     assert sorted(path.name for path in run_dir.iterdir()) == promised.split()
     steps = read_lines(run_dir / "metrics.jsonl")
     assert [(line["stage"], line["step"]) for line in steps] == [
@@ -65,9 +80,9 @@ def test_the_saved_model_is_a_hugging_face_folder_that_goes_on_training(recipe, 
 
 
 def curve(run_dir):
-    timeless = ("time_s", "tokens_per_s", "refit_s")
+    of_the_machine = ("time_s", "tokens_per_s", "refit_s", "phase_s", "memory_")
     return [
-        {name: value for name, value in line.items() if name not in timeless and not name.startswith("phase_s")}
+        {name: value for name, value in line.items() if not name.startswith(of_the_machine)}
         for line in read_lines(run_dir / "metrics.jsonl")
     ]
 
@@ -112,6 +127,93 @@ def test_rewards_that_cannot_be_given_count_as_zero_only_when_asked_for(recipe, 
     assert summary["reward_errors"] > 0
 
 
+@pytest.mark.parametrize("suffix", [".json", ".parquet", ""])
+def test_rows_of_any_format_and_under_any_names_are_the_same_data(recipe, tmp_path, suffix):
+    columns = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    theirs = [{"question": row["prompt"], "meta": {"solution": row["answer"]}} for row in columns]
+    source = tmp_path / f"theirs{suffix}"
+    if suffix == ".json":
+        source.write_text(json.dumps(theirs))
+    else:
+        dataset = datasets.Dataset.from_list(theirs)
+        if suffix:
+            dataset.to_parquet(source)
+        else:
+            datasets.DatasetDict(train=dataset, test=dataset.select([0])).save_to_disk(source)
+    names = {"prompt": "question", "answer": "meta.solution"}
+    split = None if suffix else "train"
+    plain = replace(load_recipe(recipe, schema=Recipe).value, data=DataConfig(source=str(tmp_path / "rows.jsonl")))
+    ours, _ = load_dataset(plain)
+    other, _ = load_dataset(replace(plain, data=DataConfig(source=str(source), columns=names, split=split)))
+    for part in ("train", "held_out", "demonstrations"):
+        said = [[(row.messages, row.answer) for row in getattr(data, part)] for data in (ours, other)]
+        assert said[0] == said[1]
+
+
+def test_bad_rows_are_left_out_only_when_asked_for_and_the_run_says_which(recipe, tmp_path, capsys):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"prompt": "9+0=", "answer": 9}\n{"answer": "no prompt"}')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:9: field 'answer' must be text"):
+        run_recipe(recipe)
+    summary = run_recipe(recipe, "data.on_bad_row=skip", "grpo=null")
+    assert summary["rows_skipped"] == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data.on_bad_row=skip: skipped 2 of 10 rows" in said
+    assert "rows.jsonl:10: field 'prompt' is missing" in said
+    explained = CliRunner().invoke(app, ["explain", str(recipe), "data.on_bad_row=skip"]).output
+    assert "6 prompts to learn from, 2 held out" in explained
+    assert "skipped 2 of 10 rows" in explained
+
+
+def test_several_rewards_are_weighed_added_and_logged_each(recipe, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def length(completions):\n    return [float(len(c)) for c in completions]\n"
+        "def variety(completions):\n    return [float(len(set(c))) for c in completions]\n"
+    )
+    rewards = f"env.rewards={{length: '{tmp_path}/reward.py:length', variety: '{tmp_path}/reward.py:variety'}}"
+    gdpo = "grpo.objective.advantage={normalize_each_reward: true, reward_weights: {variety: 2}, whiten: sequences}"
+    run_recipe(recipe, "sft=null", "env.reward=null", rewards, "env.weights={length: -0.5}", gdpo)
+    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "sampled_tokens" in line]
+    assert steps
+    for step in steps:
+        assert step["reward/length"] == pytest.approx(-0.5 * step["environment/length"])
+        assert step["reward"] == pytest.approx(step["reward/length"] + step["reward/variety"])
+
+
+def test_every_figure_that_a_run_logs_is_explained(recipe, tmp_path):
+    (tmp_path / "two.py").write_text("def ones(completions):\n    return [1.0] * len(completions)\n")
+    rewards = f"env.rewards={{score: '{tmp_path}/reward.py:score', ones: '{tmp_path}/two.py:ones'}}"
+    everything = [
+        "grpo.steps_per_generation=1",
+        (
+            "grpo.objective={kl: {weight: 0.1}, correction: {weight: token}, ratio: {proximal: recomputed}, "
+            "selection: {max_generation_batches: 2}, entropy_weight: 0.01}"
+        ),
+    ]
+    dpo = "dpo={max_num_steps: 2, batch_size: 4, num_prompts: 6, num_generations_per_prompt: 8, optimizer: {lr: 0.001}}"
+    run_recipe(recipe, "env.reward=null", rewards, *everything)
+    run_recipe(recipe, "grpo=null", dpo, f"run_dir={tmp_path}/dpo")
+    lines = [line for name in ("run", "dpo") for line in read_lines(tmp_path / name / "metrics.jsonl")]
+    logged = {name for line in lines for name in line} - {"stage", "step", "time_s"}
+    assert {"kl_reference", "effective_sample_size", "reward/ones", "environment/ones", "staleness"} <= logged
+    assert not [name for name in logged if metric_of(name) is None]
+
+
+def test_the_shipped_recipe_of_dapo_is_the_preset(request):
+    objective = load_recipe(request.config.rootpath / "recipes" / "dapo.yaml", schema=Recipe).value.grpo.objective
+    assert objective == presets.dapo(max_length=256, overlong_buffer=64)
+
+
+def test_the_objectives_that_the_readme_spells_are_the_presets():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    block = readme.partition("<!-- objectives -->")[2].partition("```yaml\n")[2].partition("```")[0]
+    spelt = yaml.safe_load(block)
+    assert len(spelt) >= 5
+    for name, objective in spelt.items():
+        known = {"dr_grpo": {"max_length": 256}}.get(name, {})
+        assert TypeAdapter(Objective).validate_python(objective) == getattr(presets, name)(**known), name
+
+
 def test_the_shipped_recipes_are_valid(request):
     recipes = sorted((request.config.rootpath / "recipes").glob("*.yaml"))
     assert len(recipes) >= 2
@@ -119,22 +221,27 @@ def test_the_shipped_recipes_are_valid(request):
         load_recipe(file, schema=Recipe)
 
 
-def test_the_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(request, recipe, tmp_path):
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(request, recipe, tmp_path, name):
     mine = [
         f"policy.model_name={tmp_path}/model.py:build",
         f"data.source={tmp_path}/rows.jsonl",
         f"env.reward={tmp_path}/reward.py:score",
     ]
     short = [
-        "grpo.max_num_steps=2",
+        "grpo.max_num_steps=4",
         "grpo.optimizer.warmup_steps=0",
         "grpo.num_prompts=2",
         "policy.generation.max_new_tokens=4",
         f"run_dir={tmp_path}/run",
     ]
-    summary = run_recipe(request.config.rootpath / "recipes" / "grpo.yaml", *mine, *short)
+    file = request.config.rootpath / "recipes" / f"{name}.yaml"
+    summary = run_recipe(file, *mine, *short)
     assert summary["algorithm"] == "grpo"
-    assert summary["steps"] == 2
+    assert summary["steps"] == 4
+    explained = CliRunner().invoke(app, ["explain", str(file), *mine, *short, f"run_dir={tmp_path}/other"]).output
+    assert "A = (R - mean(R of the group)) / (std(R of the group) + 1e-06)" in explained
+    assert ("up to 10 batches of prompts" in explained) == (name == "dapo")
 
 
 def test_a_run_in_which_nothing_could_be_learnt_says_so(recipe, tmp_path, capsys):
@@ -161,10 +268,23 @@ def test_every_stop_token_of_the_model_ends_an_answer():
 def test_a_refused_run_removes_no_folder_of_the_users(recipe, tmp_path):
     (tmp_path / "mine").mkdir()
     for run_dir, left in ((tmp_path / "mine", True), (tmp_path / "new" / "deep", False)):
-        with pytest.raises(ValueError, match="cannot be read"):
+        with pytest.raises(ValueError, match="there is no such file"):
             run_recipe(recipe, f"run_dir={run_dir}", "data.source=none.jsonl")
         assert run_dir.exists() == left
     assert not (tmp_path / "new").exists()
+
+
+def test_a_second_run_in_the_same_folder_at_the_same_moment_takes_nothing_from_the_first(recipe, tmp_path, monkeypatch):
+    first = RunDirectory.create(tmp_path / "run")
+    monkeypatch.setattr(RunDirectory, "create", lambda path: replace(first, path=Path(path)))  # found empty before
+    monkeypatch.setattr("rl_launcher.preflight.check", lambda *_, **__: None)
+    with claimed(first):
+        first.recipe.write_text("seed: 1")
+        with pytest.raises(LauncherError, match="is being carried on already"):
+            run_recipe(recipe)
+    with pytest.raises(LauncherError, match=r"another run since a moment ago \(it holds recipe\.yaml\)"):
+        run_recipe(recipe)
+    assert first.recipe.read_text() == "seed: 1"
 
 
 def test_a_column_that_only_some_rows_have_may_be_asked_for(recipe, tmp_path):
@@ -184,8 +304,10 @@ def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
         'override "seed=7"',
         "6 prompts to learn from, 2 held out",
         "dtensor trains the policy: dtensor_cfg.enabled is true, and megatron_cfg.enabled is false",
-        "DTensor backend on cpu",
-        "lm_head",
+        "DTensorBackend of Qwen3ForCausalLM (2,800 parameters) on 1 cpu rank",
+        "tied: model.embed_tokens.weight = lm_head.weight",
+        "memory: a rank needs",
+        "into 1 engine, in this process",
     ):
         assert text in result.stdout
     assert not (tmp_path / "run").exists()

@@ -1,16 +1,28 @@
-"""Held-out accuracy of the engine's weights, sampled and greedy, and a few answers to look at."""
+"""How a run does on what nothing trains on: the rewards of answers, the loss of demonstrations, and a few answers.
+
+Answers are the engine's, and are judged only where the recipe says how; the loss is the policy's.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rl_algorithms.evaluation import Accuracy, evaluate
+import torch
+
+from rl_algorithms import sft
+from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
+from rl_algorithms.estimates import Estimate
+from rl_algorithms.evaluation import Accuracy, Figures, evaluate
+from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
-from rl_launcher.building import Parts, sampling
-from rl_launcher.observe import Sample
+from rl_launcher.building import sampling
+from rl_launcher.observe import Sample, SampleTokens, token_sample
+from rl_launcher.parts import Parts
 from rl_launcher.recipe_schema import Recipe
+from rl_launcher.seeding import SeededEngine
 
-__all__ = ["Evaluator", "HeldOut"]
+__all__ = ["Evaluator", "HeldOut", "Outcome"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,66 +33,196 @@ class HeldOut:
     greedy: Accuracy
 
     def metrics(self) -> dict[str, float]:
-        """Both figures, for the log."""
-        return {"held_out_sampled": self.sampled.mean, "held_out_greedy": self.greedy.mean}
+        """Both figures and the pass@k, for the log; intervals as `/low` and `/high`, where there are any."""
+        named = {
+            "held_out_sampled": self.sampled.reward,
+            "held_out_greedy": self.greedy.reward,
+            **{f"held_out_pass@{k}": estimate for k, estimate in self.sampled.pass_at.items() if k > 1},
+        }
+        figures = {name: estimate.mean for name, estimate in named.items()}
+        for name, estimate in named.items():
+            if math.isfinite(estimate.low):
+                figures |= {f"{name}/low": estimate.low, f"{name}/high": estimate.high}
+        return figures
 
     def describe(self) -> str:
-        """Both figures with their standard errors, where there are any."""
-        return f"sampled {_describe(self.sampled)}, greedy {_describe(self.greedy)}"
+        """Both figures with their standard errors, where there are any, and the pass@k."""
+        parts = [f"sampled {_describe(self.sampled.reward)}", f"greedy {_describe(self.greedy.reward)}"]
+        parts += [f"pass@{k} {_describe(estimate)}" for k, estimate in self.sampled.pass_at.items() if k > 1]
+        return ", ".join(parts)
+
+    def table(self) -> str:
+        """One line for each figure, with its interval."""
+        lines = [
+            f"{'sampled reward':<16}{_with_interval(self.sampled.reward)}",
+            f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}",
+            *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.sampled.pass_at.items()),
+        ]
+        if failed := self.sampled.num_failed + self.greedy.num_failed:
+            lines.append(f"{failed} answers could not be judged, and are in none of these")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run does before or after the stage that it is about."""
+
+    answers: HeldOut | None
+    """None where nobody judges."""
+
+    figures: dict[str, float]
+    """What else was measured, as `held_out_loss`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Everything, for the log."""
+        return {**({} if self.answers is None else self.answers.metrics()), **self.figures}
+
+    def describe(self) -> str:
+        """In a line."""
+        parts = [] if self.answers is None else [self.answers.describe()]
+        parts += [
+            f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4g}" for name, value in self.figures.items()
+        ]
+        return ", ".join(parts) or "nothing was measured"
+
+
+class _Listener:
+    """Hears answers that nobody judges, for people to read."""
+
+    def step(self, conversations: Sequence[Conversation]) -> Sequence[EnvironmentReturn]:
+        """Each ends with its first answer."""
+        return [EnvironmentReturn(reward=0.0, terminated=True) for _ in conversations]
+
+
+FIRST_CALL = 1 << 40
+"""The number of an evaluation's first call: the same every time, and far from those of training."""
 
 
 class Evaluator:
-    """Asks the same held-out prompts, with the same random numbers, every time."""
+    """Asks the same held-out prompts, with the same random numbers, every time, and reads the same demonstrations."""
 
     def __init__(self, parts: Parts, recipe: Recipe) -> None:
         self._parts, self._config = parts, recipe.evaluation
-        self._sampled = sampling(recipe.policy.generation, seed=recipe.seed)
+        self._judged = recipe.env is not None
+        self._imitates = [*recipe.stages] == ["sft"]
+        self._sampled = sampling(recipe.policy.generation)
         self._greedy = sampling(recipe.policy.generation, greedy=True)
+        stage: Any = recipe.grpo or recipe.distill
+        self._turns = (
+            {"max_turns": 1}
+            if stage is None
+            else {
+                "max_turns": stage.max_turns,
+                "max_length": stage.max_length,
+            }
+        )
+        self._seed, self._num_with_tokens = recipe.seed, recipe.logger.num_samples_with_tokens
 
     @property
     def size(self) -> int:
-        """Held-out prompts asked before and after training."""
-        return min(self._config.max_prompts, len(self._parts.held_out))
+        """Held-out prompts asked before and after training; where nobody judges, rows that are measured by."""
+        if self._judged:
+            return min(self._config.max_prompts, len(self._parts.held_out))
+        if self._parts.pairs is not None:
+            return min(self._config.max_prompts_while_training, len(self._parts.pairs.held_out.tokens) // 2)
+        return len(self._demonstrations)
+
+    @property
+    def _demonstrations(self) -> sft.Lessons:
+        return self._parts.held_out_demonstrations[: self._config.max_prompts_while_training]
+
+    def outcome(self) -> Outcome:
+        """All that is measured before and after training."""
+        answers = self.both() if self._judged else None
+        return Outcome(answers=answers, figures=self.loss() if self._imitates else {})
 
     def both(self) -> HeldOut:
         """Sampled and greedy answers to all of them."""
-        return HeldOut(sampled=self._ask(self._sampled, self.size), greedy=self._ask(self._greedy, self.size))
+        sampled = self._ask(self._sampled, self.size, samples=self._config.samples_per_prompt)
+        return HeldOut(sampled=sampled, greedy=self._ask(self._greedy, self.size))
 
-    def quick(self) -> float:
-        """Accuracy of greedy answers to those that are asked while training."""
-        return self._ask(self._greedy, self._config.max_prompts_while_training).mean
+    def quick(self) -> dict[str, float]:
+        """Accuracy of greedy answers to those that are asked while training; nothing where nobody judges."""
+        if not self._judged:
+            return {}
+        return {"held_out_greedy": self._ask(self._greedy, self._config.max_prompts_while_training).mean}
+
+    def loss(self) -> dict[str, float]:
+        """The policy's `held_out_loss`: -logp a learnt token of held-out demonstrations, in nats; nothing without any.
+
+        Always of the same rows, before and after training too, so that its values are one curve.
+        """
+        if not self._demonstrations:
+            return {}
+        examples = sft.prepare(self._demonstrations)
+        weights = examples.trainable.double() * examples.weight[:, None]
+        nll = -torch.where(weights > 0, self._parts.policy.logp(examples).double(), 0.0)
+        return {"held_out_loss": ((nll * weights).sum() / weights.sum()).item()}
 
     def due(self, previous_step: int, step: int) -> bool:
         """Whether an evaluation falls between two optimizer steps."""
         return self._config.every > 0 and previous_step // self._config.every < step // self._config.every
 
-    def samples(self, held_out: HeldOut, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
-        """The first few sampled answers, as the report shows them."""
-        rollouts, prompts = held_out.sampled.rollouts, self._parts.held_out[: min(self._config.samples, self.size)]
-        return [
-            Sample(
+    def samples(self, outcome: Outcome, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
+        """The first few sampled answers, as the report shows them; where nobody judges, they are asked for here."""
+        asked = self._parts.held_out[: min(self._config.samples, self._config.max_prompts)]
+        if not asked:
+            return []
+        if outcome.answers is None:
+            rollouts, each = self._ask(self._sampled, len(asked), environment=_Listener()).rollouts, 1
+        else:
+            rollouts, each = outcome.answers.sampled.rollouts, self._config.samples_per_prompt
+        samples: list[Sample] = []
+        for number, prompt in enumerate(asked):
+            row = number * each  # the first answer to each prompt
+            sample = Sample(
                 when=when,
                 stage=stage,
                 prompt=prompt.row.prompt,
                 expected=prompt.row.answer,
-                response=rollouts.answers[index],
-                reward=rollouts.rewards[index, 0].item(),
-                truncated=bool(rollouts.truncated[index]),
+                response=rollouts.answers[row],
+                reward=None if outcome.answers is None else rollouts.rewards[row].item(),
+                truncated=bool(rollouts.truncated[row]),
             )
-            for index, prompt in enumerate(prompts)
-        ]
+            if number < self._num_with_tokens:
+                sample["tokens"] = self._tokens(rollouts, row)
+            samples.append(sample)
+        return samples
 
-    def _ask(self, how: Sampling, num_prompts: int) -> Accuracy:
-        parts = self._parts
+    def _tokens(self, rollouts: Rollouts, row: int) -> SampleTokens:
+        length = int(rollouts.lengths[row])
+        return token_sample(
+            rollouts.tokens[row, :length].tolist(),
+            logp=rollouts.logp_old[row, :length].tolist(),
+            response=rollouts.response[row, :length].tolist(),
+            turns=rollouts.turns[row, :length].tolist(),
+            decode=self._parts.tokenizer.decode,
+        )
+
+    def _ask(
+        self, how: Sampling, num_prompts: int, *, samples: int = 1, environment: Environment | None = None
+    ) -> Accuracy:
+        parts, config = self._parts, self._config
+        pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluate(
             parts.held_out[:num_prompts],
-            engine=parts.engine,
+            engine=SeededEngine(parts.engine.inner, seed=self._seed, calls=FIRST_CALL),  # every turn its own
             sampling=how,
-            environment=parts.environment,
+            environment=parts.environment if environment is None else environment,
             chat=parts.chat,
+            samples_per_prompt=samples,
+            seed=self._seed,
+            figures=Figures(pass_at=pass_at, pass_reward=config.pass_reward),
+            **self._turns,
         )
 
 
-def _describe(accuracy: Accuracy) -> str:
-    error = accuracy.standard_error
-    return f"{accuracy.mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{accuracy.mean:.3f} (one prompt)"
+def _describe(estimate: Estimate) -> str:
+    error = estimate.standard_error
+    return f"{estimate.mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{estimate.mean:.3f} (one prompt)"
+
+
+def _with_interval(estimate: Estimate) -> str:
+    if not math.isfinite(estimate.low):
+        return f"{estimate.mean:.3f}  (one prompt: no interval)"
+    return f"{estimate.mean:.3f}  [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -1,34 +1,76 @@
-"""What a run would do, in text: the recipe with the origin of each value, the sharding, the engine, the refit."""
+"""What a run would do, in text and figures: keys with their origins, placement, sharding, memory, engine, refit, loss.
 
-from rl_backends import BackendSelection, DTensorConfig, MegatronConfig
+Loads no weights of a folder or a hub id, starts nothing, and needs no GPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl_backends import BackendSelection, DTensorConfig, MegatronConfig, select_backend
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
-from rl_launcher.building import build
 from rl_launcher.recipe import Resolved
 from rl_launcher.recipe_schema import Recipe
 
-__all__ = ["describe_backend", "explain"]
+__all__ = ["Explained", "describe_backend", "explain"]
 
 
-def explain(resolved: Resolved[Recipe]) -> str:
-    """Build every part of the run, train nothing, and let each part say what it would do.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """What `explain` says."""
+
+    sections: dict[str, str]
+    """By title, in their order."""
+
+    figures: dict[str, Any]
+    """Plain values: `--json` prints them."""
+
+    refusal: str | None
+    """Why a run would be refused for want of memory; None where it would not."""
+
+    def text(self) -> str:
+        """For people."""
+        return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in self.sections.items())
+
+
+def explain(resolved: Resolved[Recipe]) -> Explained:
+    """Let each part of the run say what it would do.
 
     Raises:
-        ValueError: what the run itself would refuse before training.
+        ValueError: what the run itself would refuse before training, but for memory: that is in `refusal`.
     """
-    parts = build(resolved.value)
-    data = (
-        f"{len(parts.prompts)} prompts to learn from, {len(parts.held_out)} held out, "
-        f"{len(parts.demonstrations)} demonstrations"
-    )
+    from rl_algorithms import dpo
+    from rl_launcher import preflight
+    from rl_launcher.distributed.placement import plan_placement
+    from rl_launcher.predicting import predict_run
+
+    recipe = resolved.value
+    refusal = preflight.explained(recipe)
+    placement, selection = plan_placement(recipe), select_backend(recipe.policy)
+    predicted = predict_run(recipe, placement)
     sections = {
-        "Recipe": resolved.explain(),
-        "Data": data,
-        "Backend": describe_backend(resolved.value, parts.selection) + _conversions(parts.selection.config),
-        "Policy": parts.policy.explain(),
-        "Engine": parts.engine.explain(),
-        "Refit": parts.weight_sync.explain(),
+        "Recipe": _keys(resolved),
+        "Data": _data(recipe),
+        "Placement": placement.explain(),
+        "Backend": describe_backend(recipe, selection) + _conversions(selection.config),
+        "Policy": predicted.policy,
+        "Engine": predicted.engine,
+        "Refit": predicted.refit,
     }
-    return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in sections.items())
+    if recipe.grpo is not None:
+        sections["Objective"] = recipe.grpo.objective.explain()
+    if recipe.dpo is not None:
+        sections["Objective"] = dpo.explain(recipe.dpo)
+    if recipe.distill is not None:
+        sections["Objective"] = recipe.distill.explain()
+    figures = {
+        "stages": [*recipe.stages],
+        "backend": selection.backend,
+        "ranks": len(placement.ranks),
+        "engines": len(placement.engines),
+        "refusal": refusal,
+        **predicted.figures,
+    }
+    return Explained(sections=sections, figures=figures, refusal=refusal)
 
 
 def describe_backend(recipe: Recipe, selection: BackendSelection) -> str:
@@ -36,15 +78,51 @@ def describe_backend(recipe: Recipe, selection: BackendSelection) -> str:
     text = f"{selection.backend} trains the policy: {selection.reason}"
     if not isinstance(selection.config, MegatronConfig) or selection.config.optimizer is None:
         return text
-    stages = {"sft": recipe.sft, "grpo": recipe.grpo, "dpo": recipe.dpo}
-    theirs = ", ".join(f"{name}.optimizer" for name, stage in stages.items() if stage is not None)
+    theirs = ", ".join(f"{name}.optimizer" for name in recipe.stages)
     return f"{text}; megatron_cfg.optimizer takes the place of {theirs}"
 
 
+def _keys(resolved: Resolved[Recipe]) -> str:
+    """Every key, credentials left out: what is printed ends in logs."""
+    from rl_launcher.observe import Secrets, redact
+    from rl_launcher.recipe.plain_data import to_plain
+
+    secrets = Secrets.of(to_plain(resolved.value))
+    return secrets.scrub(resolved.explain(hide=redact))
+
+
+def _data(recipe: Recipe) -> str:
+    """How many rows there are; a data set of the hub is left where it is."""
+    from pathlib import Path
+
+    from rl_launcher.loading_conversations import ConversationData
+    from rl_launcher.loading_data import load_dataset
+    from rl_launcher.loading_preferences import PreferenceData
+    from rl_launcher.user_code import is_import_string
+
+    source = recipe.data.source
+    if not is_import_string(source) and not Path(source).expanduser().exists():
+        return f"{source} is read from the hub when the run starts"
+    dataset, skipped = load_dataset(recipe)
+    lines = [f"{len(dataset.train)} prompts to learn from, {len(dataset.held_out)} held out"]
+    if isinstance(dataset, ConversationData):
+        measured_by = len(dataset.held_out_demonstrations)
+        lines = [f"{len(dataset.demonstrations)} conversations to learn from, {measured_by} held out"]
+    elif isinstance(dataset, PreferenceData):
+        lines = [f"{len(dataset.pairs)} pairs to learn from, {len(dataset.held_out_pairs)} held out"]
+        lines[0] += f", {len(dataset.demonstrations)} chosen answers to imitate first" * (recipe.sft is not None)
+    elif recipe.sft is not None:
+        lines[0] += f", {len(dataset.demonstrations)} demonstrations"
+    if recipe.env is None:
+        measures = "loss" if recipe.dpo is None else "margin"
+        lines.append(f"nobody judges answers (env is null): what is held out measures the {measures}, and no reward")
+    return "\n".join([*lines, *[str(skipped)] * bool(skipped.count)])
+
+
 def _conversions(config: DTensorConfig | MegatronConfig) -> str:
-    """Where Megatron's conversions lie, of which a run in one process needs none."""
+    """Where Megatron's conversions lie."""
     if not isinstance(config, MegatronConfig):
         return ""
     own = config.checkpoint_dir
     folder = explain_megatron_checkpoint_dir() if own is None else f"{own} (megatron_cfg.checkpoint_dir says so)"
-    return f"\nconversions lie in {folder}; this run loads the model itself, and makes none"
+    return f"\nconversions lie in {folder}"

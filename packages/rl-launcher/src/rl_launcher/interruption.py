@@ -3,10 +3,13 @@
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["Interruption"]
+__all__ = ["Interruption", "keep_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before they kill
 
@@ -14,15 +17,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before t
 class Interruption:
     """A context in which signals are heard; `check` is where they take effect.
 
-    Weights are whole only between two optimizer steps, so that is where a run may end.
+    Weights are whole only between two optimizer steps, so that is where a run may end. Before it has begun, while its
+    parts are built, a signal ends it at once.
     """
 
     def __init__(self) -> None:
+        self._patient = False
         self._heard = False
-        self._saving = False
-        self.in_a_step = False
-        """Whether a second signal ended the run in the middle of a step."""
+        self._holding = False
+        self.at_once = False
+        """Whether a second signal came: whatever was under way is given up, and nothing more is saved."""
         self._previous: dict[signal.Signals, Any] = {}
+
+    def wait_for_steps(self) -> None:
+        """From here on the first signal waits for `check`: training begins."""
+        # What was built meanwhile may have taken the signals for itself.
+        for number in self._previous:
+            signal.signal(number, self._hear)
+        self._patient = True
+
+    def wait_no_more(self) -> None:
+        """From here on a signal ends what is done at once: nothing is trained, and nothing is written."""
+        self._patient = self._holding = False
 
     def check(self) -> None:
         """End the run here if a signal was heard.
@@ -33,9 +49,14 @@ class Interruption:
         if self._heard:
             raise KeyboardInterrupt
 
+    @property
+    def heard(self) -> bool:
+        """Whether a signal came, so that the run ends after this step, and does not start again."""
+        return self._heard
+
     def hold(self) -> None:
-        """From here on no signal takes effect: what is being saved is saved whole."""
-        self._saving = True
+        """From here on no signal takes effect: what is being written is written whole."""
+        self._holding = True
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._hear) for number in SIGNALS}
@@ -48,11 +69,27 @@ class Interruption:
             signal.signal(number, handler)
 
     def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        if self._saving:
+        if self._holding:
             return
-        if self._heard:
-            self.in_a_step = True
+        waits, self._heard = self._patient and not self._heard, True
+        if not waits:
+            self.at_once = True
             raise KeyboardInterrupt
-        self._heard = True
         # Not print: the signal may have come in the middle of one.
-        os.write(sys.stderr.fileno(), b"\nending after this step; once more to end now\n")
+        os.write(sys.stderr.fileno(), b"\nending after this step, saved; once more to end now, unsaved\n")
+
+
+@contextmanager
+def keep_signals() -> Iterator[None]:
+    """A block whose code may take the signals for itself, as a local cluster of Ray does; it gives them back.
+
+    What nobody heard before stays with whoever has taken it: the default would leave that one's processes behind.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    heard = {number: signal.getsignal(number) for number in SIGNALS} if ours else {}
+    try:
+        yield
+    finally:
+        for number, handler in heard.items():
+            if callable(handler):  # not SIG_DFL, SIG_IGN, or one that is not Python's
+                signal.signal(number, handler)

@@ -1,15 +1,23 @@
-"""What a run writes down as it goes: each step to the log and to the live view, and how far it has come."""
+"""What a run writes down as it goes: each step to the log and to the live view, and how far it has come.
+
+After each step it also looks whether something is wrong, whether to save, and whether to end.
+"""
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
 
 from rl_algorithms.phases import PhaseTimer
-from rl_launcher.building import Parts
+from rl_launcher.checkpointing import Keeper
+from rl_launcher.errors import ConditionError
+from rl_launcher.health import Reporter, Watch
 from rl_launcher.interruption import Interruption
-from rl_launcher.observe import LiveView, MetricsLog
-from rl_launcher.progress import Progress
+from rl_launcher.observe import LiveView, RunLog, Sample
+from rl_launcher.parts import Parts
 
 __all__ = ["PHASE", "TOKENS", "Recorder"]
 
@@ -21,45 +29,84 @@ class Recorder:
     """Knows how much time passed between two steps, and which of it no phase claimed: that is `other`."""
 
     def __init__(
-        self, log: MetricsLog, view: LiveView, *, parts: Parts, progress: Progress, interruption: Interruption
+        self,
+        log: RunLog,
+        view: LiveView,
+        *,
+        parts: Parts,
+        keeper: Keeper,
+        watch: Watch,
+        events: Reporter,
+        interruption: Interruption,
+        metric_name: str,
     ) -> None:
-        self.log, self.progress = log, progress
-        self._view, self._parts, self._interruption = view, parts, interruption
+        self.log, self.events, self.keeper, self.progress = log, events, keeper, keeper.progress
+        self._view, self._parts, self._watch, self._interruption = view, parts, watch, interruption
+        self._metric_name = metric_name
         self._timer = PhaseTimer()
         self._last = time.perf_counter()
+        self._refits = parts.weight_sync.count
 
     def start(self) -> None:
         """Begin to count a stage's time here: what went before belongs to no step."""
         self._last = time.perf_counter()
         self._timer.lap()
 
+    def begin(self, stage: str, taken: int) -> None:
+        """Say that a stage begins, or goes on after `taken` steps: its next one may be recorded by profilers."""
+        self.log.profiler.reached(stage, taken)
+        self._parts.reached(stage, taken)
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the block towards `name` in the step that is recorded next."""
         return self._timer.phase(name)
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step of `stage`; `step` counts the stage's own optimizer steps. Here a signal ends the run.
+    def keep(self, tensors: dict[str, Tensor]) -> None:
+        """Put into every checkpoint of this stage what the stage made at its start and cannot make again."""
+        self.progress.tensors = tensors
+
+    def step(
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        order: Mapping[str, int] | None = None,
+        state: Callable[[], Any] | None = None,
+    ) -> None:
+        """Log one step of `stage`; `step` counts the stage's own optimizer steps. Here a run saves, and may end.
+
+        Args:
+            stage: whose step it is.
+            step: its number, from 1.
+            metrics: what to log.
+            order: where the prompts stand, where the step alone does not say.
+            state: gives what else a run must have to go on, as nested mappings, lists, numbers and tensors; it is
+                asked only when a checkpoint is saved.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM came since the last step.
+            ConditionError: a condition ends the run; it is saved.
         """
-        now = time.perf_counter()
-        wall, self._last = now - self._last, now
-        phases = defaultdict(float, {name: value for name, value in metrics.items() if name.startswith(PHASE)})
-        for name, seconds in self._timer.lap().items():
-            phases[name] += seconds
-        phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
-        tokens = sum(metrics.get(name, 0) for name in TOKENS)
-        values = {**metrics, "tokens_per_s": tokens / (wall - phases[PHASE + "evaluate"]), **phases}
-        self.log.write(stage, step, values)
-        self._view.update(stage, step, values)
-        self.progress.reach(stage, step, parts=self._parts)
-        self._interruption.check()
+        logged = self.log.step(stage, step, {**self._with_times(stage, step, metrics), **self._parts.figures()})
+        self._parts.reached(stage, step)
+        self._view.update(stage, step, logged)
+        self._note_refit(stage, step)
+        before = self.progress.total
+        self.progress.reach(stage, step, parts=self._parts, order=order)
+        self.progress.keep_state = state
+        self._note_metric(logged)
+        self._look_and_save(stage, step, logged, before=before)
 
     def evaluation(self, stage: str, metrics: Mapping[str, float]) -> None:
         """Log what was measured before the first step of `stage`, as its step 0."""
-        self.log.write(stage, 0, metrics)
-        self._view.update(stage, 0, metrics)
+        logged = self.log.step(stage, 0, metrics)
+        self._note_metric(logged)
+        self._view.update(stage, 0, logged)
+
+    def write_samples(self, samples: list[Sample]) -> None:
+        """Keep a few answers for the report."""
+        self.log.write_samples(samples)
 
     def check(self) -> None:
         """Between stages, too, a signal ends the run.
@@ -67,8 +114,53 @@ class Recorder:
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM came since the last step.
         """
+        self.tell_happenings()
         self._interruption.check()
 
     def message(self, text: str) -> None:
         """Tell the user."""
         self._view.message(text)
+
+    def tell_happenings(self, stage: str | None = None, step: int | None = None) -> None:
+        """Tell what happened to the parts since the last time."""
+        for each in self._parts.happenings.take():
+            self.events.report(each.name, each.message, reaction=each.reaction, stage=stage, step=step)
+
+    def _with_times(self, stage: str, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        now = time.perf_counter()
+        wall, self._last = now - self._last, now
+        phases = defaultdict(float, {name: value for name, value in metrics.items() if name.startswith(PHASE)})
+        for name, seconds in self._timer.lap().items():
+            phases[name] += seconds
+        phases[PHASE + "other"] = max(0.0, wall - sum(phases.values()))
+        end_s = self.log.spans.now()
+        self.log.spans.step(stage, step, start_s=end_s - wall, end_s=end_s, phases=phases)
+        tokens = sum(metrics.get(name, 0) for name in TOKENS)
+        return {**metrics, "tokens_per_s": tokens / (wall - phases[PHASE + "evaluate"]), **phases}
+
+    def _note_refit(self, stage: str, step: int) -> None:
+        report, count = self._parts.weight_sync.last, self._parts.weight_sync.count
+        if report is not None and count != self._refits:
+            self.log.refits.write(report, stage=stage, step=step)
+        self._refits = count
+
+    def _note_metric(self, values: Mapping[str, float]) -> None:
+        self.progress.metric = values.get(self._metric_name, self.progress.metric)
+
+    def _look_and_save(self, stage: str, step: int, values: Mapping[str, float], *, before: int) -> None:
+        self.tell_happenings(stage, step)
+        stop: ConditionError | None = None
+        for noticed in self._watch.observe(stage, values, errors=self.progress.reward_errors):
+            told = noticed.happening
+            self.events.report(told.name, told.message, reaction=told.reaction, stage=stage, step=step)
+            if noticed.stop:
+                stop = ConditionError(told.name, told.message)
+        due = self.keeper.after_step(before=before)
+        if due.end and stop is None:
+            stop = ConditionError("must_save_by", "checkpointing.checkpoint_must_save_by passes during the next step")
+        if due.save or stop is not None or self._interruption.heard:
+            with self.phase("checkpoint"):
+                self.keeper.save()
+        if stop is not None:
+            raise stop
+        self._interruption.check()

@@ -5,25 +5,32 @@ Whatever ends a run early, a signal or an error, first saves where it stands, an
 
 import json
 import os
-import shutil
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rl_launcher.building import Parts, build
+from rl_launcher import preflight
+from rl_launcher.building import build
+from rl_launcher.checkpointing.changes import changed_keys, check_changes
+from rl_launcher.checkpointing.claim import claimed
+from rl_launcher.checkpointing.files import write_text
 from rl_launcher.errors import LauncherError, RunStoppedError
 from rl_launcher.interruption import Interruption
-from rl_launcher.observe import LiveView, MetricsLog, RunDirectory, StageTotal, collect_versions, write_report
-from rl_launcher.progress import Progress, load_progress, save_model, save_progress
+from rl_launcher.observe import RunDirectory, check_trackers, collect_versions, redact, redacted_keys, write_origins
+from rl_launcher.parts import Parts
 from rl_launcher.recipe import Resolved, load_recipe
+from rl_launcher.recipe.interpolation import escape
+from rl_launcher.recipe.plain_data import to_plain
+from rl_launcher.recipe.yaml_dialect import dump
 from rl_launcher.recipe_schema import Recipe
-from rl_launcher.recording import Recorder
-from rl_launcher.summary import summarize
-from rl_launcher.training import headline_stage, train
+from rl_launcher.supervising import Run, find_resumption, has_begun, supervise
 
 __all__ = ["resume", "run"]
 
@@ -36,123 +43,121 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
         RunStoppedError: training ended early; the run directory holds what was reached.
     """
     started = time.perf_counter()
+    recipe = resolved.value
     _refuse_several_ranks()
-    directory = RunDirectory.create(resolved.value.run_dir)
-    try:
-        parts = _build(resolved.value)
-        directory.recipe.write_text(resolved.to_yaml(), encoding="utf-8")
-        directory.versions.write_text(json.dumps(collect_versions(), indent=2), encoding="utf-8")
-    except BaseException:
-        directory.discard()  # nothing was trained, so nothing is lost
-        raise
-    return _carry_out(resolved.value, directory, parts, progress=Progress(), started=started)
+    preflight.check(recipe, new_run=True)
+    check_trackers(recipe.logger)
+    directory = RunDirectory.create(recipe.run_dir)
+    build_here = partial(_build, run_dir=directory.path)
+    # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours to remove.
+    with Interruption() as interruption, claimed(directory, new=True), _discarded_if_refused(directory):
+        parts = build_here(recipe)
+        with _closed_if_refused(parts):
+            _describe(resolved, directory)
+        job = Run(recipe=recipe, directory=directory, build=build_here, started=started)
+        return supervise(job, parts, interruption=interruption)
 
 
-def resume(run_dir: str | Path) -> dict[str, Any]:
-    """Carry an interrupted run to its end; on a CPU, bit for bit as if it had not been interrupted.
+def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Carry an interrupted or killed run to its end; on a CPU, bit for bit as if it had not been interrupted.
+
+    Args:
+        run_dir: of the run.
+        overrides: `section.key=value` of keys that say where and how it runs, not what it learns.
 
     Raises:
         ValueError: there is nothing to resume, or a part refuses; the run directory stays as it was.
         RunStoppedError: it ended early again.
     """
     started = time.perf_counter()
+    _refuse_several_ranks()
     directory = RunDirectory.open(run_dir)
-    progress = load_progress(directory)
-    recipe = load_recipe(directory.recipe, schema=Recipe).value
-    here = replace(recipe.policy, model_name=str(directory.interrupted), revision=None)
-    parts = _build(replace(recipe, policy=here))
-    progress.check(parts)
-    return _carry_out(recipe, directory, parts, progress=progress, started=started)
+    build_here = partial(_build, run_dir=directory.path)
+    with claimed(directory), Interruption() as interruption:
+        resolved, changes = _changed_recipe(directory, overrides)
+        found = find_resumption(directory)
+        preflight.check(resolved.value, new_run=False)
+        check_trackers(resolved.value.logger)
+        parts = build_here(resolved.value)
+        with _closed_if_refused(parts):
+            found.progress.check(parts)
+            if changes:
+                write_text(directory.recipe, _recipe_text(resolved))
+        goes_on = replace(found, message=found.message + _told(changes))
+        job = Run(
+            recipe=resolved.value,
+            directory=directory,
+            build=build_here,
+            started=started,
+            resumed=goes_on,
+        )
+        return supervise(job, parts, interruption=interruption)
+
+
+@contextmanager
+def _discarded_if_refused(directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except RunStoppedError:
+        raise  # its message says what is in the folder, and how to go on from there
+    except BaseException:
+        if not (has_begun(directory) or directory.summary.exists()):
+            directory.discard()  # nothing was trained, so nothing is lost
+        raise
+
+
+@contextmanager
+def _closed_if_refused(parts: Parts) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        parts.close()
+        raise
+
+
+def _changed_recipe(
+    directory: RunDirectory, overrides: Sequence[str]
+) -> tuple[Resolved[Recipe], dict[str, tuple[Any, Any]]]:
+    """The recipe that a run goes on with, and in what it differs from the one that it began with."""
+    before = load_recipe(directory.recipe, schema=Recipe)
+    resolved = load_recipe(directory.recipe, schema=Recipe, overrides=overrides) if overrides else before
+    if missing := redacted_keys(to_plain(resolved.value)):
+        raise LauncherError(
+            f"{', '.join(missing)} were kept out of {directory.recipe}, since they look like credentials; give them "
+            f"again: rl-launcher resume {directory.path} {' '.join(f'{key}=...' for key in missing)}"
+        )
+    changes = changed_keys(to_plain(before.value), to_plain(resolved.value))
+    check_changes(changes)
+    return resolved, changes
+
+
+def _told(changes: dict[str, tuple[Any, Any]]) -> str:
+    shown = redact({key: after for key, (_, after) in changes.items()})
+    return "".join(f"; {key} is now {value}" for key, value in shown.items())
 
 
 def _refuse_several_ranks() -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks not in {"", "1"}:
         raise LauncherError(
-            f"rl-launcher trains in one process, and WORLD_SIZE={ranks}; start it without torchrun (rl_backends trains "
-            f"over several ranks, from a loop of your own)"
+            f"rl-launcher is one process that starts all others, and WORLD_SIZE={ranks}; start it without torchrun, "
+            f"with cluster.runtime=ray for several ranks"
         )
 
 
-def _build(recipe: Recipe) -> Parts:
+def _build(recipe: Recipe, *, run_dir: Path) -> Parts:
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would run through the live view
-    return build(recipe)
+    return build(recipe, run_dir=run_dir)
 
 
-def _carry_out(
-    recipe: Recipe, directory: RunDirectory, parts: Parts, *, progress: Progress, started: float
-) -> dict[str, Any]:
-    after: dict[str, float] | None = None
-    stopped: RunStoppedError | None = None
-    with Interruption() as interruption:
-        try:
-            with MetricsLog(directory, elapsed_s=progress.wall_s) as log, LiveView(*_view_of(recipe)) as view:
-                recorder = Recorder(log, view, parts=parts, progress=progress, interruption=interruption)
-                after = train(recipe, parts, recorder, progress=progress).metrics()
-            interruption.hold()
-            save_model(parts, directory.model)
-            shutil.rmtree(directory.interrupted, ignore_errors=True)
-            progress.wall_s += time.perf_counter() - started
-        except BaseException as error:  # noqa: BLE001 - becomes a RunStoppedError, once what there is has been saved
-            interruption.hold()
-            progress.wall_s += time.perf_counter() - started
-            after = None
-            exact = not interruption.in_a_step and progress.version == parts.policy.version
-            stopped = _stopped(error, directory, parts, progress=progress, exact=exact)
-        summary = summarize(recipe, parts, directory, progress=progress, after=after)
-        unwritten = _conclude(directory, summary)
-    if stopped is not None:
-        stopped.args = ("\n".join([str(stopped), *unwritten]),)
-        raise stopped
-    return {**summary, "unwritten": unwritten} if unwritten else summary
+def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:
+    """Write down what the run is, credentials left out."""
+    write_text(directory.recipe, _recipe_text(resolved))
+    write_origins(directory, resolved.origins, recipe=to_plain(resolved.value))
+    directory.versions.write_text(json.dumps(collect_versions(), indent=2), encoding="utf-8")
 
 
-def _conclude(directory: RunDirectory, summary: dict[str, Any]) -> list[str]:
-    """Write summary and report; what cannot be written is told, and takes nothing from the result."""
-    unwritten = []
-    for write in (
-        lambda: directory.summary.write_text(json.dumps(summary, indent=2), encoding="utf-8"),
-        lambda: write_report(directory),
-    ):
-        try:
-            write()
-        except (OSError, ValueError) as error:
-            unwritten.append(str(error))
-    return unwritten
-
-
-def _stopped(
-    error: BaseException, directory: RunDirectory, parts: Parts, *, progress: Progress, exact: bool
-) -> RunStoppedError:
-    """Save where the run stands, and say how to go on, or that nothing could be saved."""
-    try:
-        save_progress(progress, parts, directory, exact=exact)
-    except Exception as second:  # noqa: BLE001 - the first cause is what the user must hear
-        rest = f"The weights could NOT be saved: {second}"
-    else:
-        way_on = (
-            f"rl-launcher resume {directory.path}"
-            if exact
-            else f"policy.model_name={directory.interrupted} sft=null run_dir=<another>"
-        )
-        rest = (
-            f"Saved after {parts.policy.version} optimizer steps; weights, log and report are in {directory.path}. "
-            f"Go on with: {way_on}"
-        )
-    stopped = RunStoppedError(f"{_cause(error)}\n{rest}", interrupted=isinstance(error, KeyboardInterrupt))
-    stopped.__cause__ = error
-    return stopped
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return f"stopped: {error}" if isinstance(error, ValueError | RuntimeError) else f"failed: {error!r}"
-
-
-def _view_of(recipe: Recipe) -> tuple[str, list[StageTotal]]:
-    stages = {"sft": recipe.sft, "grpo": recipe.grpo, "dpo": recipe.dpo}
-    totals = [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in stages.items() if stage is not None]
-    return f"{headline_stage(recipe)} · {recipe.data.source} · {recipe.policy.model_name}", totals
+def _recipe_text(resolved: Resolved[Recipe]) -> str:
+    return dump(escape(redact(to_plain(resolved.value))))

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 from rl_launcher.observe.run_directory import RunDirectoryError, describe
 
 __all__ = ["JsonLines", "JsonLinesWriter", "JsonValue", "finite_number", "read_json_lines"]
 
-JsonValue = str | float | bool | None
-"""What a flat JSON object may hold."""
+JsonValue: TypeAlias = "str | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
+"""What a JSON object may hold."""
 
 
 _LARGEST = 10**300
@@ -36,10 +37,11 @@ class JsonLines:
 
 
 class JsonLinesWriter:
-    """Append to a file; a line that `append` returned from is with the operating system, whatever happens next."""
+    """Append to a file, from any thread; a line that `append` returned from is with the operating system."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         try:
             self._file = path.open("ab", buffering=0)
             # After a torn line the next object would be torn as well.
@@ -54,10 +56,10 @@ class JsonLinesWriter:
         Raises:
             RunDirectoryError: the disk refused the line; the lines before it are whole.
         """
-        finite = {name: None if _is_not_finite(value) else value for name, value in row.items()}
-        line = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+        line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
         try:
-            self._write_all(line.encode())
+            with self._lock:
+                self._write_all(line.encode())
         except OSError as error:
             raise RunDirectoryError(
                 f"{self._path} cannot be written: {describe(error)}; every earlier line is whole"
@@ -110,8 +112,12 @@ def finite_number(value: object) -> float | None:
     return value if abs(value) <= _LARGEST else None
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _last_byte(path: Path) -> bytes:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Literal, NotRequired, Self, TypedDict
 
 from rl_launcher.observe.json_lines import JsonLinesWriter, JsonValue, read_json_lines
 from rl_launcher.observe.run_directory import RunDirectory
@@ -17,13 +17,26 @@ from rl_launcher.observe.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter
 
-__all__ = ["MetricError", "MetricsLog", "Sample", "read_metrics"]
+__all__ = ["MetricError", "MetricsLog", "Sample", "SampleTokens", "read_metrics"]
 
 _OURS = ("stage", "step", "time_s")
 
 
 class MetricError(ValueError):
     """A metric that cannot be logged under the name it was given."""
+
+
+class SampleTokens(TypedDict):
+    """A conversation as the trainer sees it; the lists have one entry a token."""
+
+    pieces: list[str]
+    """The text of each token; together they are the text of all. "" where a letter ends in a later token."""
+    logp: list[float | None]
+    """The engine's log-probability of the tokens that it sampled; None for all others."""
+    trained: list[bool]
+    """Whether the loss looks at the token: not at prompts, observations, or what was left out."""
+    turns: list[int]
+    """Which answer of the conversation the token belongs to, from 0; -1 for what the policy did not say."""
 
 
 class Sample(TypedDict):
@@ -39,10 +52,12 @@ class Sample(TypedDict):
     """The right answer, where there is one."""
     response: str
     """What the policy answered."""
-    reward: float
-    """What the environment gave for it; 1 or more counts as right."""
+    reward: float | None
+    """What the environment gave for it; 1 or more counts as right. None where nobody judges."""
     truncated: bool
     """Whether the answer ended at the token limit and not with a stop token."""
+    tokens: NotRequired[SampleTokens]
+    """The whole conversation token by token, of the few answers that are kept so; `token_sample` makes it."""
 
 
 class MetricsLog:
@@ -52,8 +67,9 @@ class MetricsLog:
         log.write("grpo", 1, {"reward": 0.3, "phase_s/generate": 0.11})
     """
 
-    def __init__(self, run: RunDirectory, *, elapsed_s: float = 0.0) -> None:
+    def __init__(self, run: RunDirectory, *, elapsed_s: float = 0.0, tensorboard: bool = True) -> None:
         self._run = run
+        self._has_tensorboard = tensorboard
         self._start = time.monotonic() - elapsed_s
         self._lines = JsonLinesWriter(run.metrics)
         self._tensorboard: FileWriter | None = None
@@ -83,7 +99,8 @@ class MetricsLog:
             **numbers,
         }
         self._lines.append(row)
-        self._write_scalars(f"{stage}/", step, numbers)
+        if self._has_tensorboard:
+            self._write_scalars(f"{stage}/", step, numbers)
 
     def write_samples(self, samples: Iterable[Sample]) -> None:
         """Append held-out answers.

@@ -2,8 +2,9 @@
 
 It knows names and places. It does not know what any file holds; `metrics` and `report` do.
 
-    recipe.yaml   metrics.jsonl   samples.jsonl   summary.json   versions.json   report.html
-    tensorboard/  model/ (a Hugging Face folder)  interrupted/
+    recipe.yaml   metrics.jsonl   samples.jsonl   summary.json   versions.json   report.html   recipe_origins.json
+    spans.jsonl   events.jsonl    refits.jsonl    trackers.json  trace.json
+    tensorboard/  profile/        model/ (a Hugging Face folder)
 """
 
 from __future__ import annotations
@@ -113,6 +114,41 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def spans(self) -> Path:
+        """What was done when, one JSON object a span (see `SpanLog`)."""
+        return self.path / "spans.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """Conditions that occurred, and what was done about each, one JSON object a line (see `EventLog`)."""
+        return self.path / "events.jsonl"
+
+    @property
+    def refits(self) -> Path:
+        """Every refit, one JSON object a line (see `RefitLog`)."""
+        return self.path / "refits.jsonl"
+
+    @property
+    def trackers(self) -> Path:
+        """Under which names the trackers know the run, so that a resumed one goes on there; one JSON object."""
+        return self.path / "trackers.json"
+
+    @property
+    def origins(self) -> Path:
+        """Where each key of the recipe was written; one JSON object."""
+        return self.path / "recipe_origins.json"
+
+    @property
+    def trace(self) -> Path:
+        """The spans and the events, for a trace viewer (see `write_trace`)."""
+        return self.path / "trace.json"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of what `torch.profiler` recorded (see `Profiler`)."""
+        return self.path / "profile"
+
+    @property
     def summary(self) -> Path:
         """The figures of the whole run, one JSON object."""
         return self.path / "summary.json"
@@ -128,14 +164,14 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        """The trained adapter in PEFT's format, of a run that trains adapters; merged it is `model`."""
+        return self.path / "adapter"
+
+    @property
     def report(self) -> Path:
         """The page that `write_report` makes of all the rest."""
         return self.path / "report.html"
-
-    @property
-    def interrupted(self) -> Path:
-        """What an interrupted run left to be looked at."""
-        return self.path / "interrupted"
 
 
 def describe(error: OSError) -> str:

@@ -1,6 +1,7 @@
-"""What a run was made with: versions of the software, the platform, and the commit.
+"""What a run was made with: software, machine, GPUs, and the state of the code.
 
-It does not know secrets: no environment variable, host name, user name or command line is read.
+It does not know secrets: no environment variable, host name, user name or command line is read. `torch` and Ray are not
+asked either, since both begin to hold what they look at.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _DISTRIBUTIONS = (
     "torch",
     "transformers",
     "tokenizers",
+    "vllm",
+    "ray",
     "megatron-core",
     "rl-launcher",
     "rl-algorithms",
@@ -27,30 +30,43 @@ _DISTRIBUTIONS = (
     "rl-parallel-plans",
 )
 
-# A repository on a slow network disk must not hold up a run for a line in its report.
+# A repository on a slow network disk, or a driver that hangs, must not hold up a run for a line in its report.
 _GIT_TIMEOUT_S = 2.0
+_NVIDIA_TIMEOUT_S = 5.0
+_CPUINFO, _MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+
+Versions = dict[str, str | int | bool | list[str] | dict[str, str] | None]
 
 
-def collect_versions(repository: Path | None = None) -> dict[str, str | int | bool | None]:
+def collect_versions(repository: Path | None = None) -> Versions:
     """Collect what somebody else needs to repeat a run.
 
     Args:
         repository: a folder inside a git repository; the current directory by default.
 
     Returns:
-        `collected_at` (ISO 8601, UTC), `python`, `platform`, `cpu_count`, one entry a distribution (its version, or
-        None where it is not installed), `git_commit` and `git_dirty` (both None outside a repository).
+        `collected_at` (ISO 8601, UTC), `python`, `platform`, `cpu` (its model), `cpu_count`, `memory_bytes`, `gpus`
+        (name and memory of each, [] without `nvidia-smi`), `gpu_driver`, one entry a distribution (its version, or None
+        where it is not installed), `git_commit`, `git_dirty` and `git_diff_stat` (None outside a repository), and
+        `packages`: every installed distribution with its version.
     """
     commit = _git(repository, "rev-parse", "HEAD")
     changes = None if commit is None else _git(repository, "status", "--porcelain", "--untracked-files=no")
+    gpus, driver = _gpus()
     return {
         "collected_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": _field(_CPUINFO, "model name"),
         "cpu_count": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": gpus,
+        "gpu_driver": driver,
         **{name: _installed_version(name) for name in _DISTRIBUTIONS},
         "git_commit": commit,
         "git_dirty": None if changes is None else bool(changes),
+        "git_diff_stat": _git(repository, "diff", "--stat", "HEAD") if changes else None,
+        "packages": _packages(),
     }
 
 
@@ -61,15 +77,42 @@ def _installed_version(name: str) -> str | None:
         return None
 
 
+def _packages() -> dict[str, str]:
+    # A half-removed distribution has neither name nor version.
+    found = {str(each.name).lower(): str(each.version) for each in importlib.metadata.distributions() if each.name}
+    return dict(sorted(found.items()))
+
+
+def _gpus() -> tuple[list[str], str | None]:
+    query = "--query-gpu=name,memory.total,driver_version"
+    answer = _answer(["nvidia-smi", query, "--format=csv,noheader"], timeout_s=_NVIDIA_TIMEOUT_S)
+    rows = [[word.strip() for word in line.split(",")] for line in (answer or "").splitlines()]
+    whole = [row for row in rows if len(row) == 3]
+    return [f"{name}, {memory}" for name, memory, _ in whole], whole[0][2] if whole else None
+
+
+def _field(path: Path, name: str) -> str | None:
+    """The value of the first `name : value` line, where the system has such a file."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), None)
+
+
+def _memory_bytes() -> int | None:
+    words = (_field(_MEMINFO, "MemTotal") or "").split()
+    return 1024 * int(words[0]) if words and words[0].isdigit() else None
+
+
 def _git(repository: Path | None, *arguments: str) -> str | None:
+    return _answer(["git", *arguments], timeout_s=_GIT_TIMEOUT_S, folder=repository)
+
+
+def _answer(command: list[str], *, timeout_s: float, folder: Path | None = None) -> str | None:
     try:
         answer = subprocess.run(  # noqa: S603 - fixed words
-            ["git", *arguments],  # noqa: S607 - the user's own git
-            cwd=repository,
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=True,
+            command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -3,7 +3,7 @@
 Generic over the schema; knows nothing of policies, engines or loops. Needs PyYAML and pydantic.
 """
 
-from rl_launcher.recipe.importing import ImportStringError, load_object
+from rl_launcher.recipe.importing import ImportStringError, imported_digest, load_object
 from rl_launcher.recipe.loading import load_recipe, resolve_path
 from rl_launcher.recipe.locations import Origin
 from rl_launcher.recipe.problems import Problem, RecipeError
@@ -16,6 +16,7 @@ __all__ = [
     "Problem",
     "RecipeError",
     "Resolved",
+    "imported_digest",
     "json_schema",
     "load_object",
     "load_recipe",

@@ -23,6 +23,7 @@ from rl_launcher.recipe.problems import nearest, similarity
 from rl_launcher.recipe.schema import docstrings, keys
 
 _FEW = 10
+_FEW_SECTIONS = 20
 _CUTOFF = 0.65
 _SIBLING_BONUS = 0.1
 _YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
@@ -37,7 +38,7 @@ def unknown_hint(failure: Failure, schema: type) -> str:
     if meant:
         parts.append(f"did you mean {' or '.join(meant)}?")
     siblings = list(key_types(failure.section)) if failure.section is not None else []
-    if 0 < len(siblings) <= _FEW:
+    if 0 < len(siblings) <= (_FEW if len(failure.path) > 1 else _FEW_SECTIONS):
         parts.append(f"valid keys here: {', '.join(siblings)}")
     return " ".join(parts) or "remove it"
 

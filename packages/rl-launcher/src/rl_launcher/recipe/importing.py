@@ -50,6 +50,19 @@ def load_object(text: str, *, wanted: str) -> object:
         raise _refusal(text, wanted, f"{place} has no {name}. {_names_like(name, module)}") from None
 
 
+def imported_digest(text: str) -> str | None:
+    """Digest of the source that this process runs for `text`; None where nothing was imported for it, or no source.
+
+    Of a module of a package, as its file was when this was first asked.
+    """
+    place = text.rpartition(":")[0]
+    module = sys.modules.get(_module_name(Path(place)) if place.endswith(".py") or "/" in place else place)
+    loader, file = getattr(module, "__loader__", None), getattr(module, "__file__", None) or ""
+    if isinstance(loader, _SourceOnlyLoader):
+        return loader.digest
+    return _digest_of_file(file) if file.endswith(".py") and Path(file).is_file() else None
+
+
 def _load_module(text: str, name: str, wanted: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -66,8 +79,7 @@ def _load_file(text: str, path: Path, wanted: str) -> ModuleType:
         like = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
         hint = f"Did you mean {path.parent / like[0]}?" if like else f"Looked in {path.parent.absolute()}."
         raise _refusal(text, wanted, f"there is no file {path}. {hint}")
-    resolved = path.resolve()
-    name = f"_recipe_file_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}_{resolved.stem}"
+    name, resolved = _module_name(path), path.resolve()
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved, loader=_SourceOnlyLoader(name, str(resolved)))
@@ -85,10 +97,24 @@ def _load_file(text: str, path: Path, wanted: str) -> ModuleType:
 
 
 class _SourceOnlyLoader(SourceFileLoader):
-    """Compiles the source each time: no `__pycache__` beside the user's file."""
+    """Compiles the source each time: no `__pycache__` beside the user's file. Remembers what it read."""
+
+    digest = ""
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
+        source = self.get_data(self.path)
+        self.digest = hashlib.sha256(source).hexdigest()
+        return self.source_to_code(source, self.path)
+
+
+def _module_name(path: Path) -> str:
+    resolved = path.resolve()
+    return f"_recipe_file_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}_{resolved.stem}"
+
+
+@functools.cache  # a module is imported once, whatever becomes of its file
+def _digest_of_file(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _refusal(text: str, wanted: str, why: str) -> ImportStringError:

@@ -6,7 +6,7 @@ merge, lists and scalars replace, `null` switches off what was there. Does not k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +17,22 @@ from rl_launcher.recipe.reading import missing_file, read_file
 DEFAULTS_KEY = "defaults"
 
 
-def read_recipe(path: Path) -> Node:
+Prepare = Callable[[Node], Node]
+"""What is done to each file, and to each override, before it is merged with others."""
+
+
+def as_written(node: Node) -> Node:
+    """Prepare nothing."""
+    return node
+
+
+def read_recipe(path: Path, *, prepare: Prepare = as_written) -> Node:
     """Read a recipe with everything that it inherits.
 
     Raises:
         RecipeError: a file is missing or unreadable, or a file inherits itself; the chain of files is named.
     """
-    return _read(path, chain=())
+    return _read(path, chain=(), prepare=prepare)
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -37,9 +46,9 @@ def merge(base: Node, over: Node) -> Node:
     return replace(place, value=children)
 
 
-def _read(path: Path, *, chain: tuple[Path, ...]) -> Node:
+def _read(path: Path, *, chain: tuple[Path, ...], prepare: Prepare) -> Node:
     chain = (*chain, path)
-    written = read_file(path)
+    written = prepare(read_file(path))
     assert isinstance(written.value, Mapping)
     own = replace(written, value={name: child for name, child in written.value.items() if name != DEFAULTS_KEY})
     declaration = written.value.get(DEFAULTS_KEY)
@@ -49,7 +58,7 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> Node:
     for name_node in _names(declaration, chain):
         parent = path.parent / str(name_node.value)
         _check_link(parent, name_node, chain)
-        inherited = _read(parent, chain=chain)
+        inherited = _read(parent, chain=chain, prepare=prepare)
         merged = inherited if merged is None else merge(merged, inherited)
     return own if merged is None else merge(merged, own)
 

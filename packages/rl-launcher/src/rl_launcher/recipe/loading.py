@@ -2,6 +2,8 @@
 
     files and what they inherit -> overrides -> ${env:…} -> the schema
 
+Other names of keys, which a section of the schema may declare, become its own in each file, before merging.
+
 Generic over the schema: knows no key by name.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from rl_launcher.recipe.aliases import Names
 from rl_launcher.recipe.inheritance import read_recipe
 from rl_launcher.recipe.interpolation import interpolate
 from rl_launcher.recipe.overrides import override
@@ -31,14 +34,16 @@ def load_recipe(path: str | Path, *, schema: type[T], overrides: Sequence[str] =
         TypeError: `schema` breaks the rules of schemas (a fault of the program, not of the recipe).
     """
     check_schema(schema)
-    recipe, problems = override(read_recipe(Path(path)), overrides)
+    names = Names(schema)
+    recipe, problems = override(read_recipe(Path(path), prepare=names.own), overrides, prepare=names.own)
+    problems += names.problems
     recipe, found = interpolate(recipe, environment=os.environ)
     value, invalid = validate(recipe, schema)
     blamed = {problem.key for problem in found}
     problems += sorted([*found, *(wrong for wrong in invalid if wrong.key not in blamed)], key=reading_order)
     if problems or value is None:
         raise RecipeError(str(path), problems)
-    return resolve(value, recipe)
+    return resolve(value, recipe, renamed=tuple(names.renamed))
 
 
 def resolve_path(value: str | Path, base: Path | None = None) -> Path:

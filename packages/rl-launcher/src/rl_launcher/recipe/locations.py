@@ -11,6 +11,8 @@ from pathlib import Path
 
 Scalar = str | int | float | bool | None
 KeyPath = tuple[str | int, ...]
+SHIPPED = Path(__file__).resolve().parents[1] / "recipes"
+"""Where the recipes of the package lie: a folder that people need not read in every line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,15 @@ class Origin:
         return self.file is None and self.override is None
 
     def __str__(self) -> str:
-        """Return `file:line`, `override "a.b=3"` or `default`."""
+        """Return `file:line`, `override "a.b=3"` or `default`; of a shipped recipe the file's name is enough."""
         if self.override is not None:
             return f'override "{self.override}"'
         if self.file is None:
             return "default"
-        return str(self.file) if self.line is None else f"{self.file}:{self.line}"
+        name = str(self.file)
+        if self.file.is_absolute() and (file := self.file.resolve()).is_relative_to(SHIPPED):
+            name = f"shipped {file.relative_to(SHIPPED)}"
+        return name if self.line is None else f"{name}:{self.line}"
 
 
 DEFAULT = Origin()

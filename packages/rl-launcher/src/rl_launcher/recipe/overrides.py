@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_launcher.recipe.composing import compose
-from rl_launcher.recipe.inheritance import merge
+from rl_launcher.recipe.inheritance import Prepare, as_written, merge
 from rl_launcher.recipe.locations import Node, Origin
 from rl_launcher.recipe.problems import Problem
 
 _KEY = re.compile(r"[^\s.=+~\-][^\s.=]*(\.[^\s.=]+)*")
 
 
-def override(recipe: Node, texts: Sequence[str]) -> tuple[Node, list[Problem]]:
+def override(recipe: Node, texts: Sequence[str], *, prepare: Prepare = as_written) -> tuple[Node, list[Problem]]:
     """Return `recipe` with the overrides merged in order, and a problem for each that cannot be read."""
     problems: list[Problem] = []
     for text in texts:
         node, found = _read_override(text)
         problems += found
         if node is not None:
-            recipe = merge(recipe, node)
+            recipe = merge(recipe, prepare(node))
     return recipe, problems
 
 

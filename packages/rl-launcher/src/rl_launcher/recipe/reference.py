@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from rl_launcher.recipe.aliases import aliases_of
 from rl_launcher.recipe.annotations import is_section, members, type_text
 from rl_launcher.recipe.inheritance import DEFAULTS_KEY
 from rl_launcher.recipe.plain_data import to_plain
@@ -44,6 +45,8 @@ def json_schema(schema: type) -> dict[str, Any]:
         part = root if section is schema else definitions[section.__name__]
         for name, text in descriptions(section).items():
             part["properties"][name].setdefault("description", text)
+        for alias, name in aliases_of(section).items():
+            part["properties"][alias] = {**part["properties"][name], "description": f"Another name of {name}."}
     root["properties"] = {DEFAULTS_KEY: _DEFAULTS_SCHEMA, **root.get("properties", {})}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
 

@@ -6,11 +6,12 @@ Does not know how recipes are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from rl_launcher.recipe.aliases import Renamed
 from rl_launcher.recipe.interpolation import escape
 from rl_launcher.recipe.locations import DEFAULT, KeyPath, Node, Origin, dotted
 from rl_launcher.recipe.plain_data import to_plain
@@ -31,28 +32,35 @@ class Resolved(Generic[T]):
     origins: Mapping[str, Origin]
     """Where each key was written, by dotted key. Lists are one key; `str(origin)` is what `explain` prints."""
 
+    renamed: tuple[Renamed, ...] = ()
+    """Keys that were written under another name that they have."""
+
     def to_yaml(self) -> str:
         """Return every key with its value, defaults included, as a recipe that loads as an equal value."""
         return dump(escape(to_plain(self.value)))
 
-    def explain(self) -> str:
-        """Return one aligned line for each key: `key  value  origin`."""
+    def explain(self, *, hide: Callable[[object], object] = lambda plain: plain) -> str:
+        """Return one aligned line for each key: `key  value  origin`.
+
+        `hide` gets the plain recipe before it is printed, and keeps its keys.
+        """
         rows = [
             (dotted(path), shorten(json.dumps(value, ensure_ascii=False), _MAX_VALUE), str(self.origins[dotted(path)]))
-            for path, value in _leaves(to_plain(self.value))
+            for path, value in _leaves(hide(to_plain(self.value)))
         ]
         key_width = max((len(key) for key, _, _ in rows), default=0)
         value_width = max((len(value) for _, value, _ in rows), default=0)
-        return "\n".join(f"{key:<{key_width}}  {value:<{value_width}}  {origin}" for key, value, origin in rows)
+        lines = [f"{key:<{key_width}}  {value:<{value_width}}  {origin}" for key, value, origin in rows]
+        return "\n".join([*lines, *map(str, self.renamed)])
 
 
-def resolve(value: T, recipe: Node) -> Resolved[T]:
+def resolve(value: T, recipe: Node, *, renamed: tuple[Renamed, ...] = ()) -> Resolved[T]:
     """Bring a configured value and the recipe that it was made from together."""
     origins: dict[str, Origin] = {}
     for path, _ in _leaves(to_plain(value)):
         node, written = recipe.nearest(path)
         origins[dotted(path)] = node.key if written else DEFAULT
-    return Resolved(value=value, origins=MappingProxyType(origins))
+    return Resolved(value=value, origins=MappingProxyType(origins), renamed=renamed)
 
 
 def _leaves(plain: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:

@@ -10,6 +10,7 @@ import functools
 import re
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -107,7 +108,10 @@ def docstrings(section: type) -> dict[str, str]:
 
 @functools.cache
 def descriptions(section: type) -> dict[str, str]:
-    """Return the docstring under each field that has one; pydantic knows those of a class, and not of its bases."""
+    """Return the docstring under each field that has one, or that of its section.
+
+    Pydantic knows those of a class, and not of its bases.
+    """
     found: dict[str, str] = {}
     for owner in reversed(section.__mro__):
         if is_section(owner):
@@ -117,10 +121,21 @@ def descriptions(section: type) -> dict[str, str]:
 
 def _own_descriptions(section: type) -> dict[str, str]:
     described = TypeAdapter(section).json_schema()
+    definitions = described.get("$defs", {})
     if "$ref" in described:
-        described = described["$defs"][described["$ref"].rpartition("/")[2]]
-    properties = described.get("properties", {})
-    return {name: key["description"] for name, key in properties.items() if "description" in key}
+        described = _referred(described, definitions)
+    found = {}
+    for name, key in described.get("properties", {}).items():
+        # Pydantic leaves out the words under a key where they are those of the class that the key is a section of.
+        text = key.get("description") or ("$ref" in key and _referred(key, definitions).get("description"))
+        if text:
+            found[name] = text
+    return found
+
+
+def _referred(described: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    referred: dict[str, Any] = definitions[described["$ref"].rpartition("/")[2]]
+    return referred
 
 
 def first_sentence(text: str) -> str:

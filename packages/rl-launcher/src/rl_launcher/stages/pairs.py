@@ -1,24 +1,76 @@
-"""Preference pairs of the policy's own answers, right and wrong, as tensors that a resumed run finds again."""
+"""Pairs of answers to learn from, sampled or given, and what of them a resumed run cannot make again, as tensors.
 
-from dataclasses import fields
+Of sampled pairs that is all; of given ones the reference's log-probabilities alone, since the rest is in the data.
+"""
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
 from torch import Tensor
 
 from rl_algorithms import dpo
 from rl_algorithms.chat import Prompt
+from rl_algorithms.collecting import collect
+from rl_algorithms.contracts import Reference
 from rl_algorithms.data import DataError, batches
+from rl_algorithms.padding import take_rows
 from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.rollouts import collect
-from rl_launcher.building import Parts, sampling
+from rl_algorithms.preferences.pairs import Pair, pairs_from_rollouts, rows_of_pairs
+from rl_launcher.building import sampling
+from rl_launcher.parts import Parts
 from rl_launcher.recipe_schema import DPOStage, Recipe
 
-__all__ = ["held_out_pairs", "make_pairs", "pairs_to_train_on"]
+__all__ = ["StagePairs", "compare", "find_pairs", "kept", "sample_pairs"]
 
 TRAIN, HELD_OUT = "train/", "held_out/"
+PAIRS_AT_ONCE = 2048
+"""Pairs in one question to the reference: more are asked in pieces, between which a signal is heard."""
 
 
-def make_pairs(stage: DPOStage, *, recipe: Recipe, parts: Parts) -> dict[str, Tensor]:
-    """Sample and pair answers to training prompts and to held-out ones; the policy as it is now is the reference.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePairs:
+    """What a stage learns from, and what it is measured by."""
+
+    train: dpo.Examples
+    held_out: dpo.Examples | None
+    """None where all answers to the held-out prompts were rewarded alike."""
+
+    def describe(self) -> str:
+        """How many there are."""
+        num_held_out = 0 if self.held_out is None else len(self.held_out.tokens) // 2
+        return f"{len(self.train.tokens) // 2} pairs to train on, {num_held_out} held out"
+
+
+def find_pairs(tensors: dict[str, Tensor], *, recipe: Recipe, parts: Parts) -> StagePairs:
+    """The pairs that `tensors`, as of `kept`, belong to; without any, given ones that no reference has seen yet."""
+    if parts.pairs is None:
+        held_out = _found(HELD_OUT, tensors) if any(name.startswith(HELD_OUT) for name in tensors) else None
+        return StagePairs(train=_found(TRAIN, tensors), held_out=held_out)
+    given = parts.pairs.held_out
+    measured = min(len(given.tokens) // 2, recipe.evaluation.max_prompts_while_training)
+    held_out = take_rows(given, rows_of_pairs(range(measured)))
+    return StagePairs(
+        train=replace(parts.pairs.train, **_logp_ref(TRAIN, tensors)),
+        held_out=replace(held_out, **_logp_ref(HELD_OUT, tensors)),
+    )
+
+
+def kept(pairs: StagePairs, *, given: bool) -> dict[str, Tensor]:
+    """What `find_pairs` needs to find them again."""
+    names = ["logp_ref"] if given else [field.name for field in fields(dpo.Examples)]
+    parts = {TRAIN: pairs.train} | ({} if pairs.held_out is None else {HELD_OUT: pairs.held_out})
+    return {part + name: getattr(examples, name) for part, examples in parts.items() for name in names}
+
+
+def compare(pairs: StagePairs, reference: Reference, *, heard: Callable[[], None]) -> StagePairs:
+    """The same pairs with the log-probabilities of `reference`; `heard` is called between its answers."""
+    held_out = None if pairs.held_out is None else _compared(pairs.held_out, reference, heard=heard)
+    return StagePairs(train=_compared(pairs.train, reference, heard=heard), held_out=held_out)
+
+
+def sample_pairs(stage: DPOStage, *, recipe: Recipe, parts: Parts) -> StagePairs:
+    """Sample and pair answers to training prompts and to held-out ones.
 
     Raises:
         DataError: every answer to every training prompt was rewarded alike, so there is nothing to prefer.
@@ -34,22 +86,10 @@ def make_pairs(stage: DPOStage, *, recipe: Recipe, parts: Parts) -> dict[str, Te
     held_out = _sample(
         parts.held_out[: recipe.evaluation.max_prompts_while_training], stage, recipe=recipe, parts=parts
     )
-    return _tensors(TRAIN, pairs, parts) | (_tensors(HELD_OUT, held_out, parts) if held_out else {})
+    return StagePairs(train=dpo.prepare(pairs), held_out=dpo.prepare(held_out) if held_out else None)
 
 
-def pairs_to_train_on(tensors: dict[str, Tensor]) -> dpo.Examples:
-    """Those of the training prompts."""
-    return dpo.Examples(**{field.name: tensors[TRAIN + field.name] for field in fields(dpo.Examples)})
-
-
-def held_out_pairs(tensors: dict[str, Tensor]) -> dpo.Examples | None:
-    """Those of the held-out prompts; None where all their answers were rewarded alike."""
-    if not any(name.startswith(HELD_OUT) for name in tensors):
-        return None
-    return dpo.Examples(**{field.name: tensors[HELD_OUT + field.name] for field in fields(dpo.Examples)})
-
-
-def _sample(prompts: list[Prompt], stage: DPOStage, *, recipe: Recipe, parts: Parts) -> list[dpo.Pair]:
+def _sample(prompts: list[Prompt], stage: DPOStage, *, recipe: Recipe, parts: Parts) -> list[Pair]:
     rollouts = collect(
         prompts,
         group_size=stage.num_generations_per_prompt,
@@ -59,9 +99,21 @@ def _sample(prompts: list[Prompt], stage: DPOStage, *, recipe: Recipe, parts: Pa
         chat=parts.chat,
         timer=PhaseTimer(),
     )
-    return dpo.pairs_from_rollouts(rollouts, pairs_per_prompt=stage.pairs_per_prompt)
+    return pairs_from_rollouts(rollouts, pairs_per_prompt=stage.pairs_per_prompt)
 
 
-def _tensors(part: str, pairs: list[dpo.Pair], parts: Parts) -> dict[str, Tensor]:
-    examples = dpo.with_reference(parts.policy, dpo.prepare(pairs))
-    return {part + field.name: getattr(examples, field.name) for field in fields(examples)}
+def _found(part: str, tensors: dict[str, Tensor]) -> dpo.Examples:
+    return dpo.Examples(**{field.name: tensors[part + field.name] for field in fields(dpo.Examples)})
+
+
+def _logp_ref(part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"logp_ref": tensors[f"{part}logp_ref"]} if tensors else {}
+
+
+def _compared(examples: dpo.Examples, reference: Reference, *, heard: Callable[[], None]) -> dpo.Examples:
+    answers, num_rows = [], len(examples.tokens)
+    for start in range(0, num_rows, 2 * PAIRS_AT_ONCE):
+        rows = torch.arange(start, min(start + 2 * PAIRS_AT_ONCE, num_rows))
+        answers.append(dpo.with_reference(reference, take_rows(examples, rows)).logp_ref)
+        heard()
+    return replace(examples, logp_ref=torch.cat(answers))

@@ -4,8 +4,8 @@ from itertools import islice
 
 from rl_algorithms import sft
 from rl_algorithms.data import batches
-from rl_launcher.building import Parts
 from rl_launcher.evaluating import Evaluator
+from rl_launcher.parts import Parts
 from rl_launcher.recipe_schema import Recipe, SFTStage
 from rl_launcher.recording import Recorder
 from rl_launcher.stages.starting import start_stage
@@ -16,7 +16,8 @@ __all__ = ["run"]
 def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps, then refit."""
     policy = parts.policy
-    taken = start_stage("sft", stage.optimizer, num_steps=stage.max_num_steps, parts=parts, progress=recorder.progress)
+    started = start_stage("sft", stage.optimizer, num_steps=stage.max_num_steps, parts=parts, recorder=recorder)
+    taken = started.taken
     learning_rate = policy.learning_rate
     steps = sft.train(
         policy=policy,
@@ -27,10 +28,12 @@ def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     )
     for index, metrics in enumerate(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
-        if index == stage.max_num_steps or evaluator.due(index - 1, index):
-            with recorder.phase("refit"):
-                parts.weight_sync(version=policy.version)
+        is_last = index == stage.max_num_steps
+        if is_last or evaluator.due(index - 1, index):
+            if is_last or recipe.env is not None:  # the loss is the policy's own, and asks no engine
+                with recorder.phase("refit"):
+                    parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
-                extra["held_out_greedy"] = evaluator.quick()
+                extra |= evaluator.quick() | evaluator.loss()
         recorder.step("sft", index, {**metrics, **extra})
         learning_rate = policy.learning_rate

@@ -33,6 +33,7 @@ _COLUMNS = {
 _EVALUATIONS = {
     "held_out_sampled": "held-out sampled",
     "held_out_greedy": "held-out greedy",
+    "held_out_loss": "held-out loss",
     "held_out_margin": "held-out margin",
     "held_out_pair_accuracy": "held-out pairs right",
 }

@@ -1,4 +1,4 @@
-"""A run as one panel on a terminal: progress, learning, held-out accuracy, speed, where a step's time goes, last refit.
+"""A run as one panel on a terminal: progress, learning, held-out accuracy, speed, time, memory, last refit, events.
 
 It draws a `RunProgress` and knows nothing else. Lines are assembled by hand, since tables and progress bars of the
 terminal library take several times as long and a panel is drawn while the run computes.
@@ -51,7 +51,9 @@ def render(progress: RunProgress, *, title: str, now_s: float, width: int, stopp
                 _held_out_row(progress),
                 _speed_row(current),
                 *_phase_rows(current, inner),
+                _memory_row(current),
                 _refit_row(current),
+                _event_row(progress),
             )
             if row is not None
         ]
@@ -117,6 +119,7 @@ def _held_out_row(progress: RunProgress) -> Text | None:
     for name, label in (
         ("held_out_sampled", "sampled"),
         ("held_out_greedy", "greedy"),
+        ("held_out_loss", "loss"),
         ("held_out_pair_accuracy", "pairs right"),
     ):
         figures = progress.held_out(name)
@@ -170,6 +173,17 @@ def _phase_order(name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
+def _memory_row(stage: StageProgress) -> Text | None:
+    parts = []
+    if "memory_rss_bytes" in stage.values:
+        parts.append(f"{format_bytes(stage.values['memory_rss_bytes'])} process")
+    if "memory_gpu_bytes" in stage.values:
+        gpu = f"{format_bytes(stage.values['memory_gpu_bytes'])} GPU"
+        most = stage.values.get("memory_gpu_peak_bytes")
+        parts.append(gpu if most is None else f"{gpu}, at most {format_bytes(most)}")
+    return _row("memory", " · ".join(parts)) if parts else None
+
+
 def _refit_row(stage: StageProgress) -> Text | None:
     if "refit_bytes" not in stage.values:
         return None
@@ -178,7 +192,20 @@ def _refit_row(stage: StageProgress) -> Text | None:
         parts.insert(0, f"version {stage.values['version']:.0f}")
     if "refit_s" in stage.values:
         parts.append(format_duration(stage.values["refit_s"]))
-    return _row("last refit", " · ".join(parts))
+    verified = stage.values.get("refit_verified")
+    marks: dict[bool, tuple[str, str]] = {True: (" · ✓ verified", _GOOD), False: (" · not verified", _HELD_OUT)}
+    mark = [] if verified is None else [marks[verified >= 1]]
+    return _row("last refit", " · ".join(parts), *mark)
+
+
+def _event_row(progress: RunProgress) -> Text | None:
+    last = progress.last_event
+    if last is None:
+        return None
+    counts = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in progress.event_counts.items())
+    place = "" if last.step is None else f" at step {last.step}"
+    first_line = last.message.partition("\n")[0]
+    return _row("came up", (counts, f"bold {_HELD_OUT}"), f"  last{place}: {first_line}")
 
 
 def _row(label: str, *parts: str | tuple[str, str]) -> Text:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from rl_launcher.observe.glossary import phase_seconds
 
-__all__ = ["RunProgress", "StageProgress", "StageTotal", "Trace"]
+__all__ = ["Event", "RunProgress", "StageProgress", "StageTotal", "Trace"]
 
 # A panel is never wider, so that a longer history could not be seen.
 _TRACE_CAPACITY = 512
@@ -105,6 +105,15 @@ class StageProgress:
         return self.seconds_per_step * max(0, self.steps - self.step)
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A condition that came up."""
+
+    name: str
+    step: int | None
+    message: str
+
+
 class RunProgress:
     """All stages of a run, the announced ones first."""
 
@@ -114,6 +123,8 @@ class RunProgress:
             raise ValueError(f"stages are told apart by their names, which must differ; got {names}")
         self.stages = {stage.name: StageProgress(stage.name, stage.steps) for stage in stages}
         self.current: StageProgress | None = None
+        self.last_event: Event | None = None
+        self.event_counts: dict[str, int] = {}
         self._last_update_s = 0.0
 
     def update(self, stage: str, step: int, values: Mapping[str, float], *, now_s: float) -> StageProgress:
@@ -138,6 +149,11 @@ class RunProgress:
             progress.trace.append(values[progress.headline])
         self.current = progress
         return progress
+
+    def event(self, event: Event) -> None:
+        """Take in a condition that came up."""
+        self.last_event = event
+        self.event_counts[event.name] = self.event_counts.get(event.name, 0) + 1
 
     def held_out(self, name: str) -> tuple[float, float] | None:
         """The first and the last value of a held-out metric over the whole run, or None where it has none."""

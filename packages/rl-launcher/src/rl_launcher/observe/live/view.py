@@ -20,7 +20,7 @@ from rich.text import Text
 from rl_launcher.observe.figures import format_clock
 from rl_launcher.observe.live import panel
 from rl_launcher.observe.live.lines import LineWriter
-from rl_launcher.observe.live.progress import RunProgress, StageTotal
+from rl_launcher.observe.live.progress import Event, RunProgress, StageTotal
 
 __all__ = ["LiveView"]
 
@@ -63,6 +63,14 @@ class LiveView:
             line = self._lines.line(progress, dict(values), now_s=now_s)
             if line is not None:
                 self._print(line)
+
+    def event(self, name: str, step: int | None, message: str) -> None:
+        """Print a condition that came up, and count it in the panel; may be called from any thread."""
+        with self._lock:
+            self._progress.event(Event(name, step, message))
+            self._changed = True
+        place = "" if step is None else f" at step {step}"
+        self._print(f"{format_clock(self._elapsed_s()):>7}  {name}{place}: {message}")
 
     def message(self, text: str) -> None:
         """Print a line of text, on a terminal above the panel."""

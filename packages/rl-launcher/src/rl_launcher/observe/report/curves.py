@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_launcher.observe.figures import format_duration
-from rl_launcher.observe.glossary import METRICS, PHASE_PREFIX, Metric
+from rl_launcher.observe.glossary import PHASE_PREFIX, Metric, metric_of
 from rl_launcher.observe.report.chart import Chart, Curve, Limit, draw
 from rl_launcher.observe.report.markup import Html, element
 from rl_launcher.observe.report.record import Row, RunRecord, number, text
@@ -37,6 +37,8 @@ class _Spec:
     held_out: str | None = None
     greedy: str | None = None
     note: str | None = None
+    rest: float | None = None
+    """Where the metric stays if nothing of the kind happens in the run; such a line is not worth a chart."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ _HEADLINES = (
     _Spec("Reward", "reward", held_out="held_out_sampled", greedy="held_out_greedy"),
     _Spec("Held-out, greedy", "held_out_greedy", held_out="held_out_sampled"),
     _Spec("Margin", "margin", held_out="held_out_margin"),
-    _Spec("Loss", "loss"),
+    _Spec("Loss", "loss", held_out="held_out_loss"),
 )
 _SPECS = (
     *_HEADLINES,
@@ -59,14 +61,27 @@ _SPECS = (
         note="Mean of log p(answer) − log p_ref(answer), over pairs.",
     ),
     _Spec("Groups with signal", "groups_with_signal"),
+    _Spec("Batches asked", "environment/generation_batches"),
+    _Spec("Groups left out", "environment/groups_too_many", rest=0.0),
+    _Spec("Spread of rewards", "reward_std"),
     _Spec("Entropy", "entropy"),
+    _Spec("KL to the reference", "kl_reference"),
     _Spec("Trainer / engine agreement", _AGREEMENT),
     _Spec("KL, engine to trainer", "kl_engine"),
+    _Spec("Staleness", "staleness", second="staleness_max", rest=0.0),
+    _Spec("Effective sample size", "effective_sample_size"),
+    _Spec("Importance weight", "importance_weight"),
+    _Spec("Rejected tokens", "rejected_fraction", rest=0.0),
     _Spec("Clipped tokens", "clip_fraction"),
+    _Spec("Ratio", "ratio"),
     _Spec("Gradient norm", "grad_norm"),
     _Spec("Learning rate", "learning_rate"),
     _Spec("Response length", "response_tokens"),
+    _Spec("Longest response", "response_tokens_max"),
+    _Spec("Turns", "turns", rest=1.0),
     _Spec("Truncated responses", "truncated"),
+    _Spec("Failed rollouts", "failed", rest=0.0),
+    _Spec("Rows without tokens", "rows_without_tokens", rest=0.0),
     _Spec("Likelihood loss", "nll"),
     _Spec("Tokens per second", "tokens_per_s"),
     _Spec("Refit time", "refit_s"),
@@ -91,7 +106,7 @@ def _with_summary(rows: list[Row], summary: Mapping[str, object]) -> list[Row]:
     last = max(number(row, "step") or 0.0 for row in rows)
     ends: dict[float, Row] = {}
     for when, step in (("before", 0.0), ("after", last)):
-        for name in ("held_out_sampled", "held_out_greedy"):
+        for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
             value = number(summary, f"{name}_{when}")
             logged = {at for at, found in points(rows, name) if found is not None}
             if value is not None and step not in logged:
@@ -126,17 +141,17 @@ def _stage_charts(rows: Sequence[Row], *, told: Sequence[str]) -> list[Html]:
     drawn = set(told)
     charts = []
     for spec in _SPECS:
-        if spec.metric not in drawn and _is_a_curve(points(rows, spec.metric)):
+        if spec.metric not in drawn and _is_worth_a_chart(rows, spec):
             charts.append(_chart(rows, spec))
             drawn.update(spec.names)
     listed = {name for spec in _SPECS for name in spec.names} | _TOLD_ELSEWHERE
     others = {name: None for row in rows for name in row if name not in listed and not name.startswith(PHASE_PREFIX)}
-    charts += [_chart(rows, _Spec(name, name)) for name in others if _is_a_curve(points(rows, name))]
+    charts += [_chart(rows, _Spec(_title(name), name)) for name in others if _is_a_curve(points(rows, name))]
     return charts
 
 
 def _chart(rows: Sequence[Row], spec: _Spec, *, title: str | None = None, wide: bool = False) -> Html:
-    metric = METRICS.get(spec.metric, Metric(spec.metric, "number", "Logged by the trainer under this name."))
+    metric = metric_of(spec.metric) or Metric(spec.metric, "number", "Logged by the trainer under this name.")
     curves = _curves(rows, spec, wide=wide)
     if spec.metric == _AGREEMENT:
         return _agreement_chart(curves, title or spec.title)
@@ -211,10 +226,11 @@ def _describe(rows: Sequence[Row]) -> str:
     parts = [f"{max(steps):.0f} steps"]
     if len(seconds) > 1:
         parts.append(format_duration(max(seconds) - min(seconds)))
-    for name in ("held_out_sampled", "held_out_greedy"):
+    for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
         values = [value for _, value in points(rows, name) if value is not None]
         if values:
-            parts.append(f"{_label(name)} {typeset_value(values[-1], _score_unit(values))}")
+            unit = "number" if name == "held_out_loss" else _score_unit(values)
+            parts.append(f"{_label(name)} {typeset_value(values[-1], unit)}")
     return " · ".join(parts)
 
 
@@ -223,7 +239,18 @@ def _score_unit(values: Sequence[float]) -> str:
 
 
 def _label(name: str) -> str:
-    return METRICS[name].label if name in METRICS else name
+    metric = metric_of(name)
+    return metric.label if metric else name
+
+
+def _title(name: str) -> str:
+    metric = metric_of(name)
+    return metric.label[:1].upper() + metric.label[1:] if metric else name
+
+
+def _is_worth_a_chart(rows: Sequence[Row], spec: _Spec) -> bool:
+    logged = points(rows, spec.metric)
+    return _is_a_curve(logged) and any(value not in (None, spec.rest) for _, value in logged)
 
 
 def _is_a_curve(curve: Points) -> bool:

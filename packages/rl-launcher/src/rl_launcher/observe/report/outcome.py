@@ -66,6 +66,8 @@ def cards(record: RunRecord) -> Html:
     found = [
         _held_out_card(record),
         _greedy_card(record),
+        _loss_card(record),
+        _pairs_card(record),
         _steps_card(record),
         _time_card(record),
         _tokens_card(record),
@@ -97,6 +99,8 @@ def _sentence(record: RunRecord) -> list[str | Html]:
     where = f" on {f'{held_out.size} ' if held_out.size else ''}held-out problems "
     early: list[str | Html] = [element("strong", "This run ended early."), " "] if record.interrupted else []
     if after is None or held_out.after is None:
+        if (told := _pairs_sentence(record) or _loss_sentence(record)) is not None:
+            return [*early, *told, _cost(record)]
         return [*early, "It was not evaluated on held-out problems after training.", _cost(record)]
     if before is None or held_out.before is None:
         return [*early, what.capitalize(), where, "came to ", after, ".", _cost(record)]
@@ -105,6 +109,42 @@ def _sentence(record: RunRecord) -> list[str | Html]:
         return [*early, _algorithm(record), " left ", what, where, "at ", after, ".", _cost(record)]
     verb = " raised " if change > 0 else " lowered "
     return [*early, _algorithm(record), verb, what, where, "from ", before, " to ", after, ".", _cost(record)]
+
+
+def _pairs_sentence(record: RunRecord) -> list[str | Html] | None:
+    """Of a run that nobody judged and that learnt from pairs: in how many the chosen answer gained."""
+    held_out = _held_out(record, "pair_accuracy")
+    if held_out.after is None:
+        return None
+    share = element("strong", typeset_value(held_out.after, "share"))
+    of = f" of {held_out.size} held-out pairs." if held_out.size else " of the held-out pairs."
+    if held_out.before is not None and _held_out(record, "margin").before:  # compared with no reference
+        before = element("strong", typeset_value(held_out.before, "share"), class_="before")
+        return [
+            "The chosen answer is the likelier one, token by token, in ",
+            share,
+            of,
+            " Before: ",
+            before,
+            ".",
+        ]
+    return [_algorithm(record), " made the chosen answer gain on the rejected one in ", share, of]
+
+
+def _loss_sentence(record: RunRecord) -> list[str | Html] | None:
+    """Of a run that nobody judged: what became of the loss."""
+    held_out = _held_out(record, "loss")
+    if held_out.after is None:
+        return None
+    of = f" of {held_out.size}" if held_out.size else " of"
+    what = f"the loss{of} held-out demonstrations "
+    after = element("strong", typeset_value(held_out.after, "number"))
+    if held_out.before is None:
+        return [what.capitalize(), "came to ", after, " nats a token."]
+    before = element("strong", typeset_value(held_out.before, "number"), class_="before")
+    change = held_out.after - held_out.before
+    verb = " lowered " if change < 0 else " raised " if change > 0 else " left "
+    return [_algorithm(record), verb, what, "from ", before, " to ", after, " nats a token."]
 
 
 def _cost(record: RunRecord) -> str:
@@ -181,6 +221,24 @@ def _greedy_card(record: RunRecord) -> Html | None:
         return None
     before = f"before: {typeset_value(held_out.before, held_out.unit)}" if held_out.before is not None else ""
     return _card("Held-out, greedy", typeset_value(held_out.after, held_out.unit), before)
+
+
+def _loss_card(record: RunRecord) -> Html | None:
+    """Of a run that is about imitation."""
+    held_out = _held_out(record, "loss")
+    if held_out.after is None or text(record.summary, "algorithm") != "sft":
+        return None
+    before = f"before: {typeset_value(held_out.before, 'number')}" if held_out.before is not None else ""
+    return _card("Held-out loss", typeset_value(held_out.after, "number"), before)
+
+
+def _pairs_card(record: RunRecord) -> Html | None:
+    """Of a run that learnt from pairs."""
+    held_out, margin = _held_out(record, "pair_accuracy"), _held_out(record, "margin")
+    if held_out.after is None:
+        return None
+    by = "" if margin.after is None else f"margin {typeset_value(margin.after, 'number')}"
+    return _card("Held-out pairs right", typeset_value(held_out.after, "share"), by)
 
 
 def _steps_card(record: RunRecord) -> Html | None:

@@ -1,61 +1,32 @@
-"""What stands behind the figures: the refits, the recipe, the versions.
+"""What a run was made of: the recipe with the origin of each key, the machine, the software, the state of the code.
 
 It shows what the files say and proves nothing of its own.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from rl_launcher.observe.figures import format_bytes, format_duration
+from rl_launcher.observe.figures import format_bytes
+from rl_launcher.observe.json_lines import finite_number
 from rl_launcher.observe.report.markup import Html, element
-from rl_launcher.observe.report.record import Row, RunRecord, number, section, text
-from rl_launcher.observe.report.series import points
+from rl_launcher.observe.report.record import RunRecord, section, text
 
-__all__ = ["refit_section", "repeat_section"]
+__all__ = ["repeat_section"]
 
-
-def refit_section(record: RunRecord) -> Html | None:
-    """How the policy's weights reached the engine; None for a run without an engine."""
-    refit = section(record.summary, "refit")
-    logged = [row for row in record.rows if number(row, "refit_bytes") is not None]
-    if not refit and not logged:
-        return None
-    return element(
-        "section",
-        element("h2", "Weights into the engine"),
-        element("p", _how_verified(refit), class_="lead"),
-        _facts(_refit_facts(refit, logged)),
-        id="refit",
-    )
-
-
-def _how_verified(refit: Mapping[str, object]) -> str:
-    start = "Every refit is a transaction: the new weights are staged beside the old ones"
-    if "digest" in refit and text(refit, "digest") is None:
-        return f"{start}, and serve once all have arrived. Digests were not compared in this run."
-    return f"{start}, their digests are compared with the trainer’s, and only then do they answer prompts."
-
-
-def _refit_facts(refit: Mapping[str, object], logged: Sequence[Row]) -> dict[str, str]:
-    seconds = [value for _, value in points(logged, "refit_s") if value is not None]
-    last = logged[-1] if logged else {}
-    size = _first(number(refit, "bytes"), number(last, "refit_bytes"))
-    facts = {
-        "refits": _count(_first(number(refit, "count"), float(len(logged)) if logged else None)),
-        "last version": _count(_first(number(refit, "version"), number(last, "version"))),
-        "tensors": _count(number(refit, "tensors")),
-        "bytes each time": None if size is None else format_bytes(size),
-        "median time": format_duration(statistics.median(seconds)) if seconds else None,
-        "digest of the last": text(refit, "digest"),
-    }
-    return {name: value for name, value in facts.items() if value is not None}
+# Shown by themselves, in words.
+_TOLD = frozenset({"packages", "gpus", "git_diff_stat"})
 
 
 def repeat_section(record: RunRecord) -> Html | None:
-    """The resolved recipe and the versions; None if neither is known."""
-    parts = [_recipe(record), _versions(record)]
+    """The resolved recipe, the machine and the versions; None if nothing of them is known."""
+    parts = [
+        _recipe(record),
+        _origins(record.origins),
+        _changes(record.versions),
+        _versions(record.versions),
+        _packages(section(record.versions, "packages")),
+    ]
     if not any(parts):
         return None
     return element("section", element("h2", "To repeat it"), *parts, id="repeat")
@@ -65,37 +36,55 @@ def _recipe(record: RunRecord) -> Html | None:
     if not record.recipe:
         return None
     lines = len(record.recipe.splitlines())
-    summary = element("summary", "Resolved recipe", element("small", f"recipe.yaml · {lines} lines"))
-    return element("details", summary, element("pre", record.recipe, class_="recipe"))
+    return _folded("Resolved recipe", f"recipe.yaml · {lines} lines", element("pre", record.recipe, class_="recipe"))
 
 
-def _versions(record: RunRecord) -> Html | None:
-    if not record.versions:
+def _origins(origins: Mapping[str, object]) -> Html | None:
+    if not origins:
         return None
-    rows = [
-        element("tr", element("th", name.replace("_", " "), scope="row"), element("td", _word(value)))
-        for name, value in record.versions.items()
-    ]
+    written = {key: str(origin) for key, origin in origins.items() if origin != "default"}
+    rows = [_pair(key, origin) for key, origin in written.items()]
+    note = f"{len(written)} keys are written, {len(origins) - len(written)} are defaults"
+    return _folded("Where each key was written", note, element("table", element("tbody", *rows), class_="versions"))
+
+
+def _changes(versions: Mapping[str, object]) -> Html | None:
+    stat = text(versions, "git_diff_stat")
+    if not stat:
+        return None
+    return _folded("Changes that are in no commit", "git diff --stat", element("pre", stat, class_="recipe"))
+
+
+def _versions(versions: Mapping[str, object]) -> Html | None:
+    if not versions:
+        return None
+    gpus = versions.get("gpus")
+    rows = [_pair(name.replace("_", " "), _word(name, value)) for name, value in versions.items() if name not in _TOLD]
+    rows += [_pair("GPU", str(gpu)) for gpu in gpus] if isinstance(gpus, list) else []
     return element("table", element("tbody", *rows), class_="versions")
 
 
-def _facts(facts: dict[str, str]) -> Html:
-    pairs = [
-        element("div", element("dt", name), element("dd", value, class_="digest" if "digest" in name else None))
-        for name, value in facts.items()
-    ]
-    return element("dl", *pairs, class_="fact-list")
+def _packages(packages: Mapping[str, object]) -> Html | None:
+    if not packages:
+        return None
+    rows = [_pair(name, str(version)) for name, version in packages.items()]
+    return _folded(
+        "Every package", f"{len(rows)} installed", element("table", element("tbody", *rows), class_="versions")
+    )
 
 
-def _word(value: object) -> str:
+def _folded(title: str, note: str, content: Html) -> Html:
+    return element("details", element("summary", title, element("small", note)), content)
+
+
+def _pair(name: str, value: str) -> Html:
+    return element("tr", element("th", name, scope="row"), element("td", value))
+
+
+def _word(name: str, value: object) -> str:
     if value is None:
         return "–"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def _count(value: float | None) -> str | None:
-    return None if value is None else f"{value:.0f}"
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    size = finite_number(value)
+    return format_bytes(size) if name.endswith("_bytes") and size is not None else str(value)

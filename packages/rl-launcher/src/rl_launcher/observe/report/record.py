@@ -37,6 +37,14 @@ class RunRecord:
     """The logged steps of each stage, stages in the order in which they began."""
     samples: list[Row]
     """Held-out answers."""
+    spans: list[Row] = field(default_factory=list)
+    """What was done when; empty for a run that did not log it."""
+    events: list[Row] = field(default_factory=list)
+    """Conditions that occurred."""
+    refits: list[Row] = field(default_factory=list)
+    """Every refit; empty for a run that did not log them one by one."""
+    origins: Mapping[str, object] = field(default_factory=dict)
+    """Where each key of the recipe was written."""
     remarks: list[str] = field(default_factory=list)
     """What is missing or could not be read, a sentence each."""
 
@@ -71,8 +79,23 @@ def read_record(run: RunDirectory) -> RunRecord:
     samples = read(run.samples, read_json_lines, no_lines, consequence="there are no answers to compare")
     recipe = read(run.recipe, _read_text, "", consequence="the settings of the run are not known")
     versions = read(run.versions, _read_object, nothing, consequence="what the run was made with is not known")
+    # These need not be there: nothing happened, or nobody asked.
+    spans, events, refits = (
+        read(path, read_json_lines, no_lines, consequence="it is left out") if path.exists() else no_lines
+        for path in (run.spans, run.events, run.refits)
+    )
+    origins = (
+        read(run.origins, _read_object, nothing, consequence="it is left out") if run.origins.exists() else nothing
+    )
     stages, unplaced = _by_stage(metrics.rows)
-    remarks += _unreadable(run.metrics, metrics.unreadable + unplaced) + _unreadable(run.samples, samples.unreadable)
+    for path, count in (
+        (run.metrics, metrics.unreadable + unplaced),
+        (run.samples, samples.unreadable),
+        (run.spans, spans.unreadable),
+        (run.events, events.unreadable),
+        (run.refits, refits.unreadable),
+    ):
+        remarks += _unreadable(path, count)
     return RunRecord(
         path=run.path,
         recipe=recipe,
@@ -80,6 +103,10 @@ def read_record(run: RunDirectory) -> RunRecord:
         versions=versions,
         stages=stages,
         samples=samples.rows,
+        spans=spans.rows,
+        events=events.rows,
+        refits=refits.rows,
+        origins=origins,
         remarks=remarks,
     )
 

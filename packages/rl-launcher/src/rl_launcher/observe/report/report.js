@@ -57,5 +57,23 @@ const readOut = (area) => {
   area.addEventListener("pointerleave", () => { hair.hidden = tip.hidden = true; });
 };
 
+const readToken = (event) => {
+  const token = event.target.closest("i[data-l]");
+  if (!token) return;
+  const box = token.closest(".conversation"), fixed = box.querySelector(".chosen");
+  if (event.type === "click") {
+    if (fixed) fixed.classList.remove("chosen");
+    if (fixed !== token) token.classList.add("chosen");
+  } else if (fixed) return;
+  const logp = Number(token.dataset.l);
+  const trained = token.classList.contains("off") ? "not trained on" : "trained on";
+  box.querySelector("output").textContent =
+    JSON.stringify(token.textContent) + " · logp " + token.dataset.l + " · probability " + format(Math.exp(logp), "share") +
+    " · token " + token.dataset.i + " · answer " + (Number(token.dataset.t) + 1) + " · " + trained;
+};
+
+document.querySelectorAll(".conversation").forEach((box) => {
+  for (const kind of ["pointerover", "click"]) box.addEventListener(kind, readToken);
+});
 document.querySelectorAll("[data-series]").forEach(readOut);
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));

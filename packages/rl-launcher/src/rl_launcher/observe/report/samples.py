@@ -1,7 +1,7 @@
 """The same questions before and after training, side by side, each answer marked in words and not by colour alone.
 
-It does not know how answers are judged: where every reward is 0 or 1 they are called right and wrong, and otherwise
-shown as numbers.
+It does not know how answers are judged: where every reward is 0 or 1 they are called right and wrong, otherwise the
+rewards are shown, and where there are none, nothing is said.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def samples_section(record: RunRecord) -> Html | None:
     if not pairs:
         return None
     shown = list(pairs.items())[:_MOST_SHOWN]
-    graded = not rewards_are_right_or_wrong(record)
+    judged = any(number(sample, "reward") is not None for sample in record.samples)
+    graded = not rewards_are_right_or_wrong(record) if judged else None
     heads = ("prompt", "expected", *_WHENS)
     return element(
         "section",
@@ -52,9 +53,9 @@ def _pairs(record: RunRecord) -> Mapping[tuple[str, str], Pair]:
     return pairs
 
 
-def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int, graded: bool) -> str:
+def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int, graded: bool | None) -> str:
     counts = []
-    for when in _WHENS:
+    for when in _WHENS if graded is not None else ():
         answers = [pair[when] for pair in pairs.values() if when in pair]
         rewards = [number(answer, "reward") or 0.0 for answer in answers]
         if graded and rewards:
@@ -62,10 +63,11 @@ def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int, graded: 
         elif rewards:
             counts.append(f"{sum(reward >= 1 for reward in rewards)} of {len(rewards)} right {when}")
     shown = "" if num_shown == len(pairs) else f" The first {num_shown} are shown; samples.jsonl has all."
-    return f"Held-out problems, sampled: {', '.join(counts)} training.{shown}"
+    judged = f"Held-out problems, sampled: {', '.join(counts)} training." if counts else "Held-out problems, sampled."
+    return f"{judged}{shown}"
 
 
-def _row(prompt: str, pair: Pair, *, graded: bool) -> Html:
+def _row(prompt: str, pair: Pair, *, graded: bool | None) -> Html:
     expected = next((found for sample in pair.values() if (found := text(sample, "expected")) is not None), None)
     return element(
         "tr",
@@ -78,10 +80,11 @@ def _row(prompt: str, pair: Pair, *, graded: bool) -> Html:
     )
 
 
-def _answer(sample: Row | None, *, graded: bool) -> list[Html | str]:
+def _answer(sample: Row | None, *, graded: bool | None) -> list[Html | str]:
     if sample is None:
         return ["–"]
-    answer: list[Html | str] = [_mark(sample, graded=graded), element("pre", text(sample, "response") or "")]
+    answer: list[Html | str] = [] if graded is None else [_mark(sample, graded=graded)]
+    answer.append(element("pre", text(sample, "response") or ""))
     if sample.get("truncated") is True:
         answer.append(element("small", "cut off at the token limit"))
     return answer

@@ -1,0 +1,52 @@
+"""A calculator that the policy may call, and a judge of its final answers: an example of an environment with tools."""
+
+import ast
+import operator
+from collections.abc import Callable
+
+from rl_algorithms.environments import RewardFunctionEnvironment, ToolEnvironment
+from rl_algorithms.environments.matching import normalised_match
+
+__all__ = ["calculate", "environment"]
+
+OPERATIONS: dict[type, Callable[..., float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+MAX_CHARACTERS = 200
+
+
+def environment(*, max_calls: int = 4) -> ToolEnvironment:
+    """Up to `max_calls` calculations in a conversation; then the answer is compared with the row's."""
+    judge = RewardFunctionEnvironment(reward=normalised_match)
+    return ToolEnvironment([calculate], reward=judge, max_calls=max_calls)
+
+
+def calculate(expression: str) -> str:
+    """Calculate an arithmetic expression of numbers, + - * / and parentheses, such as (3 + 4) * 2.
+
+    Args:
+        expression: what to calculate.
+
+    Raises:
+        ValueError: it is none; the policy is told.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters, and may have {MAX_CHARACTERS}")
+    return f"{_value(ast.parse(expression, mode='eval').body):g}"
+
+
+def _value(node: ast.expr) -> float:
+    """Only numbers and the operations above: no name, no call, no power that grows without end."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return float(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(operand))
+    raise ValueError("only numbers, + - * / and parentheses can be calculated")

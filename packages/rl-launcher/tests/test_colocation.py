@@ -1,0 +1,272 @@
+"""A trainer and an engine that take turns: a real backend refuses to work out of turn, and so proves the order.
+
+Nothing is freed on a CPU; the backend's own refusals hold there all the same. The engine is real, in a worker of this
+process. That memory is given away is a claim about GPUs, and nobody has seen it yet.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
+from rl_generation import Sampling
+from rl_launcher.distributed.colocation import TurnEngine, TurnPolicy, Turns, TurnSync
+from rl_launcher.distributed.engine_worker import EngineWorker
+from rl_launcher.distributed.engines import EngineGroup, EngineLimits
+from rl_launcher.distributed.serving import RayEngine
+from rl_launcher.engines import EngineSpec
+from rl_launcher.quickstart.tiny_model import build
+from rl_launcher.recipe_schema import GenerationConfig
+from rl_launcher.weight_source import weight_source
+from rl_launcher.weight_sync import WeightSync
+from rl_refit import Refit, RefitError
+
+
+class Answered:
+    """A call that has ended."""
+
+    def __init__(self, value):
+        self._value = value
+
+    def result(self, *, timeout_s):
+        assert timeout_s > 0
+        return self._value
+
+
+class ActorHere:
+    """What an actor is to its group, with the worker in this process; it keeps what it was asked."""
+
+    who = "engine 0 (this process)"
+
+    def __init__(self):
+        self.asked = []
+
+    def make(self, kind, *arguments, timeout_s, **options):
+        assert timeout_s > 0
+        self.worker = kind(*arguments, **options)
+
+    def submit(self, method, *arguments):
+        self.asked.append((method, *arguments))
+        return Answered(getattr(self.worker, method)(*arguments))
+
+    def call(self, method, *arguments, timeout_s):
+        return self.submit(method, *arguments).result(timeout_s=timeout_s)
+
+    def kill(self):
+        self.worker = None
+
+    def close(self):
+        self.worker.close()
+
+    def turns(self):
+        """What it was asked of its memory, since the last look."""
+        asked, self.asked = self.asked, []
+        return [each for each in asked if each[0] in ("sleep", "wake_up")]
+
+
+class World:
+    def __init__(self, folder):
+        model, tokenizer = build(0)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        self.backend = DTensorBackend(model, DTensorConfig())
+        spec = EngineSpec(
+            model=str(folder),
+            generation=GenerationConfig(max_new_tokens=4),
+            stop_token_ids=(2,),
+            pad_token_id=0,
+        )
+        limits = EngineLimits(max_restarts=0, start_timeout_s=60, call_timeout_s=60)
+        self.actor = ActorHere()
+        engines = EngineGroup(spec=spec, start_actor=lambda _: self.actor, hosts=["127.0.0.1"], limits=limits)
+        self.turns = Turns(self.backend, engines, moves=True)
+        self.turns.begin()
+        engines.start()
+        worker: EngineWorker = self.actor.worker
+        inner = WeightSync(Refit(weight_source_of(self.backend), worker._made.sink))
+
+        def refit(*, version):
+            report = inner(version=version)
+            engines.serve(engines.all())
+            return report
+
+        self.policy = TurnPolicy(self.backend, self.turns)
+        self.engine = TurnEngine(RayEngine(engines), self.turns)
+        self.sync = TurnSync(Sync(inner, refit), self.turns)
+
+
+class Sync:
+    def __init__(self, inner, refit):
+        self._inner, self._refit = inner, refit
+
+    def __call__(self, *, version):
+        return self._refit(version=version)
+
+    def metrics(self):
+        return self._inner.metrics()
+
+    def explain(self):
+        return self._inner.explain()
+
+
+def weight_source_of(backend):
+    backend.onload()
+    source = weight_source(backend)
+    backend.offload()
+    return source
+
+
+@dataclass(frozen=True)
+class Rows:
+    rows_per_unit: ClassVar[int] = 1
+    tokens: torch.Tensor = field(default_factory=lambda: torch.arange(3, 13).view(2, 5))
+    lengths: torch.Tensor = field(default_factory=lambda: torch.tensor([5, 5]))
+    trainable: torch.Tensor = field(default_factory=lambda: torch.tensor([[False, True, True, True, True]] * 2))
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path)
+    yield world
+    world.engine.close()
+
+
+SAMPLING = Sampling(max_new_tokens=4, seed=0)
+
+
+def test_a_loop_has_each_side_there_when_it_works_and_away_when_it_does_not(world):
+    backend, rows = world.backend, Rows()
+    with pytest.raises(RuntimeError, match="onload"):
+        backend.logp(rows)  # the engine has started, on an empty device
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=2)
+    assert world.actor.turns() == [("sleep",)]
+    world.sync(version=0)
+    assert world.actor.turns() == [("wake_up", ("weights",))]
+    backend.shards()  # the weights are there
+    with pytest.raises(RuntimeError, match="optimizer state"):
+        backend.optim_step()
+    for version in (1, 2):
+        rollouts = world.engine.generate([[1, 5, 9]], SAMPLING)
+        assert rollouts[0].version == version - 1
+        assert world.actor.turns() == [("wake_up", ("kv_cache",))]
+        with pytest.raises(RuntimeError, match="weights"):
+            backend.shards()
+        world.policy.logp(rows)
+        assert world.actor.turns() == [("sleep",)]
+        world.policy.forward_backward(rows, lambda logp, part: (-(logp * part.trainable).sum() / 8, {}))
+        world.policy.optim_step()
+        assert world.actor.turns() == []  # the turn is taken once
+        assert world.policy.version == version
+        assert world.sync(version=version).same_as is None
+        assert world.actor.turns() == [("wake_up", ("weights",))]
+    assert world.sync.count == 2 + 1
+
+
+def test_the_engine_is_wide_awake_before_it_sleeps(world):
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+    world.sync(version=0)
+    world.actor.turns()
+    world.policy.logp(Rows())  # a refit, and training goes on at once
+    assert world.actor.turns() == [("wake_up", ("kv_cache",)), ("sleep",)]
+
+
+def test_answers_asked_twice_take_the_turn_once_and_keep_their_weights(world):
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+    world.sync(version=0)
+    first = world.engine.generate([[1, 5, 9]], SAMPLING)
+    world.actor.turns()
+    assert world.engine.generate([[1, 5, 9]], SAMPLING)[0].tokens == first[0].tokens
+    assert world.actor.turns() == []
+    world.policy.logp(Rows())
+    assert world.engine.generate([[1, 5, 9]], SAMPLING)[0].tokens == first[0].tokens
+    assert world.actor.turns() == [("sleep",), ("wake_up",)]
+
+
+def test_an_engine_heals_beside_the_policys_weights_and_nothing_else(world):
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+    world.sync(version=0)
+    world.engine.generate([[1, 5, 9]], SAMPLING)
+    with world.turns.healing():
+        world.backend.shards()
+        with pytest.raises(RuntimeError, match="optimizer state"):
+            world.backend.optim_step()
+    with pytest.raises(RuntimeError, match="weights"):
+        world.backend.shards()
+
+
+def test_turns_say_what_they_move(world):
+    assert "the host's memory" in world.policy.explain()
+    assert "nothing is moved" in Turns(world.backend, world.turns._engines, moves=False).explain()
+
+
+def test_an_engine_does_not_heal_while_turns_change_and_nobody_waits_for_the_other(world):
+    def heal():
+        with world.turns.healing():
+            pass
+
+    with world.turns._lock, ThreadPoolExecutor(1) as other, pytest.raises(RefitError, match="changing turns"):
+        other.submit(heal).result(timeout=60)
+
+
+class Successor:
+    """The actor that replaces the engine, whose start has begun, and goes on when it is told to."""
+
+    def __init__(self, world):
+        self.actor, self.begun, self.go = ActorHere(), threading.Event(), threading.Event()
+        self.engines = world.turns._engines
+        self.engines.limits = replace(self.engines.limits, max_restarts=1)
+        self.engines.start_actor = self.start
+
+    def start(self, _):
+        self.begun.set()
+        assert self.go.wait(60)
+        return self.actor
+
+    def needed(self):
+        (engine,) = self.engines.all()
+        self.engines.lost(engine, "killed", owed="it owes nothing")
+
+
+def test_an_engine_that_was_starting_when_training_began_sleeps_before_the_policy_takes_the_memory(world, monkeypatch):
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+    world.sync(version=0)
+    world.engine.generate([[1, 5, 9]], SAMPLING)
+    successor, onload, asked_before = Successor(world), world.backend.onload, []
+
+    def taken(**options):
+        asked_before.append(successor.actor.turns())
+        return onload(**options)
+
+    monkeypatch.setattr(world.backend, "onload", taken)
+    successor.needed()
+    assert successor.begun.wait(60)
+    with ThreadPoolExecutor(1) as other:
+        training = other.submit(world.policy.logp, Rows())
+        while world.turns._free and not training.done():
+            time.sleep(0.01)
+        successor.go.set()
+        training.result(timeout=60)
+    assert asked_before == [[("sleep",)]]
+    assert world.turns.turn == "training"
+
+
+def test_no_engine_is_started_while_the_policy_trains_nor_after_the_end(world):
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+    successor = Successor(world)
+    successor.needed()
+    (healing,) = [thread for thread in threading.enumerate() if thread.name.startswith("healing engine 0")]
+    world.engine.close()
+    healing.join(60)
+    assert not healing.is_alive()
+    assert not successor.begun.is_set()
+
+
+def test_no_engine_is_healed_while_it_sleeps(world):
+    world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+    with pytest.raises(RefitError, match="the engines sleep while the policy trains"), world.turns.healing():
+        pass

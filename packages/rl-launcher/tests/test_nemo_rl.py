@@ -1,0 +1,334 @@
+"""Claims about the translation of NeMo-RL's recipes: every key is accounted for, and what comes out is a recipe."""
+
+import textwrap
+
+import pytest
+
+from rl_launcher.nemo_rl import NemoRLError, translate
+from rl_launcher.nemo_rl.interpolating import interpolate
+from rl_launcher.nemo_rl.reading import read
+from rl_launcher.recipe import load_recipe
+from rl_launcher.recipe_schema import Recipe
+
+BASE = """
+    grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 100, val_period: 5, seed: 7,
+           use_leave_one_out_baseline: true, normalize_rewards: false, max_num_epochs: 1, warp_drive: 3,
+           adv_estimator: {name: grpo, normalize_rewards: "${grpo.normalize_rewards}", minus_baseline: true}}
+    loss_fn: {reference_policy_kl_penalty: 0.01, reference_policy_kl_type: k3, kl_input_clamp_value: 20.0,
+              ratio_clip_min: 0.2, ratio_clip_max: 0.28, use_importance_sampling_correction: true,
+              truncated_importance_sampling_type: icepop, truncated_importance_sampling_ratio: 5.0,
+              truncated_importance_sampling_ratio_min: 0.5}
+    policy:
+      model_name: Qwen/Qwen2.5-1.5B
+      tokenizer: {name: "${policy.model_name}"}
+      precision: bfloat16
+      train_global_batch_size: 16
+      train_micro_batch_size: 2
+      max_total_sequence_length: 512
+      dtensor_cfg: {enabled: true, _v2: true, tensor_parallel_size: 2, sequence_parallel: true,
+                    custom_parallel_plan: my_package.plans.plan, env_vars: {NCCL_DEBUG: INFO}}
+      megatron_cfg: {enabled: false, moe_permute_fusion: true}
+      sequence_packing: {enabled: true, train_mb_tokens: "${mul:${policy.max_total_sequence_length}, 2}", algorithm: x}
+      max_grad_norm: 1.0
+      optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5e-6, betas: [0.9, 0.98], foreach: false}}
+      scheduler:
+        - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 20}}
+        - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000}}
+        - {milestones: [20]}
+      generation:
+        backend: vllm
+        max_new_tokens: "${policy.max_total_sequence_length}"
+        temperature: 0.9
+        top_p: 0.95
+        val_temperature: ${.temperature}
+        vllm_cfg: {async_engine: false, tensor_parallel_size: 1, gpu_memory_utilization: 0.6, kv_cache_dtype: fp8}
+        colocated: {enabled: true}
+    data: {train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05}, shuffle: true}
+    env: {math: {num_workers: 8}}
+    checkpointing: {enabled: true, checkpoint_dir: results/grpo, save_period: 10, metric_name: "val:accuracy",
+                    keep_top_k: 3}
+    logger: {wandb_enabled: true, wandb: {project: mine, name: a}, log_dir: logs}
+    cluster: {gpus_per_node: 8, num_nodes: 2, segment_size: null}
+"""
+
+
+def written(tmp_path, text=BASE, name="theirs.yaml"):
+    file = tmp_path / name
+    file.write_text(textwrap.dedent(text))
+    return file
+
+
+def notes(translation, kind):
+    return {note.key: note.reason for note in translation.of(kind)}
+
+
+def test_grpo_is_translated_and_loads_as_a_recipe(tmp_path):
+    translation = translate(written(tmp_path))
+    assert translation.problems == ()
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation.yaml)
+    recipe = load_recipe(ours, schema=Recipe).value
+    assert (recipe.run_dir, recipe.seed) == ("results/grpo", 7)
+    stage = recipe.grpo
+    # 32 rollouts in batches of 16 are 2 optimizer steps, and theirs counts batches of rollouts.
+    assert (stage.steps_per_generation, stage.max_num_steps) == (2, 200)
+    assert (recipe.evaluation.every, recipe.checkpointing.save_period) == (10, 20)
+    objective = stage.objective
+    assert (objective.advantage.baseline, objective.advantage.scale) == ("leave_one_out", "none")
+    assert (objective.ratio.clip_high, objective.ratio.proximal) == (0.28, "recomputed")
+    correction = objective.correction
+    assert (correction.weight, correction.low, correction.high, correction.outside) == ("token", 0.5, 5.0, "mask")
+    assert (objective.kl.weight, objective.selection.groups_without_signal) == (0.01, "keep")
+    optimizer = stage.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.warmup_steps, optimizer.schedule) == (
+        5e-6,
+        (0.9, 0.98),
+        20,
+        "constant",
+    )
+    backend = recipe.policy.dtensor_cfg
+    assert (backend.device, backend.precision, backend.tensor_parallel_size) == ("cuda", "bfloat16", 2)
+    assert (backend.sequence_packing, backend.micro_batch_tokens) == (True, 1024)
+    assert backend.custom_parallel_plan == "my_package.plans:plan"
+    generation = recipe.policy.generation
+    assert (generation.backend, generation.max_new_tokens, generation.temperature) == ("vllm", 512, 0.9)
+    assert generation.vllm_cfg.vllm_kwargs == {"kv_cache_dtype": "fp8"}
+    assert (recipe.data.source, recipe.data.held_out_share) == ("nvidia/OpenMathInstruct-2", 0.05)
+    assert recipe.env.reward == "rl_algorithms.environments.math:math_match"
+    assert (recipe.cluster.runtime, recipe.cluster.num_nodes, recipe.cluster.gpus_per_node) == ("ray", 2, 8)
+    assert recipe.cluster.env_vars == {"NCCL_DEBUG": "INFO"}
+    assert (recipe.logger.wandb_enabled, recipe.logger.wandb.project) == (True, "mine")
+
+
+def test_what_differs_is_told_with_its_reason_and_stands_in_the_file(tmp_path):
+    translation = translate(written(tmp_path))
+    untranslated = notes(translation, "untranslated")
+    assert "no such thing" in untranslated["grpo.warp_drive"]
+    assert "whole distribution" in untranslated["policy.generation.top_p"]
+    assert "not clamped" in untranslated["loss_fn.kl_input_clamp_value"]
+    assert "begins at 0" in untranslated["policy.scheduler"]
+    assert "after 1 passes" in untranslated["grpo.max_num_epochs"]
+    assert "grpo.warp_drive=3" in translation.yaml
+    assert "grpo.warp_drive=3" in translation.report()
+
+
+def test_every_key_of_theirs_is_translated_or_noted(tmp_path):
+    file = written(tmp_path)
+    translation = translate(file)
+    noted = set(notes(translation, "untranslated")) | set(notes(translation, "dropped"))
+    assert {"policy.megatron_cfg.moe_permute_fusion", "policy.sequence_packing.algorithm", "logger.log_dir"} <= noted
+    # A key that nobody knows is never lost, wherever it is.
+    text = textwrap.dedent(BASE)
+    for section in ("grpo", "loss_fn", "policy", "data", "env", "checkpointing", "logger", "cluster"):
+        file.write_text(
+            text.replace(f"\n{section}: {{", f"\n{section}: {{nobody: 5, ").replace(
+                f"\n{section}:\n", f"\n{section}:\n  nobody: 5\n"
+            )
+        )
+        again = translate(file)
+        assert f"{section}.nobody" in notes(again, "untranslated"), section
+
+
+@pytest.mark.parametrize("section", ["dtensor_cfg", "megatron_cfg", "generation.vllm_cfg", "generation.vllm_cfg.deep"])
+def test_of_a_key_that_nobody_knows_it_is_never_said_that_it_changes_nothing(tmp_path, section):
+    above = "defaults: theirs.yaml\npolicy:\n  megatron_cfg: {enabled: true}\n"
+    inner = "{made_up: 3}"
+    for name in reversed(section.split(".")):
+        inner = f"{{{name}: {inner}}}"
+    written(tmp_path)
+    if section == "dtensor_cfg":
+        above = above.replace("true", "false")
+    file = written(tmp_path, "defaults: middle.yaml\npolicy: " + inner + "\n", "child.yaml")
+    written(tmp_path, above, "middle.yaml")
+    assert "no rule" in notes(translate(file), "untranslated")[f"policy.{section}.made_up"]
+
+
+@pytest.mark.parametrize(("length", "proposed"), [("512", 512), ("null", 256)])
+def test_a_length_of_answers_that_theirs_does_not_say_is_proposed_and_to_be_filled_in(tmp_path, length, proposed):
+    text = BASE.replace('        max_new_tokens: "${policy.max_total_sequence_length}"\n', "")
+    text = text.replace("max_total_sequence_length: 512", f"max_total_sequence_length: {length}")
+    translation = translate(written(tmp_path, text.replace('"${mul:${policy.max_total_sequence_length}, 2}"', "1024")))
+    assert "policy.generation.max_new_tokens" in notes(translation, "fill_in")
+    assert translation.problems == ()
+    assert translation.recipe["policy"]["generation"]["max_new_tokens"] == proposed
+
+
+def test_files_inherit_and_a_section_can_replace_what_it_inherits(tmp_path):
+    written(tmp_path)
+    child = """
+        defaults: theirs.yaml
+        grpo: {max_num_steps: 10}
+        env: {_override_: true, code: {num_workers: 2}}
+        policy: {generation: {colocated: {enabled: false, resources: {num_nodes: 1}}}}
+    """
+    translation = translate(written(tmp_path, child, "child.yaml"))
+    assert translation.problems == ()
+    assert translation.recipe["grpo"]["max_num_steps"] == 20
+    assert "math" not in read(tmp_path / "child.yaml")["env"]
+    assert notes(translation, "fill_in")["env.reward"] == "the function that judges an answer"
+    assert translation.recipe["policy"]["generation"]["colocated"] == {"enabled": False, "resources": {"num_nodes": 1}}
+
+
+ASYNCHRONOUS = """
+    defaults: theirs.yaml
+    grpo: {async_grpo: {enabled: true, max_trajectory_age_steps: 1, in_flight_weight_updates: true}}
+    policy: {generation: {vllm_cfg: {async_engine: true}, colocated: {enabled: false, resources: {num_nodes: 1}}}}
+"""
+
+
+def test_asynchronous_grpo_counts_its_staleness_in_optimizer_steps(tmp_path):
+    written(tmp_path)
+    translation = translate(written(tmp_path, ASYNCHRONOUS, "asynchronous.yaml"))
+    assert translation.problems == ()
+    # A synchronous run of 2 steps a batch is 1 behind; one batch of age is 2 more.
+    assert translation.recipe["grpo"]["async_grpo"] == {"max_staleness": 3, "weights": "in_flight"}
+
+
+MEGATRON = """
+    defaults: theirs.yaml
+    policy:
+      dtensor_cfg: {enabled: false}
+      megatron_cfg:
+        enabled: true
+        tensor_model_parallel_size: 4
+        pipeline_model_parallel_size: 2
+        activation_checkpointing: true
+        env_vars: null
+        optimizer: {optimizer: adam, lr: 1e-6, min_lr: 1e-7, adam_beta2: 0.98, use_distributed_optimizer: true}
+        scheduler: {lr_decay_style: cosine, lr_warmup_iters: 10, lr_warmup_init: 1e-8, lr_decay_iters: 1000}
+"""
+
+
+def test_megatron_is_translated_with_its_optimizer(tmp_path):
+    written(tmp_path)
+    translation = translate(written(tmp_path, MEGATRON, "megatron.yaml"))
+    assert translation.problems == ()
+    assert translation.recipe["policy"]["dtensor_cfg"] == {"enabled": False}
+    backend = translation.recipe["policy"]["megatron_cfg"]
+    assert (backend["tensor_model_parallel_size"], backend["recompute_granularity"]) == (4, "full")
+    assert backend["use_distributed_optimizer"] is True
+    optimizer = translation.recipe["grpo"]["optimizer"]
+    assert (optimizer["lr"], optimizer["betas"], optimizer["warmup_steps"]) == (1e-6, [0.9, 0.98], 10)
+    assert (optimizer["schedule"], round(optimizer["final_lr_ratio"], 6)) == ("cosine", 0.1)
+    assert notes(translation, "dropped")["policy.optimizer"] == "of the other backend"
+
+
+ADAPTERS = """
+    defaults: theirs.yaml
+    policy:
+      dtensor_cfg:
+        lora_cfg: {enabled: true, target_modules: [q_proj, v_proj], match_all_linear: false, dim: 128, alpha: 256,
+                   exclude_modules: [], dropout: 0.1, dropout_position: post, lora_A_init: xavier, use_triton: true}
+"""
+
+
+def test_adapters_are_translated_and_what_differs_of_them_is_told(tmp_path):
+    written(tmp_path)
+    translation = translate(written(tmp_path, ADAPTERS, "adapters.yaml"))
+    assert translation.problems == ()
+    theirs = translation.recipe["policy"]["dtensor_cfg"]["lora_cfg"]
+    assert theirs == {"rank": 128, "alpha": 256, "target_modules": ["q_proj", "v_proj"]}
+    told = notes(translation, "untranslated")
+    section = "policy.dtensor_cfg.lora_cfg"
+    assert "two functions of one model" in told[f"{section}.dropout"]
+    assert "uniform within" in told[f"{section}.lora_A_init"]
+    assert f"{section}.exclude_modules" not in told
+    off = translate(written(tmp_path, ADAPTERS.replace("enabled: true", "enabled: false"), "off.yaml"))
+    assert "lora_cfg" not in off.recipe["policy"]["dtensor_cfg"]
+    assert not any(key.startswith(section) for key in notes(off, "untranslated"))
+
+
+SFT = """
+    sft: {max_num_steps: 60, val_period: 10, seed: 1, only_unmask_final: true}
+    policy: {model_name: a/b, train_global_batch_size: 32, precision: float32,
+             optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1e-5}}}
+    data: {train: {data_path: rows.jsonl, input_key: q, output_key: a}}
+    checkpointing: {enabled: true, save_period: 10, keep_top_k: 3, metric_name: "val:val_loss"}
+"""
+DPO = """
+    dpo: {max_num_steps: 150, reference_policy_kl_penalty: 0.05, preference_average_log_probs: true,
+          sft_loss_weight: 0.5}
+    policy: {model_name: a/b, train_global_batch_size: 128, optimizer: {name: torch.optim.SGD, kwargs: {lr: 1e-5}}}
+    data: {train: {dataset_name: HelpSteer3}}
+"""
+DISTILLATION = """
+    distillation: {num_prompts_per_step: 8, num_generations_per_prompt: 1, max_num_steps: 10, topk_logits_k: 32}
+    loss_fn: {kl_type: mixed, mixed_kl_weight: 0.25, zero_outside_topk: false}
+    policy: {model_name: a/b, train_global_batch_size: 8, optimizer: {kwargs: {lr: 1e-5}},
+             generation: {backend: hf, max_new_tokens: 64}}
+    teacher: {model_name: a/big, dtensor_cfg: {tensor_parallel_size: 8}}
+    data: {train: {dataset_name: DeepScaler}}
+"""
+
+
+def test_sft_dpo_and_distillation_have_stages_too(tmp_path):
+    sft = translate(written(tmp_path, SFT))
+    assert sft.problems == ()
+    assert sft.recipe["sft"]["batch_size"] == 32
+    assert sft.recipe["data"] == {"source": "rows.jsonl", "columns": {"prompt": "q", "answer": "a"}}
+    assert sft.recipe["sft"]["train_on"] == "last_turn"
+    assert "env" not in sft.recipe
+    assert sft.recipe["checkpointing"]["metric_name"] == "held_out_loss"
+    assert sft.recipe["checkpointing"]["higher_is_better"] is False
+    assert "policy.generation.max_new_tokens" in notes(sft, "fill_in")
+
+    dpo = translate(written(tmp_path, DPO))
+    assert dpo.problems == ()
+    assert {name: dpo.recipe["dpo"][name] for name in ("beta", "loss", "nll_weight")} == {
+        "beta": 0.05,
+        "loss": "sigmoid_norm",
+        "nll_weight": 0.5,
+    }
+    assert (dpo.recipe["dpo"]["pairs"], dpo.recipe["data"]["source"]) == ("data", "pairs.jsonl")
+    assert notes(dpo, "fill_in")["data.source"] == "what HelpSteer3 is made of is in their code"
+    assert "env" not in dpo.recipe
+    theirs = "dataset_name: BinaryPreferenceDataset, data_path: theirs.jsonl, chosen_key: better, prompt_key: prompt"
+    given = translate(written(tmp_path, DPO.replace("dataset_name: HelpSteer3", theirs), "given.yaml"))
+    assert given.problems == ()
+    assert given.recipe["data"] == {"source": "theirs.jsonl", "columns": {"chosen": "better"}}
+    ranked = theirs.replace("BinaryPreferenceDataset", "PreferenceDataset")
+    listed = translate(written(tmp_path, DPO.replace("dataset_name: HelpSteer3", ranked), "ranked.yaml"))
+    assert "ranks answers within a row" in notes(listed, "fill_in")["data.source"]
+    assert notes(dpo, "untranslated")["policy.optimizer.name"] == "AdamW stands in its place"
+
+    distilled = translate(written(tmp_path, DISTILLATION))
+    assert distilled.problems == ()
+    stage = distilled.recipe["distill"]
+    assert (stage["k"], stage["beta"], stage["interpolation"]) == (32, 0.75, "mixed")  # theirs weighs forward KL
+    assert stage["teacher"] == {"model_name": "a/big"}
+
+
+def test_interpolations_are_worked_out_as_omegaconf_does():
+    worked_out, failures = interpolate({
+        "a": {"b": 4, "c": "${.b}", "d": {"e": "${..b}", "f": "x-${a.b}"}},
+        "g": "${mul:${mul:${a.b}, 2}, 0.5}",
+        "h": "${max:1, ${a.d.e}}",
+        "i": "${oc.env:HOME_OF_DATA}/rows.jsonl",
+        "j": "${a.none}",
+        "k": "${eval:1+1}",
+        "l": "${l}",
+    })  # fmt: skip
+    assert worked_out["a"] == {"b": 4, "c": 4, "d": {"e": 4, "f": "x-4"}}
+    assert (worked_out["g"], worked_out["h"], worked_out["i"]) == (4.0, 4, "${env:HOME_OF_DATA}/rows.jsonl")
+    assert failures == {
+        "j": "a.none is not in the file",
+        "k": "${eval:…} is not known",
+        "l": "it refers to itself",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ppo: {a: 1}\ngrpo: {b: 1}\npolicy: {model_name: a}", "a recipe has no such stage"),
+        ("policy: {model_name: a}", "none of grpo, sft, dpo, distillation"),
+        ("sft: {max_num_steps: 1}", "names no model"),
+        ("defaults: none.yaml", "there is no file .*none.yaml, inherited through"),
+        ("defaults: theirs.yaml", "inherits itself"),
+        ("a: [", "is no YAML"),
+        ("- a", "holds no sections"),
+    ],
+)
+def test_what_is_no_recipe_of_theirs_is_refused(tmp_path, text, words):
+    with pytest.raises(NemoRLError, match=words):
+        translate(written(tmp_path, text))
