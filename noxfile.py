@@ -69,7 +69,7 @@ def layers(session: nox.Session) -> None:
 @nox.session(python=PYTHON, tags=["quick"])
 def scripts(session: nox.Session) -> None:
     """Test the scripts that these sessions and CI call."""
-    install(session, HOUSE, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release")])
+    install(session, HOUSE, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox"])
     session.run("pytest", "scripts/tests", *session.posargs)
 
 
@@ -200,10 +200,19 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(name="integration-vllm", python=PYTHON, tags=["quick"])
 def integration_vllm(session: nox.Session) -> None:
-    """Test that refits of rl-refit and folders of rl-backends fit the engines of rl-generation, on real vLLM."""
+    """Test the packages together on real vLLM, and whole runs on real Ray."""
     (cell,) = (cell for cell in HOUSE.packages["rl-generation"].cells if "vllm" in cell)
-    install(session, HOUSE, ["rl-generation", "rl-refit", "rl-backends"], cell=cell, groups=["test"])
-    session.run("pytest", "tests-integration/with_vllm", *session.posargs, env=OFFLINE)
+    install(session, HOUSE, [*HOUSE.packages], cell=cell, groups=["test"])
+    session.run("pytest", "tests-integration/with_vllm", "tests-integration/with_ray", *session.posargs, env=OFFLINE)
+
+
+@nox.session(python=PYTHON, tags=["quick"])
+def trackers(session: nox.Session) -> None:
+    """Test rl-launcher's logging through the clients of Weights & Biases, MLflow and trackio, none of them online."""
+    launcher = HOUSE.packages["rl-launcher"]
+    clients = [line for name in ("wandb", "mlflow", "trackio") for line in launcher.optional_dependencies(name)]
+    install(session, HOUSE, ["rl-launcher"], groups=["test"], requirements=clients)
+    session.run("pytest", "packages/rl-launcher/tests/test_trackers.py", *session.posargs, env=OFFLINE)
 
 
 @nox.session(python=PYTHON, default=False)

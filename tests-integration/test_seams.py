@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl_algorithms import contracts, dpo, grpo, sft
+from rl_algorithms import contracts, distill, dpo, grpo, kto, orpo, sft
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_backends import DTensorBackend, TokenBatch
+from rl_algorithms.preferences import scored
+from rl_backends import DTensorBackend, ReferenceModel, TokenBatch
 from rl_backends.selection import Backend, BackendConfigs
 from rl_generation import (
     Rollout,
@@ -23,7 +24,13 @@ from rl_generation import (
     VllmAsyncEngine,
     VllmEngine,
 )
+from rl_launcher import parts
+from rl_launcher.distributed.colocation import TurnEngine, TurnModel, TurnPolicy, TurnSync
+from rl_launcher.distributed.refitting import RayWeightSync
+from rl_launcher.distributed.serving import RayEngine
+from rl_launcher.distributed.trainers import RayModel, RayPolicy
 from rl_launcher.recipe_schema import PolicyConfig
+from rl_launcher.seeding import SeededEngine
 from rl_launcher.weight_sync import WeightSync
 from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
@@ -55,6 +62,42 @@ if TYPE_CHECKING:
     def weight_sync_of(weight_sync: WeightSync) -> contracts.WeightSync:
         return weight_sync
 
+    def policies_over_ray(a: RayPolicy, b: TurnPolicy) -> tuple[contracts.Policy, contracts.Policy]:
+        return a, b
+
+    def those_with_entropies_over_ray(a: RayPolicy) -> tuple[contracts.EntropyPolicy, contracts.Student]:
+        return a, a
+
+    def models_over_ray(
+        a: RayModel, b: TurnModel, c: RayPolicy
+    ) -> tuple[contracts.Reference, contracts.Teacher, contracts.Reference, contracts.Teacher, contracts.Teacher]:
+        return a, a, b, b, c
+
+    def engines_over_ray(
+        a: RayEngine, b: TurnEngine, c: SeededEngine
+    ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
+        return a, b, c
+
+    def weight_syncs_over_ray(a: RayWeightSync, b: TurnSync) -> tuple[contracts.WeightSync, contracts.WeightSync]:
+        return a, b
+
+    def parts_in_process(
+        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: WeightSync
+    ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
+        return a, b, c, d
+
+    def parts_over_ray(
+        a: RayPolicy, b: TurnPolicy, c: RayEngine, d: TurnEngine, e: RayWeightSync, f: TurnSync
+    ) -> tuple[
+        parts.TrainedPolicy,
+        parts.TrainedPolicy,
+        parts.ServingEngine,
+        parts.ServingEngine,
+        parts.WeightSync,
+        parts.WeightSync,
+    ]:
+        return a, b, c, d, e, f
+
     def report_of(report: RefitReport) -> contracts.RefitReport:
         return report
 
@@ -65,6 +108,28 @@ if TYPE_CHECKING:
         a: sft.Examples, b: grpo.Examples, c: dpo.Examples
     ) -> tuple[TokenBatch, TokenBatch, TokenBatch, contracts.TokenBatch]:
         return a, b, c, a
+
+    def batches_of_other_pages(
+        a: kto.Examples, b: orpo.Examples, c: scored.PairExamples, d: distill.Examples
+    ) -> tuple[TokenBatch, TokenBatch, TokenBatch, TokenBatch]:
+        return a, b, c, d
+
+    def those_with_entropies(a: DTensorBackend, b: MegatronBackend) -> tuple[contracts.EntropyPolicy, ...]:
+        return a, b
+
+    def students_of(a: DTensorBackend, b: MegatronBackend) -> tuple[contracts.Student, contracts.Student]:
+        return a, b
+
+    def teachers_of(
+        a: DTensorBackend, b: MegatronBackend, c: ReferenceModel
+    ) -> tuple[contracts.Teacher, contracts.Teacher, contracts.Teacher]:
+        return a, b, c
+
+    def references_of(a: ReferenceModel, b: DTensorBackend) -> tuple[contracts.Reference, contracts.Reference]:
+        return a, b
+
+    def critics_of(a: DTensorBackend) -> tuple[contracts.ValueModel, contracts.ScoreModel]:
+        return a, a
 
     def source_of(source: ModuleSource) -> WeightSource:
         return source

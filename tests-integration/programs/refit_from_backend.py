@@ -52,7 +52,7 @@ def train(task, meeting):
     rank, folder = task["rank"], Path(task["folder"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/trainer", rank=rank, world_size=2)
     lora = LoraConfig(rank=4) if task["lora"] else None
-    backend = DTensorBackend(make_model(task["family"]), DTensorConfig(**task["config"]), lora=lora)
+    backend = DTensorBackend(make_model(task["family"]), DTensorConfig(**task["config"], lora_cfg=lora))
     backend.start_training(OptimizerConfig(lr=1e-2), num_steps=2)
     refit = Refit(weight_source(backend), transport=PointToPoint(), rendezvous=meeting)
     examples = make_examples()

@@ -1,0 +1,103 @@
+"""The quickstart's tiny model learns under each algorithm, with the real backend, the real engine and real refits."""
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+import torch
+from tiny_world import SAMPLING, World
+from torch import Tensor
+from transformers import Qwen3ForSequenceClassification
+
+from rl_algorithms import grpo, ppo
+from rl_algorithms.data import batches
+from rl_algorithms.objective import Objective
+from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
+
+NUM_BATCHES = 40
+
+
+@pytest.fixture(scope="module")
+def imitated() -> tuple[Mapping[str, Tensor], float]:
+    """The weights that SFT leaves, and how often they answer right."""
+    world = World.make()
+    world.imitate()
+    return world.state(), world.accuracy()
+
+
+def train(world: World, objective: Objective, *, steps_per_generation: int, lr: float) -> list[dict[str, float]]:
+    steps = NUM_BATCHES * steps_per_generation
+    world.policy.start_training(OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup_steps=10), num_steps=steps)
+    needs_reference = objective.kl.weight > 0
+    return list(
+        grpo.train(
+            policy=world.policy,
+            engine=world.engine,
+            weight_sync=world.weight_sync,
+            environment=world.environment,
+            prompts=batches(world.prompts, size=32, seed=0),
+            chat=world.chat,
+            sampling=SAMPLING,
+            config=grpo.GRPOConfig(max_num_steps=steps, steps_per_generation=steps_per_generation, objective=objective),
+            reference=world.policy.freeze_reference() if needs_reference else None,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("objective", "steps_per_generation", "lr"),
+    [
+        pytest.param(grpo.deepseek_grpo(kl_weight=0.001), 4, 5e-4, id="grpo"),
+        pytest.param(grpo.dapo(max_length=12, overlong_buffer=3, max_generation_batches=2), 4, 5e-4, id="dapo"),
+        pytest.param(grpo.gspo(clip_low=3e-2, clip_high=4e-2), 4, 5e-4, id="gspo"),
+        pytest.param(grpo.rloo(kl_weight=0.001), 1, 3e-4, id="rloo"),
+    ],
+)
+def test_the_tiny_model_learns(
+    imitated: tuple[Mapping[str, Tensor], float], objective: Objective, steps_per_generation: int, lr: float
+) -> None:
+    weights, before = imitated
+    world = World.make(state=weights)
+    log = train(world, objective, steps_per_generation=steps_per_generation, lr=lr)
+    after = world.accuracy()
+    print(f"sampled accuracy {before:.3f} -> {after:.3f}, reward {log[0]['reward']:.3f} -> {log[-1]['reward']:.3f}")
+    assert after > before + 0.2
+    assert max(line["token_mult_prob_error"] for line in log) <= 1.0001
+
+
+def critic(world: World) -> DTensorBackend:
+    """The policy's trunk with a head of one number that starts at 0."""
+    config = copy.deepcopy(world.policy.model.config)
+    config.num_labels = 1
+    model = Qwen3ForSequenceClassification(config)
+    trunk = {f"model.{name}": tensor for name, tensor in world.policy.model.model.state_dict().items()}
+    model.load_state_dict(trunk, strict=False)
+    torch.nn.init.zeros_(model.score.weight)
+    return DTensorBackend(model, DTensorConfig())
+
+
+def test_the_tiny_model_learns_by_ppo(imitated: tuple[Mapping[str, Tensor], float]) -> None:
+    weights, before = imitated
+    world = World.make(state=weights)
+    value_model = critic(world)
+    config = ppo.PPOConfig(max_num_steps=NUM_BATCHES * 4, num_prompts=128, steps_per_generation=4)
+    for backend, lr in ((world.policy, 5e-4), (value_model, 1e-3)):
+        backend.start_training(
+            OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup_steps=10), num_steps=config.max_num_steps
+        )
+    log = list(
+        ppo.train(
+            policy=world.policy,
+            value_model=value_model,
+            engine=world.engine,
+            weight_sync=world.weight_sync,
+            environment=world.environment,
+            prompts=batches(world.prompts, size=128, seed=0),
+            chat=world.chat,
+            sampling=SAMPLING,
+            config=config,
+        )
+    )
+    after = world.accuracy()
+    print(f"sampled accuracy {before:.3f} -> {after:.3f}, reward {log[0]['reward']:.3f} -> {log[-1]['reward']:.3f}")
+    assert after > before + 0.2

@@ -1,0 +1,190 @@
+"""A trainer's rank and some engines over Ray, of the model of `tiny_world`: all that tests of engines share."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiny_world import World
+
+from rl_backends import DTensorConfig, OptimizerConfig
+from rl_launcher.distributed.placement import EnginePlace, Placement, RankPlace
+from rl_launcher.distributed.runtime import RayRuntime
+from rl_launcher.distributed.serve import Served, serve
+from rl_launcher.distributed.trainers import RayPolicy, TrainerSpec, start_trainers
+from rl_launcher.quickstart.tiny_model import character_tokenizer
+from rl_launcher.recipe_schema import (
+    ClusterConfig,
+    DataConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    GRPOStage,
+    PolicyConfig,
+    Recipe,
+)
+from rl_launcher.recipe_schema.generation import ColocatedConfig, ResourcesConfig, VllmConfig
+from rl_launcher.recipe_schema.stages import AsyncConfig
+from rl_refit import RefitConfig
+
+PATIENCE_S = 420  # for what takes seconds on an idle machine
+
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request for logprobs compiles
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+VLLM = {"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20}
+
+
+@dataclass(kw_only=True)
+class EnginesWorld:
+    """A cluster with `num_engines` engines, and a policy of one rank."""
+
+    tiny: World
+    runtime: RayRuntime
+    policy: RayPolicy
+    served: Served
+    folder: Path
+    events: list = field(default_factory=list)
+
+    @property
+    def engine(self):
+        return self.served.engine
+
+    @property
+    def weight_sync(self):
+        return self.served.weight_sync
+
+    def pids(self):
+        """Of the engines' actors, by number."""
+        engines = [actor for actor in self.runtime.actors if actor.role == "engine"]
+        return [actor.pid for actor in sorted(engines, key=lambda actor: actor.index)]
+
+    def train(self):
+        """An optimizer step, as far as an engine can tell; returns the version."""
+        self.policy.version += 1
+        return self.policy.version
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self.engine.close()
+        self.runtime.close()
+
+
+def make_world(folder, *, num_engines, backend="transformers", asynchronous=False, colocated=False, device="cpu"):
+    """Start everything; `folder` takes the model and the logs."""
+    tiny = World.make()
+    model = folder / "model"
+    tiny.engine.model.save_pretrained(model)
+    character_tokenizer().save_pretrained(model)
+    recipe = make_recipe(
+        folder,
+        num_engines=num_engines,
+        backend=backend,
+        asynchronous=asynchronous,
+        colocated=colocated,
+        device=device,
+    )
+    placement = Placement(
+        num_nodes=1,
+        slots_per_node=1 if colocated else num_engines + 1,
+        device=device,
+        colocated=colocated,
+        ranks=(RankPlace(rank=0, node=0, slot=0),),
+        engines=tuple(
+            EnginePlace(engine=index, node=0, slots=(0 if colocated else index + 1,)) for index in range(num_engines)
+        ),
+    )
+    runtime = RayRuntime.start(recipe.cluster, placement, run_dir=folder)
+    try:
+        spec = TrainerSpec(policy=recipe.policy, model_name=str(model), num_ranks=1, seed=0, threads=1)
+        policy = start_trainers(runtime, placement, spec)
+        events = []
+        served = serve(
+            runtime,
+            recipe,
+            policy,
+            model_name=str(model),
+            stop_token_ids=tiny.chat.stop_token_ids,
+            pad_token_id=0,
+            on_event=lambda name, message, reaction: events.append((name, message, reaction)),
+        )
+    except BaseException:
+        runtime.close()
+        raise
+    return EnginesWorld(tiny=tiny, runtime=runtime, policy=policy, served=served, folder=folder, events=events)
+
+
+def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device):
+    vllm = VllmConfig(**VLLM, async_engine=asynchronous) if backend == "vllm" else VllmConfig()
+    apart = ColocatedConfig(enabled=False, resources=ResourcesConfig(gpus_per_node=num_engines))
+    return Recipe(
+        run_dir=str(folder / "run"),
+        policy=PolicyConfig(
+            model_name=str(folder / "model"),
+            dtensor_cfg=DTensorConfig(device=device),
+            generation=GenerationConfig(
+                backend=backend,
+                max_new_tokens=9,
+                vllm_cfg=vllm,
+                colocated=ColocatedConfig() if colocated else apart,
+            ),
+            refit=RefitConfig(deadline_s=60.0, verify="full"),
+        ),
+        data=DataConfig(source="rl_launcher.quickstart.sort_digits:dataset"),
+        env=EnvironmentConfig(reward="rl_launcher.quickstart.sort_digits:reward"),
+        cluster=ClusterConfig(
+            runtime="ray",
+            gpus_per_node=1 if colocated else num_engines + 1,
+            env_vars=ENV,
+            call_timeout_s=PATIENCE_S,
+            start_timeout_s=PATIENCE_S,
+        ),
+        grpo=GRPOStage(
+            max_num_steps=4,
+            optimizer=OptimizerConfig(lr=1e-4),
+            async_grpo=AsyncConfig(max_staleness=4, weights="in_flight") if asynchronous else None,
+        ),
+    )
+
+
+def in_thread(call):
+    """Begin `call` in a thread; returns a function that waits for it, and gives its result or raises its error."""
+    box = {}
+
+    def run():
+        try:
+            box["value"] = call()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            box["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "it has not ended"
+        if "error" in box:
+            raise box["error"]
+        return box["value"]
+
+    return result
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(holds):
+    """Until `holds()`; look at the clock only to give up."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)

@@ -1,0 +1,105 @@
+"""Whole runs through the command line, in a process of their own, watched from outside and hurt on purpose."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PATIENCE_S = 420  # a start of Ray, two ranks and vLLM on two busy cores takes a minute or two
+
+
+class Launched:
+    """`rl-launcher COMMAND ...` in its own session, and what its run directory says meanwhile."""
+
+    def __init__(self, *arguments, run_dir, cwd):
+        self.run_dir = Path(run_dir)
+        self._log = (Path(cwd) / f"{self.run_dir.name}-{time.monotonic_ns()}.log").open("w+")
+        command = [sys.executable, "-m", "rl_launcher.cli", *map(str, arguments)]
+        self.process = subprocess.Popen(command, cwd=cwd, stdout=self._log, stderr=self._log, start_new_session=True)
+
+    @property
+    def output(self):
+        self._log.seek(0)
+        return self._log.read()
+
+    def rows(self, stage="grpo"):
+        """The logged steps of a stage, but the one before training."""
+        return [row for row in json_lines(self.run_dir / "metrics.jsonl") if row["stage"] == stage and row["step"]]
+
+    def wait_for_step(self, step, *, stage="grpo"):
+        """Until the log has this step."""
+        self.wait_until(lambda: any(row["step"] >= step for row in self.rows(stage)), what=f"step {step}")
+
+    def wait_until(self, holds, *, what="it"):
+        """Until `holds()`; the run must live meanwhile."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert self.process.poll() is None, f"ended before {what} came:\n{self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"{what} did not come:\n{self.output[-4000:]}"
+            time.sleep(0.05)
+
+    def pids(self, role):
+        """Of the ranks or engines that are there now, by index."""
+        entries = json.loads((self.run_dir / "processes.json").read_text())
+        return {entry["index"]: entry["pid"] for entry in entries if entry["role"] == role}
+
+    def kill(self, role, index=0):
+        self.signal(role, index, signal.SIGKILL)
+
+    def signal(self, role, index, number):
+        os.kill(self.pids(role)[index], number)
+
+    def kill_driver(self):
+        """As a machine does that loses its power: nobody says goodbye."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+    def terminate(self):
+        os.kill(self.process.pid, signal.SIGTERM)
+
+    def end(self):
+        """Wait for the end; return the exit code."""
+        return self.process.wait(timeout=PATIENCE_S)
+
+    def close(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=PATIENCE_S)
+        self._log.close()
+
+
+def json_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def curve(rows):
+    """What a run that is repeated must repeat: everything but time."""
+    timed = ("time_s", "tokens_per_s", "refit_s", "engine_tokens_per_s")
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if name not in timed and not name.startswith(("phase_s/", "memory"))
+        }
+        for row in rows
+    ]
+
+
+def gone(pids, *, within_s=60):
+    """Whether these processes have ended."""
+    deadline = time.monotonic() + within_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        if time.monotonic() > deadline:
+            return alive
+        time.sleep(0.2)
+    return []
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

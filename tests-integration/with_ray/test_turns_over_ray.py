@@ -1,0 +1,51 @@
+"""A trainer and engines that share devices, over Ray: whoever rests has given the memory away."""
+
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
+
+import torch
+from engines_world import make_world
+
+from rl_backends import OptimizerConfig
+from rl_generation import Sampling
+
+SAMPLING = Sampling(max_new_tokens=9, seed=3)
+
+
+def test_on_a_cpu_they_take_turns_and_nothing_is_moved(tmp_path, ray_cluster):
+    world = make_world(tmp_path, num_engines=1, colocated=True)
+    try:
+        policy = world.served.policy
+        assert "nothing is moved" in policy.explain()
+        policy.start_training(OptimizerConfig(lr=1e-3), num_steps=2)
+        for version in range(2):
+            assert world.weight_sync(version=version).verified == "every byte"
+            (rollout,) = world.engine.generate([[1, 5, 7]], SAMPLING)
+            assert rollout.version == version
+            policy.version = version + 1
+            assert policy.version == version + 1
+    finally:
+        world.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory that is given away is a GPU's; there is none here")
+def test_on_a_gpu_the_engine_that_sleeps_has_given_its_memory_away(tmp_path):
+    world = make_world(tmp_path, num_engines=1, backend="vllm", colocated=True, device="cuda")
+    try:
+        policy = world.served.policy
+        policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
+        world.weight_sync(version=0)
+        before = world.engine.generate([[1, 5, 7]], SAMPLING)
+        awake, _ = torch.cuda.mem_get_info()
+        world.served.engine._turns.train()
+        asleep, _ = torch.cuda.mem_get_info()
+        assert asleep - awake > 16 << 20  # half of the key/value cache, at the least
+        after = world.engine.generate([[1, 5, 7]], SAMPLING)
+        assert [rollout.tokens for rollout in after] == [rollout.tokens for rollout in before]
+    finally:
+        world.close()
