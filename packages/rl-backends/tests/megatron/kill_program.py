@@ -38,15 +38,17 @@ def train(world, layout, folder, *, arm=lambda step, backend: None, asynchronous
     backend.start_training(OPTIMIZER, num_steps=STEPS)
     if latest is not None:
         backend.load_checkpoint(latest)
-    first, curve = backend.version, []
+    first, curve, saving = backend.version, [], None
     while backend.version < STEPS:
         arm(backend.version + 1, backend)
         examples = world.make_examples(rows=4, seed=backend.version)
         loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
         sums = backend.forward_backward(examples, loss)
         curve.append({"norm": backend.optim_step(), **{name: float(value) for name, value in sums.items()}})
+        if saving is not None:
+            saving.wait()  # or its calls would be counted among those of the next
         arm(backend.version, None)
-        backend.save_checkpoint(Path(folder) / f"step-{backend.version}", asynchronous=asynchronous)
+        saving = backend.save_checkpoint(Path(folder) / f"step-{backend.version}", asynchronous=asynchronous)
     weights = {name: parameter.detach().clone() for name, parameter in backend.model.named_parameters()}
     backend.close()
     return {"latest": "nothing" if latest is None else latest.name, "first": first, "curve": curve, "weights": weights}
