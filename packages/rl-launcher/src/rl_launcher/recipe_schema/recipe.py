@@ -1,6 +1,6 @@
 """A whole recipe: its sections, and what must hold between them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rl_launcher.recipe_schema.checkpointing import CheckpointingConfig, HealthConfig
@@ -21,6 +21,11 @@ HOW_TO_JUDGE = (
     'write env: {reward: "reward.py:score"}, a file and a function in it, or env: {environment: "file.py:name"}'
 )
 HELD_OUT_LOSS = "held_out_loss"
+OF_JUDGED_ANSWERS = {
+    field.name: field.default
+    for field in fields(EvaluationConfig)
+    if field.name in {"samples_per_prompt", "pass_at", "pass_reward"}
+}
 OF_ANSWERS = ("held_out_greedy", "held_out_sampled", "held_out_pass@")
 
 
@@ -127,6 +132,12 @@ def _refuse_what_needs_a_judge(recipe: Recipe) -> None:
             f"checkpointing.keep_top_k={saved.keep_top_k} keeps the best by metric_name={saved.metric_name}, and "
             f"without env no answer is judged; say metric_name={other}, or keep_top_k=0"
         )
+    for key, default in OF_JUDGED_ANSWERS.items():
+        if (value := getattr(recipe.evaluation, key)) != default:
+            raise ValueError(
+                f"evaluation.{key}={value} is about answers that are judged, and env is missing; leave the key out, or "
+                f"{HOW_TO_JUDGE}"
+            )
 
 
 def _refuse_the_highest_loss(saved: CheckpointingConfig) -> None:
