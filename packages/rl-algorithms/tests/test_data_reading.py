@@ -215,6 +215,8 @@ def test_skipped_rows_are_counted_and_the_first_are_named(tmp_path):
     assert lines[1].startswith(f"{file}:2: is not valid JSON")
     assert lines[2].startswith(f"{file}:3: field 'prompt' must be text")
     assert lines[3:] == ["... and 8 more"]
+    skipped.leave_out(DataError("too long"))
+    assert (skipped.read, skipped.count) == (12, 11)
 
 
 def test_nothing_but_bad_rows_is_an_error_even_when_they_may_be_skipped(tmp_path):

@@ -243,10 +243,16 @@ def test_a_bad_row_is_named_before_anything_is_trained(preferences, tmp_path, ro
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_rows_are_left_out_where_the_recipe_says_so(preferences, tmp_path):
-    write_pairs(tmp_path, [*PAIRS, {"prompt": "1+0=", "chosen": "1"}])
-    summary = run(load(preferences, "data.on_bad_row=skip", "dpo.max_num_steps=1"))
-    assert summary["rows_skipped"] == 1
+def test_bad_rows_are_left_out_where_the_recipe_says_so_and_the_others_are_those_of_a_file_without_them(
+    preferences, tmp_path
+):
+    write_pairs(tmp_path, [*PAIRS, *(row for row, _ in BAD.values())])
+    summary = run(load(preferences, "data.on_bad_row=skip", "dpo.max_num_steps=1", f"run_dir={tmp_path}/skipped"))
+    assert summary["rows_skipped"] == len(BAD)
+    samples = (tmp_path / "skipped" / "samples.jsonl").read_text()
+    write_pairs(tmp_path, PAIRS)
+    assert run(load(preferences, "dpo.max_num_steps=1"))["rows_skipped"] == 0
+    assert (tmp_path / "run" / "samples.jsonl").read_text() == samples
 
 
 def test_a_run_does_not_go_on_with_other_pairs(preferences, tmp_path, monkeypatch, stop_after):

@@ -165,6 +165,29 @@ def test_bad_rows_are_left_out_only_when_asked_for_and_the_run_says_which(recipe
     assert "skipped 2 of 10 rows" in explained
 
 
+def test_rows_that_the_model_cannot_read_are_left_out_of_all_stages_when_asked_for(recipe, tmp_path, capsys):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"prompt": "9+0=", "answer": 9}\n' + json.dumps({"prompt": "1" * 40, "answer": "1"}))
+        file.write('\n{"prompt": "naïve", "answer": "1"}')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:9: field 'answer' must be text"):
+        run_recipe(recipe)
+    summary = run_recipe(recipe, "data.on_bad_row=skip", "grpo.max_num_steps=2", "data.held_out_share=0.2")
+    assert summary["rows_skipped"] == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data.on_bad_row=skip: skipped 3 of 11 rows" in said
+    assert "rows.jsonl:9: field 'answer' must be text" in said
+    assert "rows.jsonl:10: " in said
+    assert "rows.jsonl:11: the tokenizer cannot encode" in said
+
+
+def test_data_of_which_no_row_can_be_read_is_refused_even_where_bad_rows_are_left_out(recipe, tmp_path):
+    rows = [{"prompt": f"{digit}" * 40, "answer": "1"} for digit in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(ValueError, match=r"left out all \d held-out prompts; the first: .*:\d: the prompt has"):
+        run_recipe(recipe, "data.on_bad_row=skip")
+    assert not (tmp_path / "run").exists()
+
+
 def test_several_rewards_are_weighed_added_and_logged_each(recipe, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def length(completions):\n    return [float(len(c)) for c in completions]\n"

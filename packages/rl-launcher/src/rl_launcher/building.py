@@ -73,7 +73,7 @@ def _build_in_process(recipe: Recipe) -> Parts:
         demonstrations=lessons.demonstrations,
         held_out_demonstrations=lessons.held_out_demonstrations,
         pairs=lessons.pairs,
-        skipped=inputs.skipped,
+        skipped=lessons.skipped,
         placement="everything is in this process",
         close=closing(inputs.environment, made, teacher, policy),
     )

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from rl_algorithms import dpo
 from rl_algorithms.chat import Chat
-from rl_algorithms.data import ConversationRow, DataError, Dataset, PreferenceRow, Row, split_held_out
+from rl_algorithms.data import ConversationRow, Dataset, PreferenceRow, Row, split_held_out
 from rl_algorithms.preferences.pairs import Pair, pairs_from_rows
 
-__all__ = ["DataPairs", "PreferenceData", "cut_preferences", "tokenize_pairs"]
+__all__ = ["DataPairs", "PreferenceData", "TokenizedPair", "cut_preferences", "tokenize_pair"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,14 @@ class PreferenceData(Dataset):
 
     held_out_demonstrations: Sequence[ConversationRow]
     """Their chosen answers, which the loss of imitation is measured by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedPair:
+    """A row with its two answers as token ids."""
+
+    row: PreferenceRow
+    tokens: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,35 +74,14 @@ def cut_preferences(rows: Sequence[PreferenceRow], *, share: float, seed: int, i
     )
 
 
-def tokenize_pairs(data: PreferenceData, chat: Chat, *, context: int | None) -> DataPairs:
-    """The pairs as the model will read them.
-
-    Args:
-        data: the rows.
-        chat: of the policy's tokenizer.
-        context: tokens that the model can read at most; None where it does not say.
+def tokenize_pair(row: PreferenceRow, chat: Chat) -> TokenizedPair:
+    """A pair as the model will read it.
 
     Raises:
-        DataError: naming the row: its answers cannot be told from its prompt, or it is longer than `context`.
+        DataError: naming the row: its answers cannot be told from its prompt, or from each other.
     """
-    train, held_out = (_examples(rows, chat, context=context) for rows in (data.pairs, data.held_out_pairs))
-    return DataPairs(train=train, held_out=held_out)
-
-
-def _examples(rows: Sequence[PreferenceRow], chat: Chat, *, context: int | None) -> dpo.Examples:
-    pairs = pairs_from_rows(rows, chat)
-    for row, pair in zip(rows, pairs, strict=True):
-        _check_length(row, pair, context=context)
-    return dpo.prepare(pairs)
-
-
-def _check_length(row: PreferenceRow, pair: Pair, *, context: int | None) -> None:
-    for name, tokens in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-        if context is not None and len(tokens) > context:
-            raise DataError(
-                f"{row.where}: field '{name}': prompt and answer have {len(tokens)} tokens, and the model's context "
-                f"{context} (max_position_embeddings); shorten the answer, or leave the row out"
-            )
+    (tokens,) = pairs_from_rows([row], chat)
+    return TokenizedPair(row=row, tokens=tokens)
 
 
 def _prompts(rows: Sequence[PreferenceRow]) -> list[Row]:

@@ -3,24 +3,26 @@
 In two steps, since the first costs little, and should refuse before a model is loaded. Starts nothing.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from rl_algorithms import dpo
 from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversation, TrainOn
-from rl_algorithms.data import ConversationRow, DataError, Dataset, Row, SkippedRows
+from rl_algorithms.data import ConversationRow, Dataset, PreferenceRow, Row, SkippedRows
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
+from rl_launcher.bad_rows import BadRows
+from rl_launcher.context_length import ContextLength
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import LauncherError
 from rl_launcher.loading_conversations import held_out_demonstrations
 from rl_launcher.loading_data import columns_of, load_dataset
 from rl_launcher.loading_policy import stop_token_ids
-from rl_launcher.loading_preferences import DataPairs, PreferenceData, tokenize_pairs
+from rl_launcher.loading_preferences import DataPairs, PreferenceData, TokenizedPair, tokenize_pair
 from rl_launcher.parts import Judge
 from rl_launcher.recipe_schema import Recipe
 
@@ -63,6 +65,9 @@ class Lessons:
     pairs: DataPairs | None
     """Of data that prefer one answer to another."""
 
+    skipped: SkippedRows
+    """Which rows were left out, when they were read or since."""
+
     pad_token_id: int
     """A token for places that nobody sees."""
 
@@ -104,30 +109,39 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> L
     """The rows as the model will read them. Of `model` only its configurations are looked at.
 
     Raises:
-        DataError: a row does not fit into the model's context.
+        DataError: a row cannot be read by the model, and `data.on_bad_row` is stop; or none can be.
     """
     chat = Chat(tokenizer, prompt_format=recipe.data.prompt_format, stop_token_ids=stop_token_ids(model, tokenizer))
-    pairs = None
-    if isinstance(inputs.dataset, PreferenceData):
-        pairs = tokenize_pairs(inputs.dataset, chat, context=_context(model))
-    # Where answers are given, nobody answers the prompts that are trained on.
-    is_given = pairs is not None or [*recipe.stages] == ["sft"]
-    prompts = [] if is_given else [chat.prompt(row) for row in inputs.dataset.train]
-    held_out = [chat.prompt(row) for row in inputs.dataset.held_out]
-    demonstrations, measured = _demonstrations(recipe, inputs.dataset, chat)
-    room = _room(model, max_new_tokens=recipe.policy.generation.max_new_tokens)
-    asked = held_out
-    if recipe.env is None:  # then answers are only looked at, and nothing hangs on any of them
-        asked = [prompt for prompt in held_out if len(prompt.tokens) <= room]
-    _check_lengths(model, [*prompts, *asked], [*demonstrations, *measured], recipe=recipe)
+    context = ContextLength.of(model, max_new_tokens=recipe.policy.generation.max_new_tokens)
+    bad = BadRows.after(inputs.skipped, skip=recipe.data.on_bad_row == "skip")
+    plan = _Plan.of(recipe, inputs.dataset)
+
+    def asked(row: Row) -> Prompt:
+        return context.prompt(chat.prompt(row))
+
+    def imitated(row: Row | ConversationRow) -> Demonstration | TokenizedConversation:
+        return context.lesson(_lesson(row, chat, plan.train_on))
+
+    def preferred(row: PreferenceRow) -> TokenizedPair:
+        return context.pair(tokenize_pair(row, chat))
+
+    prompts = bad.each(plan.prompts, asked, what="prompts")
+    # Without a judge, answers to held-out prompts are only looked at, and nothing hangs on any of them.
+    held_out = bad.each(inputs.dataset.held_out, chat.prompt if recipe.env is None else asked, what="held-out prompts")
+    demonstrations = bad.each(plan.demonstrations, imitated, what="answers to imitate")
+    measured = bad.each(plan.held_out_demonstrations, imitated, what="held-out answers to imitate")
+    pairs = bad.each(plan.pairs, preferred, what="pairs")
+    held_out_pairs = bad.each(plan.held_out_pairs, preferred, what="held-out pairs")
+    askable = [prompt for prompt in bad.without(held_out) if context.leaves_room_for_an_answer(prompt)]
     return Lessons(
         chat=chat,
-        prompts=prompts,
-        held_out=asked,
-        unasked=len(held_out) - len(asked),
-        demonstrations=demonstrations,
-        held_out_demonstrations=measured,
-        pairs=pairs,
+        prompts=bad.without(prompts),
+        held_out=askable,
+        unasked=len(bad.without(held_out)) - len(askable),
+        demonstrations=bad.without(demonstrations),
+        held_out_demonstrations=bad.without(measured),
+        pairs=_examples(bad.without(pairs), bad.without(held_out_pairs)) if plan.pairs else None,
+        skipped=bad.skipped,
         pad_token_id=chat.stop_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
     )
 
@@ -142,17 +156,39 @@ def closing(*parts: object) -> Callable[[], None]:
         return stack.pop_all().close
 
 
-TokenizedRows: TypeAlias = list[Demonstration | TokenizedConversation]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Which rows are read in which way."""
+
+    prompts: Sequence[Row]
+    demonstrations: Sequence[Row | ConversationRow]
+    held_out_demonstrations: Sequence[Row | ConversationRow]
+    pairs: Sequence[PreferenceRow]
+    held_out_pairs: Sequence[PreferenceRow]
+    train_on: TrainOn
+
+    @classmethod
+    def of(cls, recipe: Recipe, dataset: Dataset) -> "_Plan":
+        pairs, held_out_pairs = (
+            (dataset.pairs, dataset.held_out_pairs) if isinstance(dataset, PreferenceData) else ((), ())
+        )
+        # Where answers are given, nobody answers the prompts that are trained on.
+        is_given = bool(pairs) or [*recipe.stages] == ["sft"]
+        learns = recipe.sft is not None
+        measured = held_out_demonstrations(dataset)[: recipe.evaluation.max_prompts_while_training] if learns else ()
+        return cls(
+            prompts=() if is_given else dataset.train,
+            demonstrations=dataset.demonstrations if learns else (),
+            held_out_demonstrations=measured,
+            pairs=pairs,
+            held_out_pairs=held_out_pairs,
+            train_on="all" if recipe.sft is None else recipe.sft.train_on,
+        )
 
 
-def _demonstrations(recipe: Recipe, dataset: Dataset, chat: Chat) -> tuple[TokenizedRows, TokenizedRows]:
-    """To learn from, and to measure by; both empty without an sft stage."""
-    if recipe.sft is None:
-        return [], []
-    train_on = recipe.sft.train_on
-    learnt, measured = dataset.demonstrations, held_out_demonstrations(dataset)
-    measured = measured[: recipe.evaluation.max_prompts_while_training]
-    return [_lesson(row, chat, train_on) for row in learnt], [_lesson(row, chat, train_on) for row in measured]
+def _examples(pairs: Sequence[TokenizedPair], held_out: Sequence[TokenizedPair]) -> DataPairs:
+    train, measured = (dpo.prepare([each.tokens for each in part]) for part in (pairs, held_out))
+    return DataPairs(train=train, held_out=measured)
 
 
 def _lesson(row: Row | ConversationRow, chat: Chat, train_on: TrainOn) -> Demonstration | TokenizedConversation:
@@ -162,35 +198,3 @@ def _lesson(row: Row | ConversationRow, chat: Chat, train_on: TrainOn) -> Demons
         return chat.demonstration(row)
     answered = (*row.messages, {"role": "assistant", "content": row.answer})
     return chat.conversation(row, messages=answered, train_on=train_on)
-
-
-def _context(model: Any) -> int | None:
-    context: int | None = getattr(model.config, "max_position_embeddings", None)
-    return context
-
-
-def _room(model: Any, *, max_new_tokens: int) -> float:
-    """Tokens that a prompt may have."""
-    context = _context(model)
-    return math.inf if context is None else context - max_new_tokens
-
-
-def _check_lengths(model: Any, prompts: list[Prompt], demonstrations: TokenizedRows, *, recipe: Recipe) -> None:
-    """Refuse now what would fail, or be wrong, in the middle of a run."""
-    context, max_new_tokens = _context(model), recipe.policy.generation.max_new_tokens
-    if context is None:
-        return
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens), default=None)
-    if longest is not None and len(longest.tokens) > _room(model, max_new_tokens=max_new_tokens):
-        raise DataError(
-            f"{longest.row.where}: the prompt has {len(longest.tokens)} tokens, and with "
-            f"policy.generation.max_new_tokens={max_new_tokens} it does not fit into the model's context of {context} "
-            f"(max_position_embeddings); shorten it, or lower max_new_tokens"
-        )
-    for demonstration in demonstrations:
-        if len(demonstration.tokens) > context:
-            said = "prompt and answer have" if isinstance(demonstration, Demonstration) else "the conversation has"
-            raise DataError(
-                f"{demonstration.row.where}: {said} {len(demonstration.tokens)} tokens, and the model's context "
-                f"{context} (max_position_embeddings); shorten the answer"
-            )

@@ -38,8 +38,12 @@ class SkippedRows:
     """The first reasons: file, line, field."""
 
     def add(self, error: DataError) -> None:
-        """Count one more."""
+        """Count one more, which was looked at now."""
         self.read += 1
+        self.leave_out(error)
+
+    def leave_out(self, error: DataError) -> None:
+        """Count one more, which was read before and turned out to be of no use later."""
         self.count += 1
         if len(self.first) < self.keep:
             self.first.append(str(error))

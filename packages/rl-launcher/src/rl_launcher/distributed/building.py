@@ -114,7 +114,7 @@ def _parts(
         demonstrations=lessons.demonstrations,
         held_out_demonstrations=lessons.held_out_demonstrations,
         pairs=lessons.pairs,
-        skipped=inputs.skipped,
+        skipped=lessons.skipped,
         placement=runtime.explain(),
         close=closing(inputs.environment, served.engine, served.policy, runtime),
         happenings=happenings,

@@ -121,7 +121,8 @@ def ray_starts() -> dict[str, Any]:
     import ray
 
     # Its sockets have long names, and the system allows 107 characters.
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+    # Its agents may write for a moment after its end.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder)
         try:
             answer = ray.get(ray.remote(_process_id).remote(), timeout=PATIENCE.total_seconds())

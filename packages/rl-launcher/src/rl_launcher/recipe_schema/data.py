@@ -35,7 +35,8 @@ class DataConfig:
     under their own names, too."""
 
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What happens to a row that cannot be read. `skip` leaves it out, says how many there were, and why the first."""
+    """What happens to a row that cannot be read, or is too long for the model. `skip` leaves it out of all stages, says
+    how many there were, and why the first. Rows of a function are its own affair, and refused in any case."""
 
     held_out_share: float | None = None
     """Share of the prompts that is never trained on; 0.1 when not given. A function holds out its own."""
