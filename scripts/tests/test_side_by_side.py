@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,9 +123,17 @@ def test_sessions_of_one_lane_wait_for_one_another_and_others_do_not(tmp_path):
     assert ended[-1].name == "y-vllm"
 
 
-def test_a_session_that_hangs_is_killed_with_all_that_it_started_and_named(tmp_path):
+def test_a_session_that_hangs_is_killed_with_all_that_it_started_and_named(tmp_path, monkeypatch):
     programs = {"hangs(3.11)": [HANGS, str(tmp_path / "child")], "works": ["print('done')"]}
-    hung, worked = sorted(crew(tmp_path, programs, at_once=2, limit_s=5.0).run(), key=lambda session: session.name)
+    now, until = [0.0], time.monotonic() + 60
+    monkeypatch.setattr("side_by_side.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    running = iter(crew(tmp_path, programs, at_once=2, limit_s=5.0).run())
+    worked = next(running)
+    while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    now[0] = 6.0  # however long it took to get there
+    (hung,) = running
     assert hung.killed
     assert "it hangs" in hung.verdict
     assert (worked.code, worked.verdict, worked.log.read_text()) == (0, "ok", "done\n")

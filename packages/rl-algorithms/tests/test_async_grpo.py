@@ -64,6 +64,21 @@ def world(make_table, make_engine, chat):
     return make
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def told_of_waiting(config, tell):
+    """A buffer that tells when training begins to wait for rollouts."""
+    buffer = async_grpo.make_buffer(config)
+    take = buffer.take
+    buffer.take = lambda *arguments, **options: (tell(), take(*arguments, **options))[1]
+    return buffer
+
+
 class Watched:
     """An engine that says of each call what it likes, before it."""
 
@@ -125,7 +140,18 @@ def test_with_staleness_it_learns_what_the_synchronous_loop_learns(world):
 
 
 def test_sampling_does_run_ahead(world):
-    steps = list(async_grpo.train(**world(max_staleness=2)))
+    how = world(max_staleness=2)
+    buffer = async_grpo.make_buffer(how["config"])
+
+    class Patient(Recorder):
+        """Takes its first step when two more batches have been sampled."""
+
+        def optim_step(self):
+            wait_until(lambda: self.table.version or len(buffer) == 8)
+            return super().optim_step()
+
+    how["policy"] = Patient(how["policy"])
+    steps = list(async_grpo.train(**how, buffer=buffer))
     assert max(step["staleness_max"] for step in steps) == 2
     assert [step["version"] for step in steps] == list(range(1, 13))
 
@@ -208,16 +234,17 @@ def test_a_group_that_is_overtaken_is_dropped_and_asked_again(world, steps, boun
 
 def test_weights_that_come_in_the_middle_of_an_answer_are_known_by_token(world):
     class Streaming:
-        """Samples the first token with the weights that are there, and waits for new ones before the second."""
+        """Samples the second batch's first tokens with the first weights, and the rest with those that come then."""
 
         def __init__(self, engine):
-            self.engine, self.changed = engine, threading.Condition()
+            self.engine, self.changed, self.calls = engine, threading.Condition(), 0
 
         def generate(self, prompts, sampling):
-            first = self.engine.generate(prompts, 1)
             with self.changed:
-                version = self.engine.version
-                self.changed.wait_for(lambda: self.engine.version > version, 0.05)
+                first = self.engine.generate(prompts, 1)
+                self.calls += 1
+                self.changed.notify_all()
+                assert self.changed.wait_for(lambda: self.calls != 2 or self.engine.version > 0, SOON)
                 rest = self.engine.generate([(*prompt, 2) for prompt in prompts], sampling - 1)
             return [
                 dataclasses.replace(
@@ -231,6 +258,7 @@ def test_weights_that_come_in_the_middle_of_an_answer_are_known_by_token(world):
 
         def __call__(self, *, version):
             with self.changed:
+                assert self.changed.wait_for(lambda: version == 0 or self.calls >= 2, SOON)
                 self.engine(version=version)
                 self.changed.notify_all()
                 return self.engine
@@ -258,8 +286,14 @@ def test_versions_that_are_made_up_are_refused(world):
 
 
 def test_a_slow_engine_makes_training_wait(world):
-    how = world(wrap=lambda engine: Watched(engine, lambda: time.sleep(0.02)), max_num_steps=2, groups_per_call=1)
-    steps = list(async_grpo.train(**how))
+    waiting = threading.Semaphore(0)
+
+    def slow():
+        assert waiting.acquire(timeout=SOON)
+        time.sleep(0.02)
+
+    how = world(wrap=lambda engine: Watched(engine, slow), max_num_steps=2, groups_per_call=1)
+    steps = list(async_grpo.train(**how, buffer=told_of_waiting(how["config"], lambda: waiting.release(4))))
     assert all(step["phase_s/wait"] > 0.04 for step in steps)  # four calls of 0.02 s
     assert steps[-1]["collector_s/generate"] > 0.08
 
@@ -271,13 +305,13 @@ def test_slow_training_makes_the_engine_wait(world):
     buffer = async_grpo.make_buffer(how["config"])
     loop = async_grpo.train(**how, buffer=buffer)
     next(loop)
-    deadline = time.monotonic() + SOON
-    while len(buffer) < 12 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: len(buffer) == 12)
     time.sleep(0.02)
     assert (len(buffer), buffer.places) == (12, 0)  # three batches of four, and no more
     assert how["engine"].calls == 16
-    assert next(loop)["collector_s/wait"] > 0.0
+    waited = next(loop).get("collector_s/wait", 0.0)
+    wait_until(lambda: len(buffer) == 12)  # and so the collector has said how long it waited for a place
+    assert waited + next(loop).get("collector_s/wait", 0.0) > 0.0
     loop.close()
 
 
@@ -364,9 +398,9 @@ def test_closing_the_loop_early_lets_no_call_begin(world):
     buffer = async_grpo.make_buffer(how["config"])
     loop = async_grpo.train(**how, buffer=buffer)
     next(loop)
-    calls, deadline = how["engine"].calls, time.monotonic() + SOON
-    while buffer.places + len(buffer) == buffer.capacity and time.monotonic() < deadline:
-        time.sleep(0.001)  # until a collector has a ticket, and stands at the gate
+    calls = how["engine"].calls
+    # Until a collector has a ticket, and stands at the gate.
+    wait_until(lambda: buffer.places + len(buffer) < buffer.capacity)
     loop.close()
     assert how["engine"].calls == calls
 
@@ -381,8 +415,14 @@ def test_closing_the_loop_early_ends_threads_that_nothing_holds_up(world):
 
 
 def test_an_engine_that_hangs_is_named_and_not_waited_for_for_ever(world):
-    released = threading.Event()
-    how = world(wrap=lambda engine: Watched(engine, lambda: released.wait(SOON)), timeout_s=0.05, stop_timeout_s=0.05)
+    hanging, released = threading.Event(), threading.Event()
+
+    def hang():
+        hanging.set()
+        released.wait(SOON)
+
+    how = world(wrap=lambda engine: Watched(engine, hang), timeout_s=0.05, stop_timeout_s=0.05)
+    how["buffer"] = told_of_waiting(how["config"], lambda: hanging.wait(SOON))
     try:
         with pytest.raises(TimeoutError, match="4 groups were wanted") as caught:
             next(async_grpo.train(**how))

@@ -151,7 +151,10 @@ time.sleep(WAIT)
 
 @pytest.mark.parametrize(("seconds", "ending"), [("0", "exit"), ("1000", "timeout")])
 def test_a_child_in_another_session_is_killed_when_the_program_ends(seconds, ending):
-    execution = run(ESCAPED.replace("WAIT", seconds), wall_s=60.0 if ending == "exit" else 3.0)
+    for wall_s in (60.0,) if ending == "exit" else (3.0, 60.0):  # a busy machine needs longer to begin
+        execution = run(ESCAPED.replace("WAIT", seconds), wall_s=wall_s)
+        if execution.stdout:
+            break
     assert execution.ending == ending
     directory = execution.stdout.strip()
     assert not running_in(directory)

@@ -414,7 +414,7 @@ def test_what_is_forked_begins_anew():
         async def later():
             await asyncio.sleep(0)
             return os.getpid()
-        runner, workers = Runner(max_workers=1), Workers()
+        runner, workers = Runner(max_workers=1), Workers(timeout_s=60.0)
         def works():
             outcomes = runner.run([os.getpid, later], timeout_s=60.0)
             matched = workers.run([{"do": "regex", "pattern": "a", "text": "a"}])

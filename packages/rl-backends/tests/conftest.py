@@ -139,6 +139,12 @@ def make_model(family, *, seed=0, **overrides):
     return model
 
 
+def mapped_file_bytes():
+    """Resident pages of mapped files, such as libraries, which the kernel takes where memory is short."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssFile"].split()[0]) * 1024
+
+
 ABOUT_TORCH = {
     "test_checkpoint_ranks.py",
     "test_commands.py",
@@ -167,6 +173,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in ABOUT_TORCH or "two_ranks" in item.name:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_configure():
+    """A property that is checked on a busy machine is no slower a property."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no-clock")
 
 
 @pytest.fixture(scope="session")

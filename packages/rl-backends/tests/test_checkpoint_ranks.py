@@ -17,7 +17,7 @@ def folder(tmp_path_factory, start_program):
     program = Path(__file__).parent / "programs" / "checkpoints.py"
     process = start_program(program, str(folder))
     try:
-        assert process.wait(timeout=240) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         process.kill()
     return folder

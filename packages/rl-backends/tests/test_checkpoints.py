@@ -293,7 +293,7 @@ def test_a_second_save_waits_for_the_first_and_says_so(world, start, tmp_path, p
     main = threading.main_thread().ident
 
     def open_when_it_waits():
-        while all(frame != "_after_the_save_before" for frame in names_of_frames(main)):
+        while all(frame != "idle_group" for frame in names_of_frames(main)):  # it has seen that the first still runs
             pass
         gate.set()
 

@@ -40,7 +40,7 @@ def exported(world, tmp_path_factory, start_program):
     }
     process = start_program(Path(__file__).with_name("programs") / "loading.py", task)
     try:
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # and the ranks that it was forked into

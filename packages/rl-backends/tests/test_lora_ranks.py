@@ -52,7 +52,7 @@ def results(tmp_path_factory, start_program):
     tasks = [{"rank": rank, "ranks": 2, "folder": str(folder), "cases": cases} for rank in range(2)]
     processes = [start_program(PROGRAM, task) for task in tasks]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

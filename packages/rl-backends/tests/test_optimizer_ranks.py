@@ -67,7 +67,7 @@ def results(tmp_path_factory, start_program):
     folder = tmp_path_factory.mktemp("ranks")
     process = start_program(PROGRAM, {"cases": cases, "ranks": RANKS, "folder": str(folder)})
     try:
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):  # it has ended, and its ranks with it
             os.killpg(process.pid, signal.SIGKILL)

@@ -210,7 +210,7 @@ def of_ranks(tmp_path_factory, start_program):
     tasks = [{"rank": rank, "ranks": RANKS, "folder": str(folder), "cases": CASES} for rank in range(RANKS)]
     processes = [start_program(program, task) for task in tasks]
     try:
-        assert [process.wait(timeout=240) for process in processes] == [0] * RANKS
+        assert [process.wait(timeout=600) for process in processes] == [0] * RANKS
     finally:
         for process in processes:
             process.kill()

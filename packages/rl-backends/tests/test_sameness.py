@@ -43,7 +43,7 @@ def results(tmp_path_factory, start_program):
     folder = tmp_path_factory.mktemp("sameness")
     processes = [start_program(PROGRAM, {"rank": rank, "folder": str(folder)}) for rank in range(2)]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

@@ -67,7 +67,7 @@ MOMENTS = {
 def test_a_killed_run_goes_on_bit_for_bit(recipe, tmp_path, curve, place, count, resumed_from):
     expected = run(load_recipe(recipe, schema=Recipe, overrides=[f"run_dir={tmp_path}/whole"]))
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), place, str(count), str(recipe), CHECKPOINTS]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     directory = RunDirectory.open(tmp_path / "run")
     torn = [path.name for path in unfinished_of(directory)]

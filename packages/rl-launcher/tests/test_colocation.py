@@ -259,7 +259,7 @@ def test_no_engine_is_started_while_the_policy_trains_nor_after_the_end(world):
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
     successor = Successor(world)
     successor.needed()
-    (healing,) = [thread for thread in threading.enumerate() if thread.name.startswith("healing engine 0")]
+    (healing,) = world.turns._engines._replacing
     world.engine.close()
     healing.join(60)
     assert not healing.is_alive()

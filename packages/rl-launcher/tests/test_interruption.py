@@ -33,7 +33,7 @@ def test_an_interrupted_run_saves_its_state_and_can_go_on(recipe, tmp_path, numb
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not (metrics.exists() and '"grpo"' in metrics.read_text()):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline

@@ -3,7 +3,6 @@
 import json
 import math
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -75,10 +74,14 @@ def test_a_span_that_ends_before_it_starts_is_refused(spans):
         spans.write("x", lane="a", start_s=2.0, end_s=1.0)
 
 
-def test_moments_of_other_processes_are_brought_onto_the_runs_clock(spans):
-    earlier = spans.now()
-    assert earlier <= spans.since_start(time.time()) + 1e-3
-    assert spans.since_start(1000.0) - spans.since_start(990.0) == pytest.approx(10.0)
+def test_moments_of_other_processes_are_brought_onto_the_runs_clock(run, monkeypatch):
+    passed = [0.0]
+    clocks = SimpleNamespace(monotonic=lambda: 50.0 + passed[0], time=lambda: 1000.0 + passed[0])
+    monkeypatch.setattr("rl_launcher.observe.spans.time", clocks)
+    with SpanLog(run, elapsed_s=100.0) as log:
+        passed[0] = 3.5
+        assert log.since_start(clocks.time()) == log.now() == 103.5
+        assert log.since_start(993.5) == 93.5
 
 
 def test_events_are_appended_without_the_secrets_of_the_recipe(run):

@@ -38,7 +38,8 @@ def test_nothing_is_collected_but_what_is_listed(tmp_path):
     assert json.loads(json.dumps(versions)) == versions
 
 
-def test_the_commit_is_named_and_a_changed_file_makes_it_dirty(tmp_path):
+def test_the_commit_is_named_and_a_changed_file_makes_it_dirty(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_launcher.observe.versions._GIT_TIMEOUT_S", 60.0)  # a busy machine keeps no 2 s
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "file")

@@ -102,7 +102,7 @@ def test_a_conversation_of_several_turns_is_trained_on_and_measured(recipe, tmp_
 
 
 def test_a_timeout_costs_its_rollouts_and_no_others(recipe, tmp_path, games):
-    slow = ["env.reward=null", f"env.environment={games}:Slow", "env.timeout_s=0.5", "grpo.max_turns=2"]
+    slow = ["env.reward=null", f"env.environment={games}:Slow", "env.timeout_s=5.0", "grpo.max_turns=2"]
     shown_once = ["data.held_out_share=0.2", "grpo.max_num_steps=2", "grpo.num_prompts=6"]
     summary = run_recipe(recipe, *ONLY_GRPO, *slow, *shown_once)
     trained = next(line for line in lines(tmp_path) if line["step"])

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -36,13 +37,10 @@ SRUN = """
     folder = Path(os.environ["SHIMS"])
     with (folder / "calls").open("a") as calls:
         calls.write(json.dumps({"srun": options, "command": words[0], "last": words[-1].splitlines()[-1]}) + chr(10))
-    step = uuid.uuid4().hex
-    tasks = [
-        subprocess.Popen(words, env={**os.environ, "STEP": step, "SLURMD_NODENAME": node, "SLURM_CPUS_ON_NODE": "2"})
-        for node in nodes
-    ]
+    step, tasks, told = uuid.uuid4().hex, [], []
 
     def kill_all(*_):
+        told.append(True)
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 mine = f"STEP={step}".encode() in (process / "environ").read_bytes().split(bytes(1))
@@ -51,8 +49,14 @@ SRUN = """
             except OSError:
                 continue  # it is gone, or not ours
 
+    # Before the tasks: what one of them does may be answered by a signal at once.
     signal.signal(signal.SIGTERM, kill_all)
     signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+    for node in nodes:
+        environment = {**os.environ, "STEP": step, "SLURMD_NODENAME": node, "SLURM_CPUS_ON_NODE": "2"}
+        tasks.append(subprocess.Popen(words, env=environment))
+    if told:
+        kill_all()  # those that were not there yet
     codes = [task.wait() for task in tasks]
     kill_all()  # SLURM leaves nothing of a step behind
     sys.exit(max(code if code >= 0 else 128 - code for code in codes))
@@ -142,11 +146,14 @@ def executable(path, source):
 
 
 def free_ports(number):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    found = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return found
+    """Ports that are free now, and that the system gives to nobody: those it would are somebody's connection soon."""
+    found = []
+    for port in random.SystemRandom().sample(range(30000, 32768), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == number:
+            return found
+    raise AssertionError("no port is free")
 
 
 def options(tmp_path, **changes):
@@ -412,7 +419,8 @@ def test_two_real_rays_join_by_a_token_and_the_run_reaches_both(tmp_path, cluste
     )
     python.chmod(0o755)
     script = write_script(tmp_path, render_slurm(job(), options(tmp_path, python=str(python))))
-    with tempfile.TemporaryDirectory(prefix="r") as short:  # the system allows 107 characters for a socket's name
+    # The system allows 107 characters for a socket's name; Ray's agents may write for a moment after its end.
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:
         done = finish(script, {**cluster, "RAY_TMPDIR": short}, deadline_s=400)
     assert done.returncode == 0, done.stderr + done.stdout
     seen = json.loads((tmp_path / "shared" / "seen.json").read_text())

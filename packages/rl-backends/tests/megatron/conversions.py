@@ -16,7 +16,7 @@ def save(world, folder, family="Llama", dtype=torch.float32, **overrides):
     return folder
 
 
-def convert(model, directory, *, timeout_s=60.0, progress=None, **sizes):
+def convert(model, directory, *, timeout_s=300.0, progress=None, **sizes):
     """As the backend does."""
     from rl_backends.loading import open_model
     from rl_backends.megatron.config import MegatronConfig

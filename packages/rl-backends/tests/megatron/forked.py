@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 DEADLINE_S = 300
 """For all that a function does on its ranks."""
-GRACE_S = 5
-"""For other ranks, once one has failed: most of them see its connections close, and raise too."""
+GRACE_S = 60
+"""For other ranks, once one has failed: most of them see its connections close, and raise too. And for what ranks have
+started, once they have ended."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -34,7 +35,7 @@ class RanksFailedError(AssertionError):
     """A rank raised, died, or went past the deadline, or something that it had started outlived it."""
 
 
-def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
+def run(function, *, ranks, folder, deadline_s=DEADLINE_S, grace_s=GRACE_S):
     """What `function(rank)` returned on each rank: tensors, numbers, texts, and dicts and lists of them.
 
     Ranks of more than one are joined over gloo; a lone one is not, as a user's is not.
@@ -44,6 +45,7 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
         ranks: how many.
         folder: an empty one, for the rendezvous, logs and results.
         deadline_s: for all of it.
+        grace_s: for what should end by itself after that.
 
     Raises:
         RanksFailedError: with the whole log of each rank that failed.
@@ -60,12 +62,12 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S):
         try:
             for process in processes:
                 process.start()
-            trouble = _wait(processes, deadline_s=deadline_s)
+            trouble = _wait(processes, deadline_s=deadline_s, grace_s=grace_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        trouble += [f"it left {each} behind" for each in end_all(started_since(before))]
+        trouble += [f"it left {each} behind" for each in end_all(started_since(before), grace_s=grace_s)]
     if trouble:
         logs = (f"--- rank {rank} ---\n{_log(folder, rank).read_text()}" for rank in range(ranks))
         raise RanksFailedError("\n".join([*trouble, *logs]))
@@ -92,12 +94,12 @@ def _rank(function, rank, ranks, folder, deadline_s):
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
-    faulthandler.register(signal.SIGUSR1, file=log)
+    faulthandler.register(signal.SIGUSR1, file=log, chain=True)  # and then the signal ends it
     torch.set_num_threads(1)
     try:
         if ranks > 1:
             rendezvous = f"file://{folder / 'rendezvous'}"
-            timeout = timedelta(seconds=deadline_s)
+            timeout = timedelta(seconds=2 * deadline_s)  # the parent's comes first, and is told where each rank was
             dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timeout)
         torch.save(function(rank), _result(folder, rank))
         if ranks > 1:
@@ -109,7 +111,7 @@ def _rank(function, rank, ranks, folder, deadline_s):
         sys.exit(1)
 
 
-def _wait(processes, *, deadline_s):
+def _wait(processes, *, deadline_s, grace_s):
     """Until all have ended well; else what went wrong, and every rank that hangs has written down where."""
     until, failed = time.monotonic() + deadline_s, []
     running = {process.sentinel: process for process in processes}
@@ -119,12 +121,12 @@ def _wait(processes, *, deadline_s):
             process.join()
             if process.exitcode != 0:
                 if not failed:
-                    until = min(until, time.monotonic() + GRACE_S)
+                    until = min(until, time.monotonic() + grace_s)
                 failed.append(f"rank {processes.index(process)} ended with code {process.exitcode}")
     for process in running.values():
         os.kill(process.pid, signal.SIGUSR1)
-    if running:
-        time.sleep(0.5)  # to write the stack down
+    for process in running.values():
+        process.join(grace_s)  # once its stack is written down
     waited = "after another had failed" if failed else f"after {deadline_s} s"
     return failed + [f"rank {processes.index(process)} still ran {waited}" for process in running.values()]
 
@@ -177,7 +179,7 @@ def started_since(before):
     return alive
 
 
-def end_all(processes, *, grace_s=3.0):
+def end_all(processes, *, grace_s=GRACE_S):
     """End them, and return those that had not ended by themselves, in words."""
     import psutil
 
@@ -189,5 +191,5 @@ def end_all(processes, *, grace_s=3.0):
     _, alive = psutil.wait_procs(list(processes), timeout=grace_s)
     for process in alive:
         process.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
+    psutil.wait_procs(alive, timeout=GRACE_S)
     return [name for process in alive if (name := named[process])]

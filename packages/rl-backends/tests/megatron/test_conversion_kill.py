@@ -134,7 +134,9 @@ def _until(true):
 
 def test_who_waits_too_long_says_for_whom(world, tmp_path, on_ranks):
     from rl_backends.loading import open_model
+    from rl_backends.megatron.config import MegatronConfig
     from rl_backends.megatron.conversion.content import source_content
+    from rl_backends.megatron.groups import ParallelGroups
 
     model, directory = conversions.save(world, tmp_path / "model"), tmp_path / "conversions"
     directory.mkdir()
@@ -144,8 +146,10 @@ def test_who_waits_too_long_says_for_whom(world, tmp_path, on_ranks):
     def two_ranks(rank):
         from rl_backends.errors import RankError
 
+        groups = ParallelGroups.join(MegatronConfig())  # with ranks that are waited for longer than the other writer
         with pytest.raises(RankError if rank else CheckpointError) as raised:
             conversions.convert(model, directory, timeout_s=0.5)
+        groups.leave()
         return str(raised.value)
 
     try:

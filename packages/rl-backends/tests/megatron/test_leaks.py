@@ -61,7 +61,7 @@ def test_a_program_that_has_used_a_backend_ends_and_leaves_nothing_behind(world,
             for rank in range(ranks)
         ]
         try:
-            said = [program.communicate(timeout=90)[0] for program in programs]
+            said = [program.communicate(timeout=600)[0] for program in programs]
         finally:
             for program in programs:
                 program.kill()

@@ -1,9 +1,11 @@
 """Claims about how long process groups live: as long as somebody computes in them, and nobody else's."""
 
+import contextlib
 import functools
 import gc
 import inspect
 import re
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +16,8 @@ from rl_backends import DTensorBackend, DTensorConfig, ModelError, OptimizerConf
 from rl_backends.megatron.config import MegatronConfig
 
 SGD = OptimizerConfig(lr=1e-2)
+PF_EXITING = 0x4
+"""Of a thread's flags in Linux."""
 
 
 def forked_on(ranks):
@@ -77,8 +81,16 @@ def make_process_group():
 def held_by_process():
     """What a group that nobody can reach any more would add to: groups, threads, and open files."""
     gc.collect()
-    process = psutil.Process()
-    return len(dist.distributed_c10d._world.pg_map), process.num_threads(), process.num_fds()
+    return len(dist.distributed_c10d._world.pg_map), num_threads(), psutil.Process().num_fds()
+
+
+def num_threads():
+    """Without those that are ending, which the kernel may still count after they were joined."""
+    flags = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            flags.append(int((thread / "stat").read_text().rpartition(")")[2].split()[6]))
+    return sum(not each & PF_EXITING for each in flags)
 
 
 @alone

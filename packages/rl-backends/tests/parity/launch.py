@@ -17,7 +17,7 @@ import forkserver
 
 from parity import problems
 
-PATIENCE_S = 100
+PATIENCE_S = 300
 """A launch that has come no further for so long is killed, and the cell that it hangs in has failed."""
 
 
