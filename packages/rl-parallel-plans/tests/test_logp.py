@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parallel_plans_cases.logp_problem import FEATURES, ROWS, WORDS, distribution, gradients, problem
 from torch import nn
@@ -29,7 +29,7 @@ def _both_ways(request, monkeypatch):
     monkeypatch.setattr(fused, "KEPT_BYTES", request.param)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no clock
 @given(
     num_rows=st.integers(0, 20),
     words=st.integers(1, 30),

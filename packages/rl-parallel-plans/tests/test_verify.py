@@ -309,7 +309,7 @@ def test_model_of_nothing_is_refused():
 
 def run_python(*arguments):
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment())
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment())
 
 
 def environment():
@@ -337,7 +337,7 @@ def is_running(pid):
         return False
 
 
-def wait_until(condition, timeout_s=60):
+def wait_until(condition, timeout_s=300):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -1,5 +1,6 @@
 """What parties tell one another: one decision for all, a store that does not grow, JSON and nothing else."""
 
+import fcntl
 import json
 import sys
 import threading
@@ -96,11 +97,13 @@ def test_keys_do_not_grow_over_refits_that_are_given_up(tmp_path):
     with World(store, tmp_path) as world:
         all_well(together(*world.calls(9)))
         counts = []
-        for _ in range(12):
+        for _ in range(24):
             results = together(*world.calls(3))
             assert all("version 3 is not newer" in str(result) for result in results)
             counts.append(store.num_keys())
-    assert counts[-1] <= max(counts[4:8])
+    # Whether the trainer says that it is prepared before it hears of the abort, in each of the two refits whose keys
+    # are kept, is chance; a key that each refit left behind would be 18 by now.
+    assert counts[-1] <= counts[5] + 2
 
 
 def test_a_manifest_larger_than_a_value_of_a_tcp_store_travels():
@@ -114,10 +117,10 @@ def test_a_manifest_larger_than_a_value_of_a_tcp_store_travels():
 
 def test_sixty_four_parties_agree():
     store = HashStore()
-    with controls([store] * 64, sources=32, sinks=32, liveness_s=60.0) as made:
+    with controls([store] * 64, sources=32, sinks=32) as made:
 
         def take_part(control):
-            mine = watch(control, deadline_s=50.0)
+            mine = watch(control)
             control.begin({"version": 7} if control.rendezvous.leads else None, mine)
             said = control.gather("here", dict.fromkeys(control.rendezvous.mine, 7), mine)
             answer = control.announce("here", None if said is None else len(said), mine)
@@ -171,7 +174,9 @@ def test_nothing_but_json_goes_into_the_store(tmp_path):
         for version in (1, 2):
             all_well(together(*world.calls(version)))
         together(*world.calls(2))  # is refused
-        written = entries(path.read_bytes())
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # as the store does: a heart may beat into it
+            written = entries(file.read())
     assert len(written) > 50
     for key, value in written:
         text = value.decode()
@@ -215,7 +220,7 @@ def test_a_commit_that_not_all_have_heard_of_is_remembered():
 
 
 def test_what_a_peer_said_before_it_left_counts():
-    with controls([HashStore()] * 2, sources=1, sinks=1, liveness_s=8.0) as (leader, sink):
+    with controls([HashStore()] * 2, sources=1, sinks=1, liveness_s=24.0) as (leader, sink):
         begin_all([leader, sink])
         leader.decide(COMMIT)
         leader.post("committed/all", {"failed": {}})
@@ -228,9 +233,9 @@ def test_what_a_peer_said_before_it_left_counts():
 
 def test_a_store_that_is_gone_is_named_with_its_host():
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+    client = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     leader, sink = (
-        Control(rendezvous(store, hosts=hosts, **rank))
+        Control(rendezvous(store, hosts=hosts, liveness_s=1000.0, **rank))  # else it may hear first that source 0 left
         for store, hosts, rank in ((host, True, {"source_rank": 0}), (client, False, {"sink_rank": 0}))
     )
     all_well(together(*(lambda control=control: control.meet(watch(control)) for control in (leader, sink))))

@@ -16,7 +16,7 @@ def assert_ok(program, *, rendezvous, world_size):
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(start(program, rendezvous, rank)) for rank in range(world_size)]
         try:
-            results = [(*process.communicate(timeout=120), process.returncode) for process in ranks]
+            results = [(*process.communicate(timeout=300), process.returncode) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -206,10 +207,11 @@ def test_a_full_disk_is_noticed_before_the_first_byte(tmp_path, monkeypatch):
 
 def test_mappings_and_descriptors_do_not_grow(tmp_path):
     refit = parties(tmp_path, ((2, 0), (1, None)))
+    gc.collect()  # what earlier tests left open closes now
     counts = []
     for version in range(30):
         refit.commit(version, new_weights(version % 3))
         maps = Path("/proc/self/maps").read_text().count(str(tmp_path))
         counts.append((maps, len(list(Path("/proc/self/fd").iterdir()))))
-    assert counts[-1] == counts[5]
-    assert counts[-1][0] == 0
+    assert counts[-1][0] == counts[5][0] == 0
+    assert counts[-1][1] <= counts[5][1]

@@ -28,7 +28,7 @@ def test_four_processes_commit_abort_commit_and_survive_a_dead_source(tmp_path):
         for side, rank in [("source", 0), ("source", 1), ("sink", 0), ("sink", 1)]:
             parties[f"{side} {rank}"] = stack.enter_context(start(side, rank, tmp_path))
         try:
-            printed = {name: process.communicate(timeout=200) for name, process in parties.items()}
+            printed = {name: process.communicate(timeout=500) for name, process in parties.items()}
         finally:
             for process in parties.values():
                 process.kill()

@@ -37,8 +37,8 @@ def test_a_thousand_refits_leave_no_memory_and_no_files():
     grown = tracemalloc.get_traced_memory()[0] - traced
     tracemalloc.stop()
     assert grown < 64 * 1024  # 64 bytes a refit would be a leak of one object each
-    assert resident_bytes() - resident < 8 * 2**20  # the weights are 66 KB: one leaked copy each would be 66 MB
-    assert open_files() == files
+    assert resident_bytes() - resident < 32 * 2**20  # the weights are 66 KB: one leaked copy each would be 66 MB
+    assert open_files() <= files
 
 
 def test_a_refit_that_fails_leaves_no_more_than_one_that_succeeds():

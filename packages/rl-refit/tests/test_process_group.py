@@ -107,16 +107,16 @@ def test_replicas_on_one_host_are_fed_once_and_relay_to_one_another(world):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_transfers_leave_no_memory_descriptors_or_threads_behind(world, transport):
     for early, late in world.run("many", processes=2, transport=transport, transfers=300):
-        assert late["descriptors"] == early["descriptors"]
-        assert late["threads"] == early["threads"]
+        assert late["descriptors"] <= early["descriptors"]
+        assert late["threads"] <= early["threads"]
         assert late["resident"] < early["resident"] + 2**21
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_opening_and_closing_leaves_no_descriptors_or_threads_behind(world, transport):
     for early, late in world.run("often", processes=2, transport=transport, times=12):
-        assert late["descriptors"] == early["descriptors"]
-        assert late["threads"] == early["threads"]
+        assert late["descriptors"] <= early["descriptors"]
+        assert late["threads"] <= early["threads"]
 
 
 # -- Without processes ------------------------------------------------------------------------------

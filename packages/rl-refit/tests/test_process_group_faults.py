@@ -57,9 +57,7 @@ def test_a_lost_connection_names_who_was_at_its_other_end(world, transport, vict
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_silence_ends_at_the_deadline_and_names_who_was_waited_for(world, transport):
-    found = world.run(
-        "bare", processes=2, dying=[1], transport=transport, victim="sink 0", deed="stop", at=3, deadline_s=1
-    )
+    found = world.run("bare", processes=2, dying=[1], transport=transport, victim="sink 0", deed="stop", at=3)
     kind, message, peer, _ = found[0][1][0]
     assert (kind, peer) == ("DeadlineError", "sink 0")
     assert "waiting for sink 0" in message

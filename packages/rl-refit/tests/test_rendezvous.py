@@ -1,6 +1,7 @@
 """Where parties meet: what is refused before, and whom an error names."""
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -16,10 +17,15 @@ from rl_refit.transaction.liveness import this_process
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import all_well, controls, rendezvous, together, watch
 
+# Loopback addresses of this process alone: there no other process takes a port between its being found and its being
+# used, and since connections come from 127.0.0.1, none of this process connects to itself.
+OWN, OTHER = (f"127.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}.{last}" for last in (251, 252))
+
 
 def free_port():
+    """Of `OWN`."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind((OWN, 0))
         return taken.getsockname()[1]
 
 
@@ -49,25 +55,25 @@ def test_parties_are_named_by_side_and_rank():
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "store"])
 def test_parties_meet_at_every_kind_of_address(tmp_path, kind):
-    address = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/store", "store": HashStore()}[kind]
+    address = {"tcp": f"tcp://{OWN}:{free_port()}", "file": f"file://{tmp_path}/store", "store": HashStore()}[kind]
     with controls([address] * 3, sources=1, sinks=2) as made:
         assert [list(control.processes) for control in made] == [["source 0", "sink 0", "sink 1"]] * 3
 
 
 def test_the_store_listens_at_its_address_and_nowhere_else():
     port = free_port()
-    met = rendezvous(f"tcp://127.0.0.2:{port}", sink_rank=0)
+    met = rendezvous(f"tcp://{OWN}:{port}", sink_rank=0)
     met.connect()
     with socket.socket() as elsewhere:
-        assert elsewhere.connect_ex(("127.0.0.1", port)) != 0
+        assert elsewhere.connect_ex((OTHER, port)) != 0
 
 
 def test_a_store_that_nobody_hosts_is_named_with_who_should():
     met = Rendezvous(
-        f"tcp://127.0.0.1:{free_port()}", num_sources=1, num_sinks=1, source_rank=0, timeout_s=1.0, name="test"
+        f"tcp://{OWN}:{free_port()}", num_sources=1, num_sinks=1, source_rank=0, timeout_s=1.0, name="test"
     )
     with pytest.raises(
-        RefitError, match=r"source 0 cannot reach the store at tcp://127.0.0.1:\d+: .*; sink 0 hosts it"
+        RefitError, match=r"source 0 cannot reach the store at tcp://127[.\d]+:\d+: .*; sink 0 hosts it"
     ):
         met.connect()
 
@@ -137,6 +143,7 @@ def test_a_party_that_dies_before_all_have_met_is_seen():
 def test_a_listener_that_says_nothing_is_told_from_a_store():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        meeting = Rendezvous(address, num_sources=1, num_sinks=1, source_rank=0, timeout_s=0.2)
+        # Long enough for torch to connect, since it has as long for that.
+        meeting = Rendezvous(address, num_sources=1, num_sinks=1, source_rank=0, timeout_s=5.0)
         with pytest.raises(RefitError, match="something listens there, and is no store of torch"):
             meeting.connect()

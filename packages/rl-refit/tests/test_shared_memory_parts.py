@@ -108,7 +108,7 @@ def test_a_directory_of_a_long_name_serves_too(tmp_path):
     directory.mkdir()
     store = HashStore()
     raised = open_both(
-        (directory, channel(source_rank=0, store=store), 10), (directory, channel(sink_rank=0, store=store), 10)
+        (directory, channel(source_rank=0, store=store), 60), (directory, channel(sink_rank=0, store=store), 60)
     )
     assert raised == [None, None]
 
@@ -116,8 +116,8 @@ def test_a_directory_of_a_long_name_serves_too(tmp_path):
 def test_different_numbers_of_slots_are_refused(tmp_path):
     store = HashStore()
     _, error = open_both(
-        (tmp_path, channel(source_rank=0, store=store, elements=1000), 10),
-        (tmp_path, channel(sink_rank=0, store=store, elements=1000, slots=3), 10),
+        (tmp_path, channel(source_rank=0, store=store, elements=1000), 60),
+        (tmp_path, channel(sink_rank=0, store=store, elements=1000, slots=3), 60),
     )
     assert "the source's memory has 1,024 bytes, and here the schedule needs 1,536" in str(error)
 

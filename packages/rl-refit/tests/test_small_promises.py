@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -251,12 +250,14 @@ def test_tensors_that_stay_are_not_copied_before_the_commit():
     assert sink._bank == {}
 
 
-def test_a_transfer_in_process_ends_at_the_piece_that_took_too_long():
+def test_a_transfer_in_process_ends_at_the_piece_that_took_too_long(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("rl_refit.watch.monotonic", lambda: clock[0])
     sink, staged = ModuleSink(nn.Linear(4, 4)), []
 
     def slow(region, tensor, *, stays=False):
         staged.append(region)
-        time.sleep(0.3)
+        clock[0] += 0.3
 
     sink.stage = slow
     with pytest.raises(DeadlineError, match=f"phase transfer, tensor '{'weight'}'"):

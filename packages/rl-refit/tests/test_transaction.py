@@ -83,11 +83,8 @@ def test_an_engine_may_wait_for_its_trainer_longer_than_a_phase_may_take(tmp_pat
 def test_a_trainer_gives_up_on_an_engine_that_is_not_there_and_both_go_on_later(tmp_path):
     with World(HashStore(), tmp_path) as world:
         all_well(together(*world.calls(1)))
-        with (
-            world.impatient(*world.trainers, deadline_s=0.5),
-            pytest.raises(DeadlineError, match="waiting for sink 0") as caught,
-        ):
-            world.trainers[0](version=2)
+        with pytest.raises(DeadlineError, match="waiting for sink 0") as caught:
+            world.wait_in_vain(2, waiting_for="sink 0")
         assert any("and was alive a moment ago: is it in receive()?" in note for note in caught.value.__notes__)
         with pytest.raises(DeadlineError, match="source 0 gave up in phase prepare, waiting for sink 0"):
             world.receivers[0].receive(timeout_s=HANG_S)  # hears what it missed
@@ -99,8 +96,8 @@ def test_an_engine_that_missed_many_refits_goes_on_with_the_latest(tmp_path):
     with World(HashStore(), tmp_path) as world:
         all_well(together(*world.calls(1)))
         for version in range(2, 5):
-            with world.impatient(*world.trainers, deadline_s=0.5), pytest.raises(DeadlineError):
-                world.trainers[0](version=version)
+            with pytest.raises(DeadlineError):
+                world.wait_in_vain(version, waiting_for="sink 0")
         with pytest.raises(DeadlineError, match="source 0 gave up in phase prepare, waiting for sink 0"):
             world.receivers[0].receive(timeout_s=HANG_S)
         assert world.receivers[0]._control.refit == world.trainers[0]._control.refit
@@ -131,7 +128,7 @@ def test_two_refits_of_different_names_use_one_store_at_the_same_time(tmp_path):
 
 
 def test_who_waits_for_a_party_that_closes_is_told(tmp_path):
-    with World(HashStore(), tmp_path, liveness_s=8.0) as world:
+    with World(HashStore(), tmp_path, liveness_s=24.0) as world:  # it looks four times in that
         all_well(together(*world.calls(1)))
         waiting = threading.Event()
 

@@ -24,7 +24,7 @@ class Ranks:
     def __exit__(self, *_):
         if self.helper is not None:
             self.helper.stdin.close()
-            self.helper.wait(timeout=30)
+            self.helper.wait(timeout=240)
             self.helper.stdout.close()
 
     def __call__(self, case: str, world: int, **arguments) -> list:

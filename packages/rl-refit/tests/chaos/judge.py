@@ -6,7 +6,7 @@ machine may take for anything.
 
 from __future__ import annotations
 
-MARGIN_S = 12.0
+MARGIN_S = 30.0
 
 
 def faults_of(case, outcome):

@@ -5,6 +5,7 @@ Every party makes its weights from a version, so that it can tell for itself, bi
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import json
@@ -15,6 +16,7 @@ import sys
 import time
 
 import torch
+from cases import PATIENCE_S
 from points import ChaosSink, ChaosSource, Fault, wrap_buckets, wrap_control, wrap_files, wrap_transport, wrap_wire
 from torch import nn
 
@@ -105,7 +107,7 @@ class Party:
             source_rank=spec.get("source_rank"),
             sink_rank=spec.get("sink_rank"),
             hosts=hosts,
-            timeout_s=spec.get("timeout_s", 20),
+            timeout_s=spec.get("timeout_s", PATIENCE_S),
             liveness_s=spec["liveness_s"],
             name=name,
         )
@@ -134,6 +136,8 @@ class Party:
         """One refit at this party, and what came of it."""
         if self.is_source:
             set_weights(self.module, torch.Generator().manual_seed(1000 + version))
+        deadline_s = self.spec["deadline_s"] if armed else PATIENCE_S
+        self.refit._config = dataclasses.replace(self.refit._config, deadline_s=deadline_s)
         self.fault.armed = armed
         if armed:
             self.act_outside(version)
@@ -143,7 +147,7 @@ class Party:
                 version += self.spec["fault"]["by"] if armed and self.fault.action == "version" else 0
                 report = self.refit(version=version)
             else:
-                report = self.refit.receive(timeout_s=self.spec.get("receive_s", 20))
+                report = self.refit.receive(timeout_s=self.spec.get("receive_s", PATIENCE_S))
             result |= {"digest": report.digest, "verified": report.verified}
         except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - every kind is the judge's to know
             result |= describe(error)

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import party
 
-HANG_S = 30.0
+HANG_S = 180.0
 _hosts = 0
 
 

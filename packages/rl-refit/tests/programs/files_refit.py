@@ -36,7 +36,7 @@ def take_part(name, transport, versions):
     meeting = Rendezvous(f"file://{directory}/store", num_sources=2, num_sinks=2, name=name, **ranks)
     source = StateSource(manifest_of(2, 0), rank, new_weights(0)) if side == "source" else None
     sink = StateSink(manifest_of(2, 1), rank) if side == "sink" else None
-    refit = Refit(source, sink, transport, rendezvous=meeting, deadline_s=60.0, verify="full")
+    refit = Refit(source, sink, transport, rendezvous=meeting, deadline_s=180.0, verify="full")
     outcomes, bases, weights, expected = [], [], new_weights(0), None
     for version in versions:
         weights = trained(weights, version)
@@ -48,7 +48,7 @@ def take_part(name, transport, versions):
                 refit(version=version)
             else:
                 sink.stage = failing if (version, rank) == (3, 1) else type(sink).stage.__get__(sink)
-                refit.receive(timeout_s=60.0)
+                refit.receive(timeout_s=180.0)
             outcomes.append("committed")
             expected = weights
         except (RefitError, OSError) as error:

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+import threading
 import time
 import zlib
 from datetime import timedelta
@@ -27,6 +28,7 @@ from rl_refit.schedule import make_schedule
 from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource
 from rl_refit.topology import Topology
+from rl_refit.transaction.liveness import Heartbeat
 from rl_refit.transports.base import Channel, Inbox, Outbox
 from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.point_to_point import PointToPoint
@@ -297,11 +299,18 @@ def death(place, *, transport, victim, deed, at):
     party = ("source 0", "sink 0", "sink 1")[place.process]
     calls = itertools.count(1)
     module = pg_models.build("llama", 0)
-    armed = []
+    armed, beat, beating = [], Heartbeat._beat, threading.Lock()
+
+    def beat_alone(heart, count):
+        with beating:
+            beat(heart, count)
 
     def strike():
         if armed and next(calls) == at and party == victim:
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+            with beating:  # whoever is stopped while its heart beats into the store's file keeps that locked
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+
+    Heartbeat._beat = beat_alone
 
     refit = Refit(
         Hooked(ModuleSource(module), strike) if place.process == 0 else None,
@@ -313,7 +322,7 @@ def death(place, *, transport, victim, deed, at):
             num_sinks=2,
             source_rank=0 if place.process == 0 else None,
             sink_rank=place.process - 1 if place.process else None,
-            liveness_s=PATIENCE_S if deed == "kill" else 3.0,
+            liveness_s=PATIENCE_S if deed == "kill" else 10.0,  # a heart beats late on a busy machine
         ),
         bucket_bytes=512,
         deadline_s=PATIENCE_S,
@@ -387,8 +396,11 @@ class Done:
         return True
 
 
-def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline_s=PATIENCE_S):
-    """One source, and sinks that each hold all of ten tensors, each of one bucket; two transfers."""
+def bare(place, *, transport, fault=None, victim=None, deed=None, at=0):
+    """One source, and sinks that each hold all of ten tensors, each of one bucket; two transfers.
+
+    The deadline of who waits for a victim that has stopped is over at once.
+    """
     party, ranks = ("source 0", (0, None)) if place.process == 0 else _sink_at(place.process - 1)
     tensors = [(f"t{n}", (128 - n,), "float32") for n in range(10)]
     source, sink = _whole_manifest(tensors, 1), _whole_manifest(tensors, place.processes - 1)
@@ -401,7 +413,13 @@ def bare(place, *, transport, fault=None, victim=None, deed=None, at=0, deadline
     schedule = make_schedule(plan_refit(source, sink), routing=carrier.routing, bucket_bytes=512)
     report = PrefixStore("report", store)
     carrier.open(_channel(schedule, ranks, PrefixStore("channel", store)), Watch(deadline_s=PATIENCE_S))
-    watch = Watch(deadline_s=deadline_s, look_around=lambda: _look_at(report))
+
+    def look_around():
+        _look_at(report)
+        if watch.peer == victim and report.check(["stopped"]):
+            watch.deadline_s = 0.0
+
+    watch = Watch(deadline_s=PATIENCE_S, look_around=look_around)
     calls = itertools.count()
     errors = []
     for refit in (1, 2):
@@ -435,8 +453,11 @@ def _strike(report, deed, call):
     if call == 0 and deed == "raise":
         report.set("why", "the disk is full")
         raise RefitError("the disk is full")
+    if call == 0 and deed == "stop":
+        report.set("stopped", "")
+        os.kill(os.getpid(), signal.SIGSTOP)
     if call == 0:
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _look_at(report):
@@ -469,7 +490,7 @@ def many(place, *, transport, transfers):
         _transfer(carrier, schedule, ranks, manifests, refit=refit, watch=watch)
         carrier.finish()
         if refit in (transfers // 3, transfers):
-            found.append(_resources())
+            found.append(_resources(*found))
     carrier.close()
     return found
 
@@ -488,16 +509,22 @@ def often(place, *, transport, times):
         _transfer(carrier, schedule, ranks, manifests, refit=1, watch=watch)
         carrier.close()
         if time_ in (times // 3, times):
-            found.append(_resources())
+            found.append(_resources(*found))
     return found
 
 
-def _resources():
-    before, found = None, _count()
-    while before is None or before["threads"] != found["threads"]:  # those that have nothing to do any more are ending
+def _resources(early=None):
+    """What is in use; waits for threads that have nothing to do any more, until no more is in use than `early`."""
+    before, found, until = None, _count(), time.monotonic() + PATIENCE_S
+    while before is None or before["threads"] != found["threads"] or _is_more(found, early, until):
         time.sleep(0.2)
         before, found = found, _count()
     return found
+
+
+def _is_more(found, early, until):
+    more = early is not None and any(found[name] > early[name] for name in ("descriptors", "threads"))
+    return more and time.monotonic() < until
 
 
 def _count():

@@ -147,9 +147,18 @@ class Party:
             "usage": usage,
         }
 
+    def impatient_watch(self):
+        """Its deadline is the spec's while it waits for a peer: what else takes long is the machine's doing."""
+
+        def look_around():
+            watch.deadline_s = self.spec["deadline_s"] if watch.peer else PATIENCE_S
+
+        watch = Watch(deadline_s=PATIENCE_S, look_around=look_around)
+        return watch
+
     def refit(self, refit):
         disturbed = self.spec.get("disturbed", refit) == refit
-        watch = Watch(deadline_s=self.spec.get("deadline_s", PATIENCE_S) if disturbed else PATIENCE_S)
+        watch = self.impatient_watch() if disturbed and "deadline_s" in self.spec else Watch(deadline_s=PATIENCE_S)
         outbox = inbox = None
         if self.source is not None:
             self.source.refit = refit

@@ -14,7 +14,7 @@ from rl_refit.transaction.control import Control
 from rl_refit.transports.shared_memory import SharedMemoryRing
 from rl_refit.watch import Watch
 
-PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is
+PATIENCE_S = 120.0  # what must succeed may take as long as this, however busy the machine is
 HANG_S = 2 * PATIENCE_S
 
 
@@ -48,7 +48,7 @@ def watch(control=None, *, deadline_s=PATIENCE_S):
     return Watch(deadline_s=deadline_s, look_around=None if control is None else control.look_around)
 
 
-def rendezvous(store, *, sources=1, sinks=1, liveness_s=20.0, name="test", **rank):
+def rendezvous(store, *, sources=1, sinks=1, liveness_s=PATIENCE_S, name="test", **rank):
     return Rendezvous(store, num_sources=sources, num_sinks=sinks, liveness_s=liveness_s, name=name, **rank)
 
 
@@ -102,9 +102,30 @@ class World:
         trainers = [lambda refit=refit: refit(version=version) for refit in self.trainers]
         return [*trainers, *(lambda refit=refit: refit.receive(timeout_s=timeout_s) for refit in self.receivers)]
 
+    def wait_in_vain(self, version, *, waiting_for):
+        """The first trainer's call, whose deadline is over as soon as it waits for `waiting_for`, and not before."""
+        trainer = self.trainers[0]
+        make_watch = trainer._watch
+
+        def impatient_watch():
+            watch = make_watch()
+
+            def look_around():
+                trainer._look_around()
+                watch.deadline_s = 0.0 if watch.peer == waiting_for else PATIENCE_S
+
+            watch._look_around = look_around
+            return watch
+
+        trainer._watch = impatient_watch
+        try:
+            return trainer(version=version)
+        finally:
+            trainer._watch = make_watch
+
     @contextlib.contextmanager
     def impatient(self, *refits, deadline_s):
-        """Meanwhile these give up soon: only what must fail goes in here."""
+        """Meanwhile these give up soon: only what must fail, wherever it is by then, goes in here."""
         patient = [refit._config for refit in refits]
         for refit in refits:
             refit._config = dataclasses.replace(refit._config, deadline_s=deadline_s)

@@ -1,6 +1,7 @@
 """Real `AsyncLLM`: refits while requests are under way, from a thread beside its event loop."""
 
 import asyncio
+import contextlib
 import threading
 from importlib.util import find_spec
 
@@ -14,7 +15,7 @@ import tiny
 
 from rl_refit.errors import RefitError
 from rl_refit.refit import Refit
-from rl_refit.vllm import WORKER_EXTENSION, VllmSink
+from rl_refit.vllm import VllmSink
 
 OLD, NEW = 0, 1
 PATIENCE_S = 120
@@ -50,7 +51,9 @@ def engine(loop, checkpoints, served):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     served("qwen3", OLD), served("qwen3", NEW)  # one engine at a time
-    options = tiny.options(checkpoints("qwen3", OLD), load_format="dummy", worker_extension_cls=WORKER_EXTENSION)
+    options = tiny.options(
+        checkpoints("qwen3", OLD), load_format="dummy", worker_extension_cls="faulty_worker.FaultyWorker"
+    )
 
     async def start():
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
@@ -101,6 +104,14 @@ def under_way(engine, loop, name, **others):
     return long
 
 
+@contextlib.contextmanager
+def slow_steps(engine, loop):
+    """Steps so slow that a request of hundreds of tokens does not end before this test has refitted."""
+    loop.run(engine.collective_rpc("dawdle", args=(0.1,)))
+    yield
+    loop.run(engine.collective_rpc("dawdle", args=(0.0,)))
+
+
 def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(engine, loop, served):
     sink = sink_of(engine)
     assert tiny.same(answers(engine, loop, "old"), served("qwen3", OLD))
@@ -126,8 +137,9 @@ def test_a_coroutine_refits_through_a_thread_and_is_told_so(engine, loop, served
 
 def test_requests_that_are_kept_go_on_with_the_new_weights(engine, loop, served):
     sink = sink_of(engine, pause="keep")
-    long = under_way(engine, loop, "kept", max_tokens=340)
-    Refit(source(NEW), sink)(version=3)
+    with slow_steps(engine, loop):
+        long = under_way(engine, loop, "kept", max_tokens=340)
+        Refit(source(NEW), sink)(version=3)
     assert not loop.run(engine.is_paused())
     (answer,) = long.result(PATIENCE_S).outputs
     assert len(answer.token_ids) == 340
@@ -148,8 +160,9 @@ def test_requests_that_are_waited_for_have_the_weights_that_they_began_with(engi
 
 def test_requests_that_are_aborted_say_so(engine, loop, served):
     sink = sink_of(engine, pause="abort")
-    long = under_way(engine, loop, "aborted", max_tokens=340)
-    Refit(source(NEW), sink)(version=3)
+    with slow_steps(engine, loop):
+        long = under_way(engine, loop, "aborted", max_tokens=340)
+        Refit(source(NEW), sink)(version=3)
     assert long.result(PATIENCE_S).outputs[0].finish_reason == "abort"
     assert tiny.same(answers(engine, loop, "after-abort"), served("qwen3", NEW))
 

@@ -1,6 +1,7 @@
-"""A worker that can be told to fail in the middle of its next reload."""
+"""A worker that can be told to fail in the middle of its next reload, and to take its time for every step."""
 
 import os
+import time
 
 from rl_refit.vllm.worker import RefitWorker
 
@@ -10,6 +11,17 @@ class FaultyWorker(RefitWorker):
         if self.rank == rank:
             break_loader(self.model_runner.get_model(), after)
         return self.rank
+
+    def dawdle(self, seconds):
+        """Each step takes `seconds` longer from now on."""
+        vars(self.model_runner).pop("execute_model", None)
+        execute = self.model_runner.execute_model
+
+        def slowly(*arguments, **options):
+            time.sleep(seconds)
+            return execute(*arguments, **options)
+
+        self.model_runner.execute_model = slowly
 
     def process_id(self):
         return os.getpid()
