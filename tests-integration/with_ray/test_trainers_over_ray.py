@@ -229,12 +229,25 @@ def test_a_rank_that_stands_still_is_named_and_ended(ray_cluster, folder):
         pids = [actor.pid for actor in runtime.actors]
         with pytest.raises(
             RemoteTimeoutError, match=r"has not answered forward_backward within cluster\.call_timeout_s=3"
-        ):
+        ) as caught:
             policy.forward_backward(examples(), loss_that_hangs_on_rank_1)
+        first, second = str(caught.value).split("Where they stood")[1].split("  trainer rank ")[1:]
+        assert first.startswith("0 (")
+        assert "collective" in first or "distributed" in first, "it waits for the other in a collective"
+        assert second.startswith("1 (")
+        assert second.splitlines()[1].endswith("in loss_that_hangs_on_rank_1")
         assert gone(pids) == []
 
 
-def test_an_interrupted_call_beside_a_rank_that_stands_still_holds_nobody_up(ray_cluster, folder):
+@pytest.fixture
+def heard():
+    """SIGINT, which a process that a shell has begun in the background ignores, and so do all that it begins."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_call_beside_a_rank_that_stands_still_holds_nobody_up(ray_cluster, folder, heard):
     with trainers(folder) as (policy, runtime):
         policy.start_training(OPTIMIZER, num_steps=2)
         policy.forward_backward(examples(), loss)
@@ -252,11 +265,13 @@ def test_an_interrupted_call_beside_a_rank_that_stands_still_holds_nobody_up(ray
                 ended.wait(10.0)
 
         def call_and_interrupt():
-            threading.Thread(target=interrupt, daemon=True).start()
+            interrupting = threading.Thread(target=interrupt, daemon=True)
+            interrupting.start()
             try:
                 policy.forward_backward(examples(), loss_that_hangs_on_rank_1)
             finally:
                 ended.set()
+                interrupting.join()  # or its last signal might come when nobody expects it any more
 
         with pytest.raises(KeyboardInterrupt):
             call_and_interrupt()

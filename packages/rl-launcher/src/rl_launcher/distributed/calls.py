@@ -19,6 +19,7 @@ from rl_launcher.distributed.failures import (
     died,
     first_cause,
 )
+from rl_launcher.distributed.standing import describe, where_they_stand
 
 __all__ = ["Actor", "Pending", "gather", "wait_any"]
 
@@ -27,6 +28,9 @@ GRACE_S = 10.0
 
 LOG_LINES = 20
 """That an error shows of what its process printed."""
+
+STACKS_S = 30.0
+"""Seconds in which those that have not answered may write where they are."""
 
 CALL_KEY = "cluster.call_timeout_s"
 
@@ -66,10 +70,12 @@ class Pending:
             raise RemoteFailedError.of(value, who=self.actor.who, call=self.call)
         return value
 
-    def late(self, timeout_s: float) -> RemoteTimeoutError:
+    def late(self, timeout_s: float, *, stacks: str = "") -> RemoteTimeoutError:
         """The error of one that has not ended in time."""
-        tail = self.actor.log_tail()
-        return RemoteTimeoutError(who=self.actor.who, call=self.call, timeout_s=timeout_s, key=self.key, log_tail=tail)
+        tail = "" if stacks else self.actor.log_tail()
+        return RemoteTimeoutError(
+            who=self.actor.who, call=self.call, timeout_s=timeout_s, key=self.key, log_tail=tail, stacks=stacks
+        )
 
     def _died(self, words: str) -> RemoteDiedError:
         # Ray's text is a page; what it knows of the end stands before its list of what might have been.
@@ -85,8 +91,9 @@ class Pending:
 class Actor:
     """A process of the run, as the driver holds it; `RayRuntime.start_actor` makes it."""
 
-    def __init__(self, handle: Any, *, who: Who, name: str, ip: str) -> None:
-        self.handle, self.who, self.name, self.ip = handle, who, name, ip
+    def __init__(self, handle: Any, *, who: Who, name: str, ip: str, signal: Callable[[int], None]) -> None:
+        """`signal` has the process of a number on the actor's machine write its stacks, and does not wait for it."""
+        self.handle, self.who, self.name, self.ip, self._signal = handle, who, name, ip, signal
         self.alive = True
         """False once it was seen dead, or was ended."""
 
@@ -135,6 +142,11 @@ class Actor:
         port: int = Pending(self, "free_port", self.handle.free_port.remote(self.ip)).result(timeout_s=timeout_s)
         return port
 
+    def write_stacks(self) -> None:
+        """Have its process write where its threads are into its log, soon."""
+        if self.pid is not None:
+            self._signal(self.pid)
+
     def close(self, *, grace_s: float = 10.0) -> None:
         """Let its object end what it holds (`close`), for `grace_s` seconds at most, and end the process."""
         if self.alive and grace_s > 0:
@@ -175,13 +187,16 @@ def wait_any(pendings: Sequence[Pending], *, timeout_s: float) -> tuple[list[Pen
     return [each for each in pendings if id(each) in ended], [each for each in pendings if id(each) not in ended]
 
 
-def gather(pendings: Sequence[Pending], *, timeout_s: float, grace_s: float = GRACE_S) -> list[Any]:
+def gather(
+    pendings: Sequence[Pending], *, timeout_s: float, grace_s: float = GRACE_S, stacks_s: float = STACKS_S
+) -> list[Any]:
     """What they return, in order.
 
     Args:
         pendings: calls that belong together.
         timeout_s: for all of them.
         grace_s: for the others, once one has failed.
+        stacks_s: to find out where those stand that have not answered; 0 does not ask.
 
     Raises:
         RemoteError: the first that failed, and not those which failed because of it. `everyone_answered` tells whether
@@ -205,5 +220,10 @@ def gather(pendings: Sequence[Pending], *, timeout_s: float, grace_s: float = GR
         cause.everyone_answered = not waiting and all(isinstance(error, RemoteFailedError) for error in errors)
         raise cause
     if waiting:
-        raise waiting[0].late(timeout_s)
+        raise waiting[0].late(timeout_s, stacks=_stacks(waiting, timeout_s=stacks_s))
     return [values[id(pending)] for pending in pendings]
+
+
+def _stacks(waiting: Sequence[Pending], *, timeout_s: float) -> str:
+    late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
+    return describe(where_they_stand(late, timeout_s=timeout_s)) if timeout_s else ""

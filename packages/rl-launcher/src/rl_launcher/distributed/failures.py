@@ -221,10 +221,13 @@ class RemoteTimeoutError(RemoteError):
         timeout_s: how long it had.
     """
 
-    def __init__(self, *, who: Who, call: str, timeout_s: float, key: str, log_tail: str = "") -> None:
+    def __init__(
+        self, *, who: Who, call: str, timeout_s: float, key: str, log_tail: str = "", stacks: str = ""
+    ) -> None:
+        look = f"see where it stood.\n{stacks}" if stacks else f"look: py-spy dump --pid {who.pid}"
         super().__init__(
             f"{who} has not answered {call} within {key}={timeout_s:g} seconds; if it was still at work, raise that, "
-            f"or else look at what it does there: py-spy dump --pid {who.pid}",
+            f"or else {look}",
             who=who,
             log_tail=log_tail,
         )

@@ -3,15 +3,21 @@
 torch's own way listens on every address of the machine; here the store listens on the one that the others use.
 """
 
+import fcntl
 import os
 import socket
+import struct
+import sys
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["host_store", "join"]
+__all__ = ["host_store", "interface_of", "join"]
+
+SIOCGIFADDR = 0x8915
+"""Of Linux: an interface's address."""
 
 
 def host_store(ip: str, *, num_ranks: int, timeout_s: float) -> tuple[Any, int]:
@@ -57,6 +63,9 @@ def join(
     if ip == "127.0.0.1":  # one machine: nobody else needs to reach its ranks
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    elif interface := interface_of(_address_towards(address)):
+        # Gloo takes what the host's own name means, which on many machines is loopback; NCCL looks by itself.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=timeout_s)
     if store is None:
         store = dist.TCPStore(ip, port, num_ranks, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
@@ -64,3 +73,28 @@ def join(
         torch.cuda.set_device(local_rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def interface_of(ip: str) -> str | None:
+    """The network interface of this machine whose first address is `ip`; None where there is none, or nobody tells."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None
+
+
+def _address_towards(address: tuple[str, int]) -> str:
+    """This machine's address as the other end of a connection to `address` sees it; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(address)
+        except OSError:
+            return ""
+        return str(asking.getsockname()[0])

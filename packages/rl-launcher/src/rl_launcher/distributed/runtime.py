@@ -6,6 +6,7 @@ can have several. What Ray itself prints stays in its files.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from rl_launcher.distributed.calls import Actor, Pending
 from rl_launcher.distributed.failures import RemoteError, Who
-from rl_launcher.distributed.hosting import Host
+from rl_launcher.distributed.hosting import Host, write_stacks
 from rl_launcher.distributed.placement import Placement
 from rl_launcher.distributed.processes import write_processes
 from rl_launcher.errors import LauncherError
@@ -180,7 +181,8 @@ class RayRuntime:
             if self._closed:  # Ray would start a cluster of its own for it
                 raise ClusterError(f"{name}: the run has ended, and starts no process any more")
             handle = ray.remote(Host).options(**options).remote({**self.config.env_vars, **visible}, log)
-            actor = Actor(handle, who=who, name=name, ip=place.ip)
+            signal = functools.partial(self._have_stacks_written, node)
+            actor = Actor(handle, who=who, name=name, ip=place.ip, signal=signal)
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
 
@@ -195,6 +197,14 @@ class RayRuntime:
         finally:
             self._starting.discard(actor)
         return actor
+
+    def _have_stacks_written(self, node: int, pid: int) -> None:
+        """By a task on that machine: no other reaches its processes."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=node)
+        ray.remote(write_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pid)
 
     @property
     def actors(self) -> tuple[Actor, ...]:

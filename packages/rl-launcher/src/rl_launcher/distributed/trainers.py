@@ -174,7 +174,7 @@ class RayPolicy:
                 # All at once: some of what they leave, they leave together.
                 pendings = [actor.submit("close") for actor in self._actors]
                 with contextlib.suppress(RemoteError):  # they are ended in any case
-                    gather(pendings, timeout_s=10.0)
+                    gather(pendings, timeout_s=10.0, stacks_s=0.0)
             for actor in self._actors:
                 actor.kill()
 
