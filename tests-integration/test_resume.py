@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from leashed import REWARD, Leash
+
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SHORT = (
     "sft.max_num_steps=30",
@@ -15,6 +18,7 @@ SHORT = (
     "sft.optimizer.warmup_steps=2",
     "grpo.optimizer.warmup_steps=0",
 )
+HELD_AT = 24  # of the steps of GRPO: before the run can end, it has been killed as often as it should
 CHECKPOINTS = "checkpointing={save_period: 4, ft_keep_latest_k: 2, keep_top_k: 1}"
 OF_THE_MACHINE = ("time_s", "tokens_per_s", "refit_s", "phase_s", "memory_")
 
@@ -40,13 +44,17 @@ def _lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     first = launch("run", str(RECIPE), f"run_dir={whole}", *SHORT)
     _, errors = first.communicate(timeout=600)
     assert first.returncode == 0, errors
     moments, kills = random.Random(9), 0
-    process = launch("run", str(RECIPE), f"run_dir={killed}", *SHORT, CHECKPOINTS)
+    leash = Leash(tmp_path, monkeypatch)
+    leash.hold(killed, step=HELD_AT)
+    process = launch("run", str(RECIPE), f"run_dir={killed}", f"env.reward={REWARD}", *SHORT, CHECKPOINTS)
     while kills < 3:
         wait_for_growth(process, killed / "metrics.jsonl", moments.randint(6, 12))
         time.sleep(moments.uniform(0, 0.1))
@@ -55,6 +63,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: 
         assert process.returncode == -signal.SIGKILL
         kills += 1
         process = launch("resume", str(killed))
+    leash.let_go()
     said, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert curve(killed) == curve(whole)

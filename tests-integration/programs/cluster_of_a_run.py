@@ -52,6 +52,14 @@ def listening_beyond_loopback(pids):
     return [row[1] for row in rows if row[3] == LISTENING and row[9] in own and row[1].split(":")[0] not in LOOPBACK]
 
 
+def holds(path, secret):
+    """Whether the secret is in a file; not in one that Ray has removed since it was listed."""
+    try:
+        return secret.encode() in path.read_bytes()
+    except FileNotFoundError:
+        return False
+
+
 def main(task):
     placement = Placement(
         num_nodes=1,
@@ -70,7 +78,7 @@ def main(task):
     files = [path for path in [*session.rglob("*"), *folder.rglob("*")] if path.is_file()]
     seen = {
         "variable": actor.call("variable", "A_SECRET", timeout_s=60),
-        "written": [str(path) for path in files if task["secret"].encode() in path.read_bytes()],
+        "written": [str(path) for path in files if holds(path, task["secret"])],
         "beyond_loopback": listening_beyond_loopback(descendants()),
         "num_processes": len(descendants()),
     }

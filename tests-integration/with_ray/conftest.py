@@ -45,6 +45,7 @@ def ray_cluster():
     import ray
 
     with tempfile.TemporaryDirectory(prefix="rl-ray-") as folder:  # a short path, for the names of sockets
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder)
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init("local", num_cpus=8, **quiet, _temp_dir=folder)  # whatever else of Ray runs on this machine
         yield
         ray.shutdown()

@@ -34,11 +34,15 @@ class Launched:
         """Until the log has this step."""
         self.wait_until(lambda: any(row["step"] >= step for row in self.rows(stage)), what=f"step {step}")
 
+    def wait_until_it_says(self, words):
+        """Until its output has these words."""
+        self.wait_until(lambda: words in self.output, what=repr(words))
+
     def wait_until(self, holds, *, what="it"):
-        """Until `holds()`; the run must live meanwhile."""
+        """Until `holds()`; a run that has ended before has not done so."""
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
-            assert self.process.poll() is None, f"ended before {what} came:\n{self.output[-4000:]}"
+            assert self.process.poll() is None or holds(), f"ended before {what} came:\n{self.output[-4000:]}"
             assert time.monotonic() < deadline, f"{what} did not come:\n{self.output[-4000:]}"
             time.sleep(0.05)
 
@@ -56,7 +60,7 @@ class Launched:
     def kill_driver(self):
         """As a machine does that loses its power: nobody says goodbye."""
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=PATIENCE_S)
 
     def terminate(self):
         os.kill(self.process.pid, signal.SIGTERM)
@@ -73,7 +77,9 @@ class Launched:
 
 
 def json_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Of a file that may be written to meanwhile, the lines that are whole."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def curve(rows):

@@ -17,6 +17,7 @@ from rl_backends import OptimizerConfig
 from rl_generation import Sampling
 
 LONG = Sampling(max_new_tokens=100, seed=0, ignore_eos=True)
+MANY = 128  # prompts, of which the engine takes 16 at a time: it is not done with all before a test has looked
 MAX_STALENESS = 2
 
 
@@ -72,7 +73,7 @@ def test_steps_are_taken_while_the_engine_samples_and_staleness_is_bounded(world
 
 
 def test_answers_that_are_under_way_go_on_with_the_new_weights_and_say_so(world):
-    prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:16]]
+    prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:MANY]]
     before = begun(world)
     answers = in_thread(lambda: world.engine.generate(prompts, LONG))
     wait_until(lambda: begun(world) > before + 16)
@@ -86,7 +87,7 @@ def test_answers_that_are_under_way_go_on_with_the_new_weights_and_say_so(world)
 
 
 def test_the_death_of_the_engines_own_process_costs_a_restart_and_no_answer(world):
-    prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:16]]
+    prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:MANY]]
     (engine,) = world.engine.engines.all()
     process = engine.born().processes[0]
     before = begun(world)
@@ -94,6 +95,6 @@ def test_the_death_of_the_engines_own_process_costs_a_restart_and_no_answer(worl
     wait_until(lambda: begun(world) > before + 16)
     kill(process.pid)
     rollouts = answers()
-    assert [len(rollout.tokens) for rollout in rollouts] == [100] * 16
+    assert [len(rollout.tokens) for rollout in rollouts] == [100] * MANY
     assert {rollout.version for rollout in rollouts} == {world.weight_sync.last.version}
     assert world.engine.metrics()["engine_restarts"] == 1

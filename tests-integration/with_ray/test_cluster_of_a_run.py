@@ -10,10 +10,12 @@ if find_spec("ray") is None:
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "cluster_of_a_run.py"
 SECRET = "open-sesame-5f3c9a"
+PATIENCE_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -41,5 +43,11 @@ def test_environment_variables_reach_the_processes_and_no_file(seen):
 
 def test_it_leaves_nothing(seen):
     assert not seen["session_left"]
-    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    deadline = time.monotonic() + PATIENCE_S  # what Ray's processes have started ends when it sees that they have
+    while seen["session"] in (processes := command_lines()) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert seen["session"] not in processes
+
+
+def command_lines():
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

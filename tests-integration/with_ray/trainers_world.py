@@ -14,7 +14,7 @@ from rl_launcher.recipe_schema import Recipe
 RECIPE = """
 run_dir: {folder}/run
 cpu_threads: 1
-cluster: {{runtime: ray, gpus_per_node: {ranks}, start_timeout_s: 180, call_timeout_s: 120}}
+cluster: {{runtime: ray, gpus_per_node: {ranks}, start_timeout_s: 420, call_timeout_s: 420}}
 policy: {{model_name: {folder}/model, generation: {{max_new_tokens: 9}}}}
 data: {{source: "rl_launcher.quickstart.sort_digits:dataset"}}
 env: {{reward: "rl_launcher.quickstart.sort_digits:reward"}}

@@ -10,7 +10,7 @@ from rl_launcher.running import run
 TWO_RANKS = [
     "cluster.runtime=ray",
     "cluster.gpus_per_node=3",
-    "cluster.start_timeout_s=180",
+    "cluster.start_timeout_s=420",
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
 ]
 

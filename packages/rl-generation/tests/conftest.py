@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 from torch import nn
 
@@ -15,6 +16,10 @@ SHAPED = [
     *(f"rl_generation.embedded.{room}" for room in EMBEDDED),
 ]
 install_import_hook(SHAPED, "beartype.beartype")
+
+# Before the tests are imported, whose own settings begin with these: no timing decides a test.
+settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no-clock")
 
 VOCAB_SIZE = 40
 # Passing 16 tokens makes forward replace the buffer of rotary frequencies.

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 PROGRAMS = Path(__file__).parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
 import saved_model
+from unfinished import last_chunk_waits
 
 from rl_generation import Sampling
 from rl_generation.cli import main
@@ -28,6 +29,7 @@ from rl_generation.loading import load_transformers_engine
 from rl_generation.rollout import Rollout, VersionSpan
 
 MANY = 20  # prompts of the run that is killed
+CHUNKS = 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -315,7 +317,7 @@ def test_a_run_torn_at_any_byte_and_resumed_writes_the_same_file(small_run, mode
 def uninterrupted(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("many")
     write(folder / "prompts.jsonl", [{"prompt": f"{i}"} for i in range(MANY)])
-    flags = ["--seed", "2", "--chunk-prompts", "4", "--max-new-tokens", "60", "--ignore-eos"]
+    flags = ["--seed", "2", "--chunk-prompts", str(MANY // CHUNKS), "--max-new-tokens", "60", "--ignore-eos"]
     assert main(command(model, folder / "prompts.jsonl", folder / "answers.jsonl", *flags)) == 0
     return folder, flags
 
@@ -325,7 +327,7 @@ def test_a_killed_run_goes_on_and_writes_the_same_file(uninterrupted, model, tmp
     output = tmp_path / "answers.jsonl"
     arguments = command(model, folder / "prompts.jsonl", output, *flags)
     with subprocess.Popen(
-        [sys.executable, "-m", "rl_generation", *arguments],
+        [sys.executable, PROGRAMS / "unfinished.py", str(CHUNKS), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -345,15 +347,21 @@ def test_a_termination_signal_ends_a_run_between_two_chunks_or_in_one_and_it_goe
     output = tmp_path / "answers.jsonl"
     arguments = command(model, folder / "prompts.jsonl", output, *flags)
 
+    sent = threading.Event()
+
     def terminate():
-        wait_for_a_chunk(output, give_up=lambda: False)
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            wait_for_a_chunk(output, give_up=lambda: False)
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            sent.set()
 
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # should it come too late
     try:
         killer = threading.Thread(target=terminate)
-        killer.start()
-        code = main(arguments)
+        with last_chunk_waits(CHUNKS, sent.wait):
+            killer.start()
+            code = main(arguments)
         killer.join()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -47,7 +47,7 @@ class Scripted:
 def watched(readings, **options):
     """A timeline of all of these."""
     engine = Scripted(readings)
-    with MetricsTimeline(engine, interval_s=0.001, **options) as timeline:
+    with MetricsTimeline(engine, interval_s=0.001, stop_timeout_s=60, **options) as timeline:
         assert engine.all_shown.wait(60)
     return timeline
 
@@ -120,7 +120,7 @@ def test_a_timeline_reads_until_its_block_is_left_and_leaves_no_thread():
 
 def test_a_block_shorter_than_the_interval_has_a_sample():
     engine = Scripted([reading(0.0), reading(0.5, generated=7)])
-    with MetricsTimeline(engine, interval_s=3600.0) as timeline:
+    with MetricsTimeline(engine, interval_s=3600.0, stop_timeout_s=60) as timeline:
         pass
     assert [sample.generated_tokens for sample in timeline.samples] == [7]
     assert not watching_threads()
@@ -199,7 +199,7 @@ def test_a_line_of_json_for_each_sample(tmp_path):
 
 def test_a_timeline_beside_a_call_counts_what_the_call_returns(tiny):
     engine = TransformersEngine(tiny("llama"), stop_token_ids=[2], pad_token_id=0, max_batch_size=4)
-    with MetricsTimeline(engine, interval_s=0.001) as timeline:
+    with MetricsTimeline(engine, interval_s=0.001, stop_timeout_s=60) as timeline:
         rollouts = engine.generate([[5, 6, 7], [8, 9]], Sampling(max_new_tokens=12, n=4, seed=3))
     summary = timeline.summary()
     assert summary.generated_tokens == sum(len(each.tokens) for each in rollouts)

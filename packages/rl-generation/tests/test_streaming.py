@@ -1,8 +1,13 @@
 import asyncio
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+from stepwise import Stepwise
 
 from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
 from rl_generation.errors import EngineDeadError, LogpError, PromptError
@@ -19,8 +24,9 @@ PATIENCE_S = 60
 @pytest.fixture
 def served(tiny):
     """A streamer, and an engine of the same weights that nothing else uses."""
-    streamer = Streamer(engine(tiny("llama")))
+    streamer = Streamer(Stepwise(engine(tiny("llama"))))
     yield streamer, engine(tiny("llama"))
+    streamer.engine.go_on()
     streamer.close()
 
 
@@ -41,9 +47,15 @@ async def collect(streamer, prompt, sampling):
     return [rollouts[index] for index in sorted(rollouts)]
 
 
-async def some_tokens(streamer):
+async def under_way(streamer, *tokens):
+    """Ask for a long answer after each of these, and hold the engine in the midst of all, until `engine.go_on()`."""
+    streamer.engine.hold(after=0)
+    requests = [asyncio.create_task(collect(streamer, [1, token], LONG)) for token in tokens]
+    await asyncio.sleep(0)  # all of them are in the worker's queue
+    streamer.engine.hold(after=3)
     while streamer.engine.metrics().generated_tokens < 3:  # noqa: ASYNC110  (an engine has no event to wait for)
         await asyncio.sleep(0.001)
+    return requests
 
 
 def run(what):
@@ -92,9 +104,11 @@ def test_closing_the_iterator_aborts_the_request(served):
     streamer, _ = served
 
     async def one_token():
+        streamer.engine.hold(after=3)
         stream = streamer.stream([1, 5], LONG)
         await anext(stream)
         await stream.aclose()
+        streamer.engine.go_on()
         # Behind the abort in the worker's queue.
         return await asyncio.wrap_future(streamer.between_steps(lambda: streamer.engine.metrics().running))
 
@@ -108,9 +122,11 @@ def test_abort_ends_every_stream_and_says_so(served):
     streamer, _ = served
 
     async def abort_after_the_first_tokens():
-        requests = [asyncio.create_task(collect(streamer, [1, token], LONG)) for token in (5, 6, 7)]
-        await some_tokens(streamer)
-        return await streamer.abort(), await asyncio.gather(*requests)
+        requests = await under_way(streamer, 5, 6, 7)
+        aborting = asyncio.create_task(streamer.abort())
+        await asyncio.sleep(0)  # it is in the worker's queue, behind the step that is held
+        streamer.engine.go_on()
+        return await aborting, await asyncio.gather(*requests)
 
     count, answers = run(abort_after_the_first_tokens())
     assert count == 3
@@ -128,9 +144,10 @@ def test_weights_may_change_between_two_steps_and_rollouts_say_where(served):
         streamer.engine.commit_version(4)
 
     async def change_under_way():
-        request = asyncio.create_task(collect(streamer, [1, 5], LONG))
-        await some_tokens(streamer)
-        await asyncio.wrap_future(streamer.between_steps(new_weights))
+        (request,) = await under_way(streamer, 5)
+        changed = streamer.between_steps(new_weights)
+        streamer.engine.go_on()
+        await asyncio.wrap_future(changed)
         return await request
 
     (rollout,) = run(change_under_way())
@@ -238,12 +255,15 @@ def test_an_engine_that_fails_is_not_stepped_until_somebody_asks_again(served, e
 
 def test_closing_ends_open_streams_and_leaves_no_thread(tiny):
     before = set(threading.enumerate())
-    streamer = Streamer(engine(tiny("llama")))
+    streamer = Streamer(Stepwise(engine(tiny("llama"))))
 
     async def close_under_way():
-        request = asyncio.create_task(collect(streamer, [1, 5], LONG))
-        await some_tokens(streamer)
-        await asyncio.to_thread(streamer.close)
+        (request,) = await under_way(streamer, 5)
+        closing = asyncio.create_task(asyncio.to_thread(streamer.close))
+        while not streamer._closed:  # noqa: ASYNC110  (it has no event to wait for)
+            await asyncio.sleep(0.001)
+        streamer.engine.go_on()
+        await closing
         return await request
 
     (rollout,) = run(close_under_way())

@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import openai
 import speaking
+from stepwise import DEADLINE_S, Stepwise  # noqa: F401  (tests take it from here)
 
 from rl_generation.server import Server
 from rl_generation.streaming import Streamer
 from rl_generation.transformers_engine import TransformersEngine
 
 MODEL = "tiny"
-DEADLINE_S = 120
 ANSWER = {"model": MODEL, "prompt": [5, 6, 7], "ignore_eos": True, "seed": 0}
 
 
@@ -98,39 +98,6 @@ class Watched:
 
     def __getattr__(self, name):
         return getattr(self._streamer, name)
-
-
-class Stepwise:
-    """An engine whose steps wait, while it is held: what a test does meanwhile happens between two of them."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self._steps_left = None
-        self._changed = threading.Condition()
-
-    def hold(self, *, after):
-        """Wait before the step that follows the next `after` ones."""
-        self._set(after)
-
-    def go_on(self):
-        self._set(None)
-
-    def _set(self, steps):
-        with self._changed:
-            self._steps_left = steps
-            self._changed.notify_all()
-
-    def step(self):
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._steps_left != 0, DEADLINE_S)
-        deltas = self._engine.step()
-        with self._changed:
-            if self._steps_left and deltas:  # a step may also only clear away what has ended
-                self._steps_left -= 1
-        return deltas
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
 
 
 class Gathering:

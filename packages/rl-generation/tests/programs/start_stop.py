@@ -119,9 +119,9 @@ def cycle(kind: str, path: str) -> list[weakref.ref]:
     return [weakref.ref(each) for each in KINDS[kind](path)]
 
 
-def settle(before: Footprint) -> None:
+def settle(before: Footprint, *, patience_s: float) -> None:
     """Wait a little for threads that have ended to be gone: Python says so before the system does."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + patience_s
     while sum(threads().values()) > sum(before.threads.values()) and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -150,7 +150,8 @@ def main() -> None:
         if number == 0:
             gc.freeze()  # modules, which never go: to look at them each time costs more than a cycle
         outlived.append([type(thing).__name__ for each in made if (thing := each()) is not None])
-        settle((held or [before])[0])
+        # After the first time some may stay for good, and to wait for them is in vain.
+        settle(held[0] if held else before, patience_s=60.0 if held else 10.0)
         held.append(footprint(temporary, seen))
     figures = {"before": before.as_dict(), "after": [each.as_dict() for each in held], "outlived": outlived}
     print(json.dumps(figures), file=answers, flush=True)

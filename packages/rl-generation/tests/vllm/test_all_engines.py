@@ -27,7 +27,7 @@ from rl_generation.verify import verify_logp
 from rl_generation.vllm import VllmAsyncEngine, VllmEngine, VllmOptions
 
 TOLERANCE = 1e-4
-FAIR = 1e-4  # a fair sample fails so often
+FAIR = 1e-6  # a fair sample fails so often, and without a seed each run draws another
 EVERY = pytest.mark.parametrize("name", ["embedded", "vllm", "vllm_async"])
 ONCE, UPON, TIME, CAF, HALF, SECOND_HALF, LAST_BYTE, OP, END = (STORY[i] for i in (0, 1, 3, 6, 7, 8, 14, -3, -2))
 ASCII = range(4, 98)  # tokens of one printable character

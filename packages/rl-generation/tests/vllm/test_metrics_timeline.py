@@ -17,7 +17,10 @@ from rl_generation.vllm import VllmEngine
 
 def test_a_timeline_beside_a_call_counts_what_the_call_returns_and_prometheus_reads_it(checkpoints):
     prompts = tiny.prompts(6)
-    with VllmEngine(tiny.options(checkpoints("llama"))) as engine, MetricsTimeline(engine, interval_s=0.01) as timeline:
+    with (
+        VllmEngine(tiny.options(checkpoints("llama"))) as engine,
+        MetricsTimeline(engine, interval_s=0.01, stop_timeout_s=60) as timeline,
+    ):
         rollouts = engine.generate(prompts, Sampling(max_new_tokens=16, n=2, seed=3))
         text = to_prometheus(engine.metrics(), model_name='a "tiny" \\ model')
     summary = timeline.summary()

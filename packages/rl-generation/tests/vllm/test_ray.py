@@ -48,6 +48,7 @@ def actor():
     environment = {name: value for name, value in os.environ.items() if name in INHERITED or name.startswith("VLLM_")}
     paths = os.pathsep.join(path for path in sys.path if path)
     ray.init(
+        "local",  # whatever else of Ray runs on this machine
         num_cpus=1,
         include_dashboard=False,
         log_to_driver=False,

@@ -28,7 +28,7 @@ def taken():
     own = psutil.Process()
     ports = {each.laddr for each in own.net_connections("inet") if each.status == psutil.CONN_LISTEN}
     threads = {each for each in threading.enumerate() if "rl-generation" in each.name}
-    workers = {each.pid for each in own.children(recursive=True) if "resource_tracker" not in " ".join(each.cmdline())}
+    workers = {each.pid for each in own.children(recursive=True) if not _is_tracker(each)}
     return ports | threads | set(living(workers))
 
 
@@ -76,6 +76,14 @@ class Call:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "it hangs"
         return self.error
+
+
+def _is_tracker(process):
+    """Whether it is Python's own, which lives until its program ends; not one that ends while it is looked at."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _runs(process_id):
