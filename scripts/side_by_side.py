@@ -148,6 +148,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{len(names)} sessions, {at_once} at a time: {', '.join(names)}", flush=True)
     crew = Crew(names, lambda name: [*nox, "--session", name, "--", *posargs], Path(".nox/logs"), at_once)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what runs, as Ctrl-C does
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it would be ignored, also
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # by the sessions, whose tests send it
     ended: list[Ended] = []
     began = time.monotonic()
     for session in crew.run():

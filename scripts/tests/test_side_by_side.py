@@ -18,6 +18,7 @@ import nox
 @nox.session(venv_backend="none", tags=["quick"])
 def good(session):
     session.run("python", "-c", "import sys; print('I was given', *sys.argv[1:])", *session.posargs)
+    session.run("python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)", success_codes=[130, -2])
 
 @nox.session(venv_backend="none", tags=["quick"])
 def bad(session):
@@ -173,8 +174,8 @@ def test_failures_are_told_last_and_in_short(tmp_path):
 def toy(tmp_path):
     (tmp_path / "noxfile.py").write_text(NOXFILE)
 
-    def run(*arguments):
-        command = [sys.executable, str(SCRIPT), *arguments]
+    def run(*arguments, shell=()):
+        command = [*shell, sys.executable, str(SCRIPT), *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("NOX")}
         return subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=240, check=False)
 
@@ -196,6 +197,11 @@ def test_chosen_sessions_get_their_arguments_and_a_success_is_one(toy):
     done = toy("--session", "good", "--", "this", "--and", "that")
     assert (done.returncode, done.stderr) == (0, "")
     assert "I was given this --and that" in done.stdout
+
+
+def test_sessions_hear_an_interrupt_also_where_a_shell_has_put_all_in_the_background(toy):
+    done = toy("--session", "good", shell=["sh", "-c", "trap '' INT QUIT; exec \"$@\"", "sh"])
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_session_that_there_is_not_is_an_error(toy):

@@ -302,6 +302,7 @@ class RayRuntime:
                 f"{needed} processes' worth of CPUs were asked for, and this machine has {here}: shared"
             )
         init(
+            "local",  # and not whatever RAY_ADDRESS or another's `ray start` names
             num_cpus=max(here, int(needed)) if self.placement.device == "cpu" else None,
             include_dashboard=self.config.dashboard,
             dashboard_host=LOOPBACK,
