@@ -167,16 +167,14 @@ class RayRuntime:
         self, role: Role, index: int, *, node: int, slots: tuple[int, ...], threads: int, sees: Literal["own", "all"]
     ) -> tuple[Actor, Pending]:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         name, place = f"{role}-{index}", self.nodes[node]
         log = str(self._run_dir.absolute() / "logs" / f"{name}.log")
         who = Who(role=role, index=index, node=str(place), pid=None, log=log)
         gpus = place.gpus if sees == "all" else tuple(place.gpus[slot] for slot in slots if place.gpus)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if place.gpus else {}
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=node)
         options: dict[str, Any] = {"name": _unused(name), "max_concurrency": threads}
-        options |= {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy}
+        options |= {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": self._on(node)}
         with self._closing:
             if self._closed:  # Ray would start a cluster of its own for it
                 raise ClusterError(f"{name}: the run has ended, and starts no process any more")
@@ -201,10 +199,15 @@ class RayRuntime:
     def _have_stacks_written(self, node: int, pid: int) -> None:
         """By a task on that machine: no other reaches its processes."""
         import ray
+
+        options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._on(node)}
+        ray.remote(write_stacks).options(**options).remote(pid)
+
+    def _on(self, node: int) -> Any:
+        """Where Ray is to put a process."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=node)
-        ray.remote(write_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pid)
+        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=node)
 
     @property
     def actors(self) -> tuple[Actor, ...]:
@@ -354,11 +357,9 @@ class RayRuntime:
         if self.placement.device == "cpu":
             return ()
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self.placement.slots_per_node}
-        keeper = ray.remote(Host).options(scheduling_strategy=strategy, **options).remote({}, None)
+        keeper = ray.remote(Host).options(scheduling_strategy=self._on(index), **options).remote({}, None)
         self._keepers.append(keeper)
         try:
             found: list[str] = ray.get(keeper.accelerators.remote(), timeout=max(1.0, until - time.monotonic()))
