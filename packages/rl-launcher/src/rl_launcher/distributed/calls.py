@@ -19,6 +19,7 @@ from rl_launcher.distributed.failures import (
     died,
     first_cause,
 )
+from rl_launcher.distributed.hosting import write_stacks
 from rl_launcher.distributed.standing import describe, where_they_stand
 
 __all__ = ["Actor", "Pending", "gather", "wait_any"]
@@ -91,9 +92,9 @@ class Pending:
 class Actor:
     """A process of the run, as the driver holds it; `RayRuntime.start_actor` makes it."""
 
-    def __init__(self, handle: Any, *, who: Who, name: str, ip: str, signal: Callable[[int], None]) -> None:
-        """`signal` has the process of a number on the actor's machine write its stacks, and does not wait for it."""
-        self.handle, self.who, self.name, self.ip, self._signal = handle, who, name, ip, signal
+    def __init__(self, handle: Any, *, who: Who, name: str, ip: str, place: Any) -> None:
+        """`place` is what has Ray put a task on the same machine."""
+        self.handle, self.who, self.name, self.ip, self._place = handle, who, name, ip, place
         self.alive = True
         """False once it was seen dead, or was ended."""
 
@@ -143,9 +144,12 @@ class Actor:
         return port
 
     def write_stacks(self) -> None:
-        """Have its process write where its threads are into its log, soon."""
+        """Have its process write where its threads are into its log, soon: by a task beside it, for it answers none."""
+        import ray
+
         if self.pid is not None:
-            self._signal(self.pid)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._place}
+            ray.remote(write_stacks).options(**options).remote(self.pid)
 
     def close(self, *, grace_s: float = 10.0) -> None:
         """Let its object end what it holds (`close`), for `grace_s` seconds at most, and end the process."""

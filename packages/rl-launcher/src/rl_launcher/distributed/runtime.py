@@ -6,7 +6,6 @@ can have several. What Ray itself prints stays in its files.
 """
 
 import contextlib
-import functools
 import os
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 from rl_launcher.distributed.calls import Actor, Pending
 from rl_launcher.distributed.failures import RemoteError, Who
-from rl_launcher.distributed.hosting import Host, write_stacks
+from rl_launcher.distributed.hosting import Host
 from rl_launcher.distributed.placement import Placement
 from rl_launcher.distributed.processes import write_processes
 from rl_launcher.errors import LauncherError
@@ -179,8 +178,7 @@ class RayRuntime:
             if self._closed:  # Ray would start a cluster of its own for it
                 raise ClusterError(f"{name}: the run has ended, and starts no process any more")
             handle = ray.remote(Host).options(**options).remote({**self.config.env_vars, **visible}, log)
-            signal = functools.partial(self._have_stacks_written, node)
-            actor = Actor(handle, who=who, name=name, ip=place.ip, signal=signal)
+            actor = Actor(handle, who=who, name=name, ip=place.ip, place=self._on(node))
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
 
@@ -195,13 +193,6 @@ class RayRuntime:
         finally:
             self._starting.discard(actor)
         return actor
-
-    def _have_stacks_written(self, node: int, pid: int) -> None:
-        """By a task on that machine: no other reaches its processes."""
-        import ray
-
-        options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._on(node)}
-        ray.remote(write_stacks).options(**options).remote(pid)
 
     def _on(self, node: int) -> Any:
         """Where Ray is to put a process."""
