@@ -75,7 +75,7 @@ def test_who_writes_nothing_is_waited_for_as_long_as_was_said_and_has_no_stack(s
 def test_those_at_one_place_are_told_together_and_the_odd_one_apart():
     same, odd = 'File "a.py", line 3 in all_reduce', 'File "b.py", line 7 in sleeps'
     stacks = [same, odd, same, ""]
-    said = describe([Standing(who=who(index), stack=stack) for index, stack in enumerate(stacks)])
+    said = describe([Standing(who=who(index), stack=stack) for index, stack in enumerate(stacks)], num_late=6)
     assert said.splitlines() == [
         "Where they stood, innermost call first:",
         "  trainer rank 0 (node-a, pid 4711), trainer rank 2 (node-a, pid 4711):",
@@ -83,14 +83,15 @@ def test_those_at_one_place_are_told_together_and_the_odd_one_apart():
         "  trainer rank 1 (node-a, pid 4711):",
         f"    {odd}",
         "  trainer rank 3 (node-a, pid 4711):",
-        "    wrote no stack: it is stopped, or in code that cannot be interrupted",
+        "    wrote no stack in time: it is stopped, or this machine does not see its log",
+        "  2 more have not answered, and were not asked",
     ]
     error = RemoteTimeoutError(who=who(0), call="refit", timeout_s=3.0, key="cluster.call_timeout_s", stacks=said)
     assert said in str(error)
 
 
 def test_without_any_stack_the_error_says_how_to_find_one():
-    assert describe([Standing(who=who(0), stack="")]) == ""
+    assert describe([Standing(who=who(0), stack="")], num_late=1) == ""
     assert innermost("nothing of the kind") == ""
     error = RemoteTimeoutError(who=who(0), call="refit", timeout_s=3.0, key="cluster.call_timeout_s")
     assert "py-spy dump --pid 4711" in str(error)

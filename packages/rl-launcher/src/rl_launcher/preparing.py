@@ -132,12 +132,13 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> L
     measured = bad.each(plan.held_out_demonstrations, imitated, what="held-out answers to imitate")
     pairs = bad.each(plan.pairs, preferred, what="pairs")
     held_out_pairs = bad.each(plan.held_out_pairs, preferred, what="held-out pairs")
-    askable = [prompt for prompt in bad.without(held_out) if context.leaves_room_for_an_answer(prompt)]
+    readable = bad.without(held_out)
+    askable = [prompt for prompt in readable if context.leaves_room_for_an_answer(prompt)]
     return Lessons(
         chat=chat,
         prompts=bad.without(prompts),
         held_out=askable,
-        unasked=len(bad.without(held_out)) - len(askable),
+        unasked=len(readable) - len(askable),
         demonstrations=bad.without(demonstrations),
         held_out_demonstrations=bad.without(measured),
         pairs=_examples(bad.without(pairs), bad.without(held_out_pairs)) if plan.pairs else None,

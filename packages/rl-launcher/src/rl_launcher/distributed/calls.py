@@ -230,4 +230,4 @@ def gather(
 
 def _stacks(waiting: Sequence[Pending], *, timeout_s: float) -> str:
     late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
-    return describe(where_they_stand(late, timeout_s=timeout_s)) if timeout_s else ""
+    return describe(where_they_stand(late, timeout_s=timeout_s), num_late=len(late)) if timeout_s else ""

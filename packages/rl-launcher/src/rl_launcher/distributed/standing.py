@@ -15,12 +15,12 @@ from rl_launcher.distributed.failures import Who
 __all__ = ["Standing", "describe", "innermost", "where_they_stand"]
 
 MOST = 64
-"""Processes that are asked."""
+"""Processes that are asked, each by a task on its machine; `describe` counts the others."""
 
 FRAMES = 8
 """Calls of each stack that are shown, from the innermost."""
 
-NO_STACK = "wrote no stack: it is stopped, or in code that cannot be interrupted"
+NO_STACK = "wrote no stack in time: it is stopped, or this machine does not see its log"
 
 PAUSE_S = 0.1
 
@@ -37,7 +37,7 @@ class Standing:
 
 
 def where_they_stand(late: Sequence[tuple[Who, Callable[[], None]]], *, timeout_s: float) -> list[Standing]:
-    """Ask each, and read what it wrote into its log.
+    """Ask the first `MOST`, and read what each wrote into its log.
 
     Args:
         late: who has not answered, and what has its process write its stacks.
@@ -67,8 +67,8 @@ def innermost(text: str) -> str:
     return "\n".join([line.strip() for line in lines if line.startswith("  File ")][:FRAMES])
 
 
-def describe(standing: Sequence[Standing]) -> str:
-    """Who stands where, those at one place together; empty where nothing is known."""
+def describe(standing: Sequence[Standing], *, num_late: int) -> str:
+    """Who stands where, those at one place together, and how many of `num_late` nobody asked; empty without stacks."""
     places: dict[str, list[Who]] = {}
     for each in standing:
         places.setdefault(each.stack, []).append(each.who)
@@ -78,6 +78,8 @@ def describe(standing: Sequence[Standing]) -> str:
     for stack, there in places.items():
         lines.append(f"  {', '.join(map(str, there))}:")
         lines += [f"    {line}" for line in (stack or NO_STACK).splitlines()]
+    if num_late > len(standing):
+        lines.append(f"  {num_late - len(standing)} more have not answered, and were not asked")
     return "\n".join(lines)
 
 
