@@ -208,11 +208,11 @@ def integration_vllm(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON, tags=["quick"])
 def trackers(session: nox.Session) -> None:
-    """Test rl-launcher's logging through the clients of Weights & Biases, MLflow and trackio, none of them online."""
-    launcher = HOUSE.packages["rl-launcher"]
-    clients = [line for name in ("wandb", "mlflow", "trackio") for line in launcher.optional_dependencies(name)]
-    install(session, HOUSE, ["rl-launcher"], groups=["test"], requirements=clients)
-    session.run("pytest", "packages/rl-launcher/tests/test_trackers.py", *session.posargs, env=OFFLINE)
+    """Test rl-observe through the clients of Weights & Biases, MLflow and trackio, none of them online."""
+    observe = HOUSE.packages["rl-observe"]
+    clients = [line for name in ("wandb", "mlflow", "trackio") for line in observe.optional_dependencies(name)]
+    install(session, HOUSE, ["rl-observe"], groups=["test"], requirements=clients)
+    session.run("pytest", "packages/rl-observe/tests/test_trackers.py", *session.posargs, env=OFFLINE)
 
 
 @nox.session(python=PYTHON, default=False)

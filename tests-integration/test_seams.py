@@ -24,12 +24,12 @@ from rl_generation import (
     VllmAsyncEngine,
     VllmEngine,
 )
-from rl_launcher import parts
-from rl_launcher.distributed.colocation import TurnEngine, TurnModel, TurnPolicy, TurnSync
-from rl_launcher.distributed.refitting import RayWeightSync
-from rl_launcher.distributed.serving import RayEngine
-from rl_launcher.distributed.trainers import RayModel, RayPolicy
-from rl_launcher.recipe_schema import PolicyConfig
+from rl_launcher import run_parts as parts
+from rl_launcher.ray.colocation import TurnEngine, TurnModel, TurnPolicy, TurnSync
+from rl_launcher.ray.engine_pool import RayEngine
+from rl_launcher.ray.policy import RayModel, RayPolicy
+from rl_launcher.ray.refit import RayWeightSync
+from rl_launcher.schema import PolicyConfig
 from rl_launcher.seeding import SeededEngine
 from rl_launcher.weight_sync import WeightSync
 from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource

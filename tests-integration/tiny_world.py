@@ -23,8 +23,7 @@ from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Rollout, Sampling, Streamer, TransformersEngine
 from rl_launcher.quickstart.sort_digits import dataset, reward
 from rl_launcher.quickstart.tiny_model import character_tokenizer
-from rl_launcher.weight_source import weight_source
-from rl_launcher.weight_sync import WeightSync
+from rl_launcher.weight_sync import WeightSync, weight_source
 from rl_refit import ModuleSink, Refit, RefitReport
 
 SAMPLING = Sampling(max_new_tokens=9, temperature=1.0)

@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from rl_launcher.distributed.placement import EnginePlace, Placement, RankPlace
-from rl_launcher.distributed.runtime import RayRuntime
-from rl_launcher.recipe_schema import ClusterConfig
+from rl_launcher.ray.cluster import RayRuntime
+from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace
+from rl_launcher.schema import ClusterConfig
 
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}

@@ -31,7 +31,7 @@ from rl_backends import (
 )
 from rl_generation import Sampling, TransformersEngine
 from rl_launcher.quickstart.sort_digits import dataset, reward
-from rl_launcher.weight_source import weight_source
+from rl_launcher.weight_sync import weight_source
 from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
 
 CONFIG = grpo.GRPOConfig(max_num_steps=4, num_prompts=8, num_generations_per_prompt=8)

@@ -11,12 +11,12 @@ from pathlib import Path
 from tiny_world import World
 
 from rl_backends import DTensorConfig, OptimizerConfig
-from rl_launcher.distributed.placement import EnginePlace, Placement, RankPlace
-from rl_launcher.distributed.runtime import RayRuntime
-from rl_launcher.distributed.serve import Served, serve
-from rl_launcher.distributed.trainers import RayPolicy, TrainerSpec, start_trainers
 from rl_launcher.quickstart.tiny_model import character_tokenizer
-from rl_launcher.recipe_schema import (
+from rl_launcher.ray.cluster import RayRuntime
+from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace
+from rl_launcher.ray.policy import RayPolicy, TrainerSpec, start_trainers
+from rl_launcher.ray.start_engines import Served, serve
+from rl_launcher.schema import (
     ClusterConfig,
     DataConfig,
     EnvironmentConfig,
@@ -25,8 +25,8 @@ from rl_launcher.recipe_schema import (
     PolicyConfig,
     Recipe,
 )
-from rl_launcher.recipe_schema.generation import ColocatedConfig, ResourcesConfig, VllmConfig
-from rl_launcher.recipe_schema.stages import AsyncConfig
+from rl_launcher.schema.policy import ColocatedConfig, ResourcesConfig, VllmConfig
+from rl_launcher.schema.stages import AsyncConfig
 from rl_refit import RefitConfig
 
 PATIENCE_S = 420  # for what takes seconds on an idle machine

@@ -11,8 +11,8 @@ if find_spec("ray") is None:
 from engines_world import in_thread, kill, make_world, wait_until
 
 from rl_generation import PromptError, Sampling
-from rl_launcher.distributed.engines import EngineDiedError
-from rl_launcher.errors import LauncherError
+from rl_launcher.errors import Refusal
+from rl_launcher.ray.engines import EngineDiedError
 
 SAMPLING = Sampling(max_new_tokens=9, seed=3)
 LONG = Sampling(max_new_tokens=80, seed=4, ignore_eos=True)
@@ -22,7 +22,7 @@ LONG = Sampling(max_new_tokens=80, seed=4, ignore_eos=True)
 def world(tmp_path_factory, ray_cluster):
     """Two engines of transformers' and a policy of one rank, all actors."""
     world = make_world(tmp_path_factory.mktemp("run"), num_engines=2)
-    with pytest.raises(LauncherError, match="no refit has been committed"):
+    with pytest.raises(Refusal, match="no refit has been committed"):
         world.engine.generate([[1, 5, 7]], SAMPLING)
     world.weight_sync(version=0)
     world.tiny.weight_sync(version=0)

@@ -12,13 +12,13 @@ import threading
 from engines_world import ENV, PATIENCE_S, in_thread, kill, wait_until
 from launched import gone
 
-from rl_launcher.distributed.engines import LOOPBACK, EngineGroup, EngineLimits
-from rl_launcher.distributed.placement import EnginePlace, Placement
-from rl_launcher.distributed.runtime import ClusterError, RayRuntime
 from rl_launcher.engines import EngineSpec
-from rl_launcher.errors import LauncherError
+from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.recipe_schema import ClusterConfig, GenerationConfig
+from rl_launcher.ray.cluster import ClusterError, RayRuntime
+from rl_launcher.ray.engines import LOOPBACK, EngineGroup, EngineLimits
+from rl_launcher.ray.placement import EnginePlace, Placement
+from rl_launcher.schema import ClusterConfig, GenerationConfig
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def replacing(runtime, tmp_path):
 def is_closed(engines):
     try:
         engines.serving()
-    except LauncherError:
+    except Refusal:
         return True
     return False
 

@@ -29,15 +29,15 @@ from trainers_world import (
 )
 
 from rl_backends import DTensorBackend, DTensorConfig, ModelError, OptimizerConfig
-from rl_launcher.checkpointing.sharing import SharedFolder
-from rl_launcher.distributed.failures import RemoteFailedError, RemoteTimeoutError, TrainerDiedError
-from rl_launcher.distributed.placement import plan_placement
-from rl_launcher.distributed.runtime import ClusterError, RayRuntime
-from rl_launcher.distributed.trainers import start_trainers
-from rl_launcher.distributed.training_worker import TrainerSpec
-from rl_launcher.errors import LauncherError
+from rl_launcher.checkpoints.disk import SharedFolder
+from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.recipe_schema.logger import ProfilerConfig
+from rl_launcher.ray.cluster import ClusterError, RayRuntime
+from rl_launcher.ray.failures import RemoteFailedError, RemoteTimeoutError, TrainerDiedError
+from rl_launcher.ray.placement import plan_placement
+from rl_launcher.ray.policy import start_trainers
+from rl_launcher.ray.training_worker import TrainerSpec
+from rl_observe.config import ProfilerConfig
 
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=1.0, max_grad_norm=1.0)  # eps so large makes a step nearly the gradient itself
 STANDS_STILL = b"I stand still"
@@ -185,7 +185,7 @@ def test_a_rank_that_does_not_see_the_run_directory_is_named(two_ranks, tmp_path
         one_sees = f"/proc/self/task/{runtime.actors[0].pid}/cgroup"  # no such thread in the other process
         seen = policy.sees(one_sees, Path(f"/proc/{runtime.actors[0].pid}/cgroup").read_text())
         assert list(seen.values()) == [True, False]
-        with pytest.raises(LauncherError, match=r"is not the same folder for trainer rank 1 \(") as caught:
+        with pytest.raises(Refusal, match=r"is not the same folder for trainer rank 1 \(") as caught:
             probe.require(seen)
     assert "rank 0" not in str(caught.value)
 

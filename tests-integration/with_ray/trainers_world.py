@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
 
 RECIPE = """
 run_dir: {folder}/run

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_algorithms.chat import Chat
 from rl_algorithms.data import ShuffledBatches
-from rl_launcher.recipe import load_object
+from rl_launcher.recipe_files import load_object
 
 
 def prompts_of(job: same.Job, tokenizer) -> Dataset:

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import run
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import run
+from rl_launcher.schema import Recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RUNTIMES = {"in_process": "quickstart.yaml", "ray": "quickstart-ray.yaml"}

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rl_launcher.recording import Recorder
+from rl_launcher.run.record import Recorder
 
 # Timings decide nothing: by default an example that takes 0.2 s, as any may on a busy machine, fails its test.
 settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,20 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_launcher.checkpointing import CheckpointError, export, find_latest, list_checkpoints
-from rl_launcher.checkpointing.changes import changed_keys, check_changes
-from rl_launcher.checkpointing.claim import claimed
-from rl_launcher.checkpointing.files import appearing, write_text
-from rl_launcher.checkpointing.history import cut_history
-from rl_launcher.checkpointing.packing import pack, unpack
-from rl_launcher.checkpointing.retention import due, to_keep
-from rl_launcher.checkpointing.sharing import SharedFolder, sees
-from rl_launcher.checkpointing.space import DiskSpaceError, bytes_needed, check_space
-from rl_launcher.errors import LauncherError, RunStoppedError
-from rl_launcher.observe import RunDirectory, read_events
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import CheckpointingConfig, Recipe
-from rl_launcher.running import resume, run
+from rl_launcher.checkpoints import CheckpointError, export, find_latest, list_checkpoints
+from rl_launcher.checkpoints.disk import DiskSpaceError, SharedFolder, bytes_needed, check_space, claimed, sees
+from rl_launcher.checkpoints.folders import appearing, write_text
+from rl_launcher.checkpoints.progress import pack, unpack
+from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
+from rl_launcher.checkpoints.save import cut_history, due, to_keep
+from rl_launcher.errors import Refusal, RunStoppedError
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import resume, run
+from rl_launcher.schema import CheckpointingConfig, Recipe
+from rl_observe import RunDirectory, read_events
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ CHANGES = {
 
 def test_what_changes_the_curve_may_not_change_when_a_run_goes_on():
     check_changes(CHANGES)
-    with pytest.raises(LauncherError, match=r"grpo\.optimizer\.lr \(0\.1 -> 0\.2\), seed \(0 -> 1\) cannot change"):
+    with pytest.raises(Refusal, match=r"grpo\.optimizer\.lr \(0\.1 -> 0\.2\), seed \(0 -> 1\) cannot change"):
         check_changes({**CHANGES, "grpo.optimizer.lr": (0.1, 0.2), "seed": (0, 1)})
     assert changed_keys({"a": {"b": 1}, "c": None}, {"a": {"b": 1}, "c": {"d": 2}}) == {"c": (None, {"d": 2})}
 
@@ -159,7 +156,7 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_by_its_name(tmp_path):
         same_name = other / probe.path.rpartition("/")[2]
         same_name.write_text("of another run")
         blind = {"rank 0": True, "rank 1 on b": sees(str(same_name), probe.token), "rank 2": sees("none", "x")}
-        with pytest.raises(LauncherError, match=r"not the same folder for rank 1 on b, rank 2: .* every node mounts"):
+        with pytest.raises(Refusal, match=r"not the same folder for rank 1 on b, rank 2: .* every node mounts"):
             probe.require(blind)
     assert not (tmp_path / "checkpoints").exists()
 
@@ -170,7 +167,7 @@ def test_a_run_is_carried_by_one_process_at_a_time(recipe, tmp_path, monkeypatch
         with pytest.raises(RunStoppedError):
             run_recipe(recipe)
     directory = RunDirectory.open(tmp_path / "run")
-    with claimed(directory), pytest.raises(LauncherError, match=f"carried on already, by process {os.getpid()} of "):
+    with claimed(directory), pytest.raises(Refusal, match=f"carried on already, by process {os.getpid()} of "):
         resume(directory.path)
     assert not (directory.path / ".claimed").exists()
     assert resume(directory.path)["steps"] == 14
@@ -191,7 +188,7 @@ def test_checkpoints_are_kept_as_the_recipe_says_and_a_finished_run_keeps_them(r
     assert max(each.metric for each in found) == best
     assert len(found) in {2, 3}
     assert all(path.name.startswith("step_") for path in (tmp_path / "run" / "checkpoints").iterdir())
-    with pytest.raises(LauncherError, match="it has finished"):
+    with pytest.raises(Refusal, match="it has finished"):
         resume(tmp_path / "run")
 
 
@@ -218,7 +215,7 @@ def test_a_run_is_not_resumed_as_another_run(recipe, tmp_path, monkeypatch, stop
         with pytest.raises(RunStoppedError):
             run_recipe(recipe)
     before = (tmp_path / "run" / "recipe.yaml").read_text()
-    with pytest.raises(LauncherError, match=r"grpo\.optimizer\.lr \(0\.01 -> 0\.02\) cannot change"):
+    with pytest.raises(Refusal, match=r"grpo\.optimizer\.lr \(0\.01 -> 0\.02\) cannot change"):
         resume(tmp_path / "run", ["grpo.optimizer.lr=0.02"])
     assert (tmp_path / "run" / "recipe.yaml").read_text() == before
 
@@ -279,11 +276,11 @@ def test_a_model_is_exported_from_a_run_and_from_any_of_its_checkpoints(recipe, 
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
     assert transformers.AutoTokenizer.from_pretrained(newest).chat_template
-    with pytest.raises(LauncherError, match="exists already, and nothing is overwritten"):
+    with pytest.raises(Refusal, match="exists already, and nothing is overwritten"):
         export(tmp_path / "run", last)
-    with pytest.raises(LauncherError, match=r"step_00000005 is not there; checkpoints of this run: step_00000002, "):
+    with pytest.raises(Refusal, match=r"step_00000005 is not there; checkpoints of this run: step_00000002, "):
         export(tmp_path / "run", tmp_path / "none", step=5)
     (tmp_path / "run" / "checkpoints" / "step_00000006" / "policy" / "checkpoint.json").write_text("{}")
-    with pytest.raises(LauncherError, match=r"checkpoint\.json is not what was written"):
+    with pytest.raises(Refusal, match=r"checkpoint\.json is not what was written"):
         export(tmp_path / "run", tmp_path / "none", step=6)
     assert not (tmp_path / "none").exists()

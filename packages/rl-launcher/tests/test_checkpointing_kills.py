@@ -10,21 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_launcher.checkpointing import unfinished_of
-from rl_launcher.observe import RunDirectory, read_events
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import resume, run
+from rl_launcher.checkpoints import unfinished_of
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import resume, run
+from rl_launcher.schema import Recipe
+from rl_observe import RunDirectory, read_events
 
 # Runs a recipe, and is killed before the n-th call of a function.
 PROGRAM = """
     import functools, os, signal, sys
-    from rl_launcher.checkpointing import files, keeper, saving
+    from rl_launcher.checkpoints import files, keeper, saving
     from rl_launcher import ending, supervising
-    from rl_launcher.recipe import load_recipe
-    from rl_launcher.recipe_schema import Recipe
-    from rl_launcher.recording import Recorder
-    from rl_launcher.running import run
+    from rl_launcher.recipe_files import load_recipe
+    from rl_launcher.schema import Recipe
+    from rl_launcher.run.record import Recorder
+    from rl_launcher.run.run import run
     from rl_backends import DTensorBackend
 
     places = {

@@ -7,9 +7,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from rl_launcher.bundled_recipes import shipped_recipes
 from rl_launcher.cli import app
 from rl_launcher.cli.arguments import complete_keys, complete_recipes
-from rl_launcher.shipped import shipped_recipes
 
 COMMANDS = {
     "run",
@@ -211,8 +211,8 @@ def test_a_translation_lists_what_it_drops_where_asked_and_its_exit_code_says_wh
 
 
 def test_explain_names_a_shipped_recipe_and_not_the_folder_that_it_is_installed_in():
-    from rl_launcher.recipe import load_recipe
-    from rl_launcher.recipe_schema import Recipe
+    from rl_launcher.recipe_files import load_recipe
+    from rl_launcher.schema import Recipe
 
     text = load_recipe(shipped_recipes()["grpo"], schema=Recipe).explain()
     assert "  shipped grpo.yaml:" in text

@@ -15,15 +15,14 @@ import torch
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Sampling
-from rl_launcher.distributed.colocation import TurnEngine, TurnPolicy, Turns, TurnSync
-from rl_launcher.distributed.engine_worker import EngineWorker
-from rl_launcher.distributed.engines import EngineGroup, EngineLimits
-from rl_launcher.distributed.serving import RayEngine
 from rl_launcher.engines import EngineSpec
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.recipe_schema import GenerationConfig
-from rl_launcher.weight_source import weight_source
-from rl_launcher.weight_sync import WeightSync
+from rl_launcher.ray.colocation import TurnEngine, TurnPolicy, Turns, TurnSync
+from rl_launcher.ray.engine_pool import RayEngine
+from rl_launcher.ray.engine_worker import EngineWorker
+from rl_launcher.ray.engines import EngineGroup, EngineLimits
+from rl_launcher.schema import GenerationConfig
+from rl_launcher.weight_sync import WeightSync, weight_source
 from rl_refit import Refit, RefitError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_generation import Sampling
-from rl_launcher.distributed.dealing import deal
+from rl_launcher.ray.engine_pool import deal
 
 SHORT = Sampling(max_new_tokens=4)
 

@@ -12,14 +12,30 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rl_launcher.doctor.diagnosis import Diagnosis
-from rl_launcher.doctor.features import EXTRAS, NEEDS, PACKAGES, verdicts
-from rl_launcher.doctor.finding import Finding
-from rl_launcher.doctor.machine import descriptors, disk, hub_cache, memory, shared_memory
-from rl_launcher.doctor.matrix import installed_versions, match, matrix
-from rl_launcher.doctor.parts import collectives, ray, tensorboard, torch
-from rl_launcher.doctor.screen import render
-from rl_launcher.doctor.trying import ask
+from rl_launcher.checks.doctor import (
+    EXTRAS,
+    NEEDS,
+    PACKAGES,
+    Diagnosis,
+    installed_versions,
+    match,
+    matrix,
+    render,
+    verdicts,
+)
+from rl_launcher.checks.doctor_findings import (
+    Finding,
+    ask,
+    collectives,
+    descriptors,
+    disk,
+    hub_cache,
+    memory,
+    ray,
+    shared_memory,
+    tensorboard,
+    torch,
+)
 
 PATIENCE_S = 200.0
 PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
@@ -182,9 +198,9 @@ def test_the_doctor_imports_nothing_heavy_and_prints_one_line_of_json():
     # Nothing is tried, so that only what the doctor itself imports is there.
     code = (
         "import sys\n"
-        "import rl_launcher.doctor.diagnosis as d\n"
+        "import rl_launcher.checks.doctor as d\n"
         "d._findings = lambda versions, timeout_s: ()\n"
-        "from rl_launcher.doctor import doctor\n"
+        "from rl_launcher.checks.doctor import doctor\n"
         "code = doctor(json=True)\n"
         "print(code, [name for name in ('torch', 'ray', 'vllm', 'transformers') if name in sys.modules])\n"
     )

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from rl_algorithms import dpo
 from rl_algorithms.data import PreferenceRow, read_rows, split_held_out
 from rl_algorithms.preferences.pairs import pairs_from_rows
-from rl_launcher.building import build
-from rl_launcher.errors import LauncherError, RunStoppedError
-from rl_launcher.explaining import explain
-from rl_launcher.recipe import RecipeError, load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import resume, run
-from rl_launcher.stages import pairs as stage_pairs
+from rl_launcher.build import build
+from rl_launcher.checks.explain import explain
+from rl_launcher.errors import Refusal, RunStoppedError
+from rl_launcher.recipe_files import RecipeError, load_recipe
+from rl_launcher.run.run import resume, run
+from rl_launcher.run.stages import dpo as stage_pairs
+from rl_launcher.schema import Recipe
 
 RECIPE = """
     run_dir: {folder}/run
@@ -261,7 +261,7 @@ def test_a_run_does_not_go_on_with_other_pairs(preferences, tmp_path, monkeypatc
         with pytest.raises(RunStoppedError):
             run(load(preferences))
     write_pairs(tmp_path, [{**row, "rejected": "3"} for row in PAIRS])
-    with pytest.raises(LauncherError, match="the data are no longer those that the run"):
+    with pytest.raises(Refusal, match="the data are no longer those that the run"):
         resume(tmp_path / "run")
 
 
@@ -273,7 +273,7 @@ def test_keys_of_sampling_are_refused_beside_given_pairs(preferences, key):
 
 
 def test_pairs_of_a_function_and_sampled_pairs_without_a_reward_are_refused(preferences):
-    with pytest.raises(LauncherError, match=r"dpo\.pairs=data reads .* chosen and rejected.* is a function"):
+    with pytest.raises(Refusal, match=r"dpo\.pairs=data reads .* chosen and rejected.* is a function"):
         run(load(preferences, "data.source=rl_launcher.quickstart.sort_digits:dataset"))
     with pytest.raises(RecipeError, match=r"dpo\.pairs=data"):
         load(preferences, "dpo.pairs=sampled")

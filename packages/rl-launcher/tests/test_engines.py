@@ -9,9 +9,9 @@ from rl_backends import DTensorBackend, DTensorConfig
 from rl_generation import ModelError, Sampling
 from rl_launcher.engines import EngineSpec, dtypes_of, make_engine, make_in_process
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.recipe_schema import GenerationConfig
-from rl_launcher.recipe_schema.generation import VllmConfig
-from rl_launcher.weight_source import weight_source
+from rl_launcher.schema import GenerationConfig
+from rl_launcher.schema.policy import VllmConfig
+from rl_launcher.weight_sync import weight_source
 from rl_refit import Refit
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=0.0)

@@ -3,10 +3,10 @@
 import gc
 import weakref
 
-from rl_launcher.garbage import long_lived
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import run
+from rl_launcher.gc_freeze import long_lived
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import run
+from rl_launcher.schema import Recipe
 
 
 class Knot:

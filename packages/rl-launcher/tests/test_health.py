@@ -12,20 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_backends import DTensorBackend
-from rl_launcher import distributed
-from rl_launcher.building import build
-from rl_launcher.checkpointing import list_checkpoints
-from rl_launcher.checkpointing.space import DiskSpaceError
-from rl_launcher.distributed.engines import EngineDiedError
-from rl_launcher.ending import weights_lost
+from rl_launcher import ray as distributed
+from rl_launcher.build import build
+from rl_launcher.checkpoints import list_checkpoints
+from rl_launcher.checkpoints.disk import DiskSpaceError
 from rl_launcher.errors import ConditionError, RestartableError, RunStoppedError
-from rl_launcher.health import CONDITIONS, Happenings, Watch, conditions_table, is_disk_full, name_of
-from rl_launcher.interruption import Interruption
-from rl_launcher.observe import RunDirectory, read_events
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import ClusterConfig, HealthConfig, Recipe
-from rl_launcher.running import resume, run
-from rl_launcher.supervising import Run, supervise
+from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import Run, resume, run, supervise, weights_lost
+from rl_launcher.run.signals import Interruption
+from rl_launcher.schema import ClusterConfig, HealthConfig, Recipe
+from rl_observe import RunDirectory, read_events
+from rl_observe.health import CONDITIONS, EventQueue, Watch, conditions_table, is_disk_full, name_of
 
 NAMES = {each.name for each in CONDITIONS}
 
@@ -33,7 +31,7 @@ NAMES = {each.name for each in CONDITIONS}
 def noticed(config, rewards, **values):
     watch = Watch(config)
     return [
-        (step, each.happening.name, each.stop)
+        (step, each.event.name, each.stop)
         for step, reward in enumerate(rewards)
         for each in watch.observe("grpo", {"reward": reward, **values})
     ]
@@ -57,7 +55,7 @@ def test_engine_and_trainer_that_disagree_are_told_by_the_number():
     watch = Watch(HealthConfig(max_token_mult_prob_error=1.02))
     assert watch.observe("grpo", {"token_mult_prob_error": 1.01}) == []
     (found,) = watch.observe("grpo", {"token_mult_prob_error": 1.03})
-    assert "token_mult_prob_error=1.03 is above health.max_token_mult_prob_error=1.02" in found.happening.message
+    assert "token_mult_prob_error=1.03 is above health.max_token_mult_prob_error=1.02" in found.event.message
     assert not found.stop
     assert watch.observe("grpo", {"token_mult_prob_error": 1.04}) == []
 
@@ -161,10 +159,10 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint_whole(recipe
 
 
 def test_what_parts_tell_from_anywhere_is_told_with_the_step():
-    happenings = Happenings()
-    happenings.add("engine_restarted", "engine 1 died", "restarted")
-    assert [each.name for each in happenings.take()] == ["engine_restarted"]
-    assert happenings.take() == []
+    events = EventQueue()
+    events.add("engine_restarted", "engine 1 died", "restarted")
+    assert [each.name for each in events.take()] == ["engine_restarted"]
+    assert events.take() == []
 
 
 def names_told():

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rl_backends import DTensorBackend
-from rl_launcher.checkpointing import export
-from rl_launcher.checkpointing.folders import read_checkpoint
-from rl_launcher.checkpointing.progress import data_digest
+from rl_launcher.checkpoints import export
+from rl_launcher.checkpoints.folders import read_checkpoint
+from rl_launcher.checkpoints.progress import data_digest
 from rl_launcher.cli import app
-from rl_launcher.errors import LauncherError, RunStoppedError
-from rl_launcher.interruption import Interruption, keep_signals
-from rl_launcher.observe import RunDirectory, read_events
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import resume, run
+from rl_launcher.errors import Refusal, RunStoppedError
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import resume, run
+from rl_launcher.run.signals import Interruption, keep_signals
+from rl_launcher.schema import Recipe
+from rl_observe import RunDirectory, read_events
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -173,7 +173,7 @@ def test_a_run_may_be_interrupted_twice(recipe, tmp_path, monkeypatch, newest, s
 
 def test_a_finished_run_has_nothing_to_resume(recipe, tmp_path):
     run(load_recipe(recipe, schema=Recipe))
-    with pytest.raises(LauncherError, match="nothing to resume: it has finished"):
+    with pytest.raises(Refusal, match="nothing to resume: it has finished"):
         resume(tmp_path / "run")
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_fails_in_the_middle_of_a_batch_goes_on_from_the_last_checkpo
         assert resume(tmp_path / "run")["steps"] == 14
     else:
         assert f"rl-launcher export {half} FOLDER" in str(stopped.value)
-        with pytest.raises(LauncherError, match="nothing to resume: it failed in the middle of a batch"):
+        with pytest.raises(Refusal, match="nothing to resume: it failed in the middle of a batch"):
             resume(tmp_path / "run")
         assert (export(half, tmp_path / "half") / "model.safetensors").is_file()
 
@@ -221,7 +221,7 @@ def test_a_run_is_not_resumed_on_other_data(recipe, tmp_path, monkeypatch, inter
     interrupt()
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace("5+0", "5+4"))
-    with pytest.raises(LauncherError, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data are no longer those"):
         resume(tmp_path / "run")
     (tmp_path / "rows.jsonl").write_text(rows)
     assert resume(tmp_path / "run")["steps"] == 14
@@ -231,7 +231,7 @@ def test_a_run_is_not_resumed_on_other_answers_to_the_same_prompts(recipe, tmp_p
     interrupt()
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('"answer": "3"', '"answer": "4"'))
-    with pytest.raises(LauncherError, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data are no longer those"):
         resume(tmp_path / "run")
 
 
@@ -315,14 +315,14 @@ def test_a_fingerprint_of_data_is_the_same_in_every_process():
 def test_a_run_is_resumed_from_where_it_was_started(recipe, tmp_path, monkeypatch, interrupt):
     interrupt()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LauncherError, match="resume it there"):
+    with pytest.raises(Refusal, match="resume it there"):
         resume(tmp_path / "run")
 
 
 def test_a_damaged_state_is_named(recipe, tmp_path, monkeypatch, newest, interrupt):
     interrupt()
     (newest(tmp_path / "run") / "progress.json").write_text('{"stage": "grpo"')
-    with pytest.raises(LauncherError, match=r"progress\.json is not what was written: missing or damaged; restore it"):
+    with pytest.raises(Refusal, match=r"progress\.json is not what was written: missing or damaged; restore it"):
         resume(tmp_path / "run")
 
 
@@ -356,7 +356,7 @@ def test_before_a_run_trains_a_signal_ends_it_at_once_and_leaves_nothing(recipe,
     def signalled(_recipe, **_named):
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("rl_launcher.running.build", signalled)
+    monkeypatch.setattr("rl_launcher.run.run.build", signalled)
     result = CliRunner().invoke(app, ["run", str(recipe)])
     assert result.exit_code == 130
     assert "interrupted before training began; nothing was written" in " ".join(result.output.split())
@@ -383,7 +383,7 @@ def test_a_report_that_cannot_be_written_takes_nothing_from_a_finished_run(recip
     def full(_directory):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rl_launcher.ending.write_report", full)
+    monkeypatch.setattr("rl_launcher.run.run.write_report", full)
     result = CliRunner().invoke(app, ["run", str(recipe)])
     assert result.exit_code == 0, result.output
     assert "not written: [Errno 28] No space left on device" in " ".join(result.stderr.split())

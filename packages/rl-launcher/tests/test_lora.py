@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from rl_backends import ModelError, OptimizerConfig
 from rl_backends.lora import adapters_disabled
-from rl_launcher import building
+from rl_launcher import build as building
+from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
-from rl_launcher.errors import LauncherError, RunStoppedError
-from rl_launcher.explaining import explain
-from rl_launcher.recipe import RecipeError, load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import resume, run
+from rl_launcher.errors import Refusal, RunStoppedError
+from rl_launcher.recipe_files import RecipeError, load_recipe
+from rl_launcher.run.run import resume, run
+from rl_launcher.schema import Recipe
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -114,7 +114,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(recipe, tmp_path, monkeypatch, s
 
 
 def test_the_reference_of_a_first_stage_is_the_base_without_memory_of_its_own(recipe):
-    from rl_launcher.stages.starting import _frozen
+    from rl_launcher.run.stages.start_stage import _frozen
 
     parts = building.build(resolve(recipe, "sft=null").value)
     try:
@@ -168,10 +168,8 @@ def test_explain_counts_what_trains_and_the_state_of_that_alone(recipe):
 
 
 def test_memory_and_disk_are_those_of_frozen_weights_and_of_what_trains(recipe, tmp_path):
-    from rl_launcher.distributed.placement import plan_placement
-    from rl_launcher.preflight.disk import check_disk
-    from rl_launcher.preflight.memory import least_needed
-    from rl_launcher.preflight.models import known_policy
+    from rl_launcher.checks.preflight import check_disk, known_policy, least_needed
+    from rl_launcher.ray.placement import plan_placement
 
     config = transformers.Qwen3Config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
@@ -192,7 +190,7 @@ def test_memory_and_disk_are_those_of_frozen_weights_and_of_what_trains(recipe, 
     assert needs.trainer_bytes == size.frozen_bytes + 16 * size.trainable + size.merged_bytes
     assert size.merged_bytes == 2 * 7 * 64 * 64 * 2
     assert needs.frozen_bytes == 0
-    with pytest.raises(LauncherError, match="free"):
+    with pytest.raises(Refusal, match="free"):
         check_disk(value, model=model, free_bytes=0)
     check_disk(value, model=model, free_bytes=2 * size.frozen_bytes + 4 * model.parameters + 24 * size.trainable)
 
@@ -233,7 +231,9 @@ def test_nemo_rls_word_for_the_rank_is_understood(recipe):
 
 def test_the_disk_that_a_run_asks_for_is_not_more_than_its_checkpoints_take(recipe, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("rl_launcher.training.check_space", lambda *_, **needs: asked.append(needs["checkpoint_bytes"]))
+    monkeypatch.setattr(
+        "rl_launcher.run.stage_order.check_space", lambda *_, **needs: asked.append(needs["checkpoint_bytes"])
+    )
     few = ["grpo=null", "sft.max_num_steps=2", "checkpointing.save_period=2"]
     run(resolve(recipe, *few))
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
@@ -246,5 +246,5 @@ def test_a_missing_peft_is_told_under_the_key_before_any_weights_are_read(finish
 
     monkeypatch.setattr("rl_backends.lora.inject.require_peft", missing)
     asked = resolve(finished / "recipe.yaml", f"policy.model_name={finished}/run/model")
-    with pytest.raises(LauncherError, match=r"policy\.dtensor_cfg\.lora_cfg: LoRA needs peft"):
+    with pytest.raises(Refusal, match=r"policy\.dtensor_cfg\.lora_cfg: LoRA needs peft"):
         explain(asked)

@@ -4,11 +4,10 @@ import textwrap
 
 import pytest
 
-from rl_launcher.nemo_rl import NemoRLError, translate
-from rl_launcher.nemo_rl.interpolating import interpolate
-from rl_launcher.nemo_rl.reading import read
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
+from rl_launcher.import_nemo_rl import NemoRLError, translate
+from rl_launcher.import_nemo_rl.read import interpolate, read
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
 
 BASE = """
     grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 100, val_period: 5, seed: 7,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl_launcher.distributed.placement import PlacementError, plan_placement
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
+from rl_launcher.ray.placement import PlacementError, plan_placement
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
 
 RECIPE = """
 run_dir: run

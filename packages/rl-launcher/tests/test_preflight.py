@@ -6,19 +6,16 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from rl_launcher import preflight
-from rl_launcher.checkpointing.claim import claimed
-from rl_launcher.checkpointing.space import DiskSpaceError
+from rl_launcher.checkpoints.disk import DiskSpaceError, claimed
+from rl_launcher.checks import preflight
+from rl_launcher.checks.preflight import KnownModel, check_disk, check_memory, host_bytes, known_model, least_needed
 from rl_launcher.cli import app
-from rl_launcher.distributed.placement import plan_placement
-from rl_launcher.errors import LauncherError
-from rl_launcher.observe import RunDirectory
-from rl_launcher.preflight.disk import check_disk
-from rl_launcher.preflight.memory import check_memory, host_bytes, least_needed
-from rl_launcher.preflight.models import KnownModel, known_model
+from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import character_tokenizer
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
+from rl_launcher.ray.placement import plan_placement
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
+from rl_observe import RunDirectory
 
 GIB = 2**30
 CASES = {
@@ -89,7 +86,7 @@ def test_a_run_directory_that_is_taken_is_refused_by_a_new_run_alone(recipe, fol
     (folder / "run" / "precious.txt").write_text("mine")
     loaded = load_recipe(recipe, schema=Recipe).value
     preflight.check(loaded, new_run=False)
-    with pytest.raises(LauncherError, match=r"is not empty \(it holds precious.txt, …\); choose another run_dir"):
+    with pytest.raises(Refusal, match=r"is not empty \(it holds precious.txt, …\); choose another run_dir"):
         preflight.check(loaded, new_run=True)
 
 
@@ -142,7 +139,7 @@ def test_a_run_directory_of_a_run_that_goes_on_names_its_process(recipe, folder)
     loaded = load_recipe(recipe, schema=Recipe).value
     with (
         claimed(RunDirectory(folder / "run"), new=True),
-        pytest.raises(LauncherError, match=f"process {os.getpid()} of .* is carrying out now"),
+        pytest.raises(Refusal, match=f"process {os.getpid()} of .* is carrying out now"),
     ):
         preflight.check(loaded, new_run=True)
 
@@ -172,7 +169,7 @@ def test_what_a_run_holds_at_least_is_its_weights_gradients_moments_and_engine(r
 def test_memory_is_refused_exactly_where_the_least_is_more_than_there_is(recipe):
     value, model, placement = loaded_with(recipe)
     check_memory(value, model=model, placement=placement, available_bytes=20 * 10**9)
-    with pytest.raises(LauncherError, match=r"has 1.00 billion parameters.*at least 18.6 GiB.*cluster.gpus_per_node"):
+    with pytest.raises(Refusal, match=r"has 1.00 billion parameters.*at least 18.6 GiB.*cluster.gpus_per_node"):
         check_memory(value, model=model, placement=placement, available_bytes=20 * 10**9 - 1)
 
 

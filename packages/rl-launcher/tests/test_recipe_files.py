@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rl_launcher.recipe import Problem, RecipeError, load_recipe
+from rl_launcher.recipe_files import Problem, RecipeError, load_recipe
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 GOOD = "grpo: {max_num_steps: 3}\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_launcher.recipe import ImportStringError, load_object
+from rl_launcher.recipe_files import ImportStringError, load_object
 
 
 def refused(text: str) -> str:

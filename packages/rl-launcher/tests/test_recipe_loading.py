@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from rl_launcher.recipe import RecipeError, load_recipe, resolve_path
+from rl_launcher.recipe_files import RecipeError, load_recipe, resolve_path
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 

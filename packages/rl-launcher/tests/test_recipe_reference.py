@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Optional
 
 import pytest
 
-from rl_launcher.recipe import json_schema, reference
+from rl_launcher.recipe_files import json_schema, reference
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 

@@ -10,12 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe.inheritance import merge
-from rl_launcher.recipe.interpolation import escape
-from rl_launcher.recipe.locations import default_node
-from rl_launcher.recipe.resolved import resolve
-from rl_launcher.recipe.yaml_dialect import RecipeDumper, dump
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.recipe_files.load import escape, resolve
+from rl_launcher.recipe_files.problems import default_node
+from rl_launcher.recipe_files.yaml_source import RecipeDumper, dump, merge
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 

@@ -8,12 +8,12 @@ import yaml
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
+from rl_launcher.bundled_recipes import SCHEMA_FILE, about, copy_recipe, shipped_recipes
+from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
-from rl_launcher.explaining import explain
-from rl_launcher.recipe import json_schema, load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import run
-from rl_launcher.shipped import SCHEMA_FILE, about, copy_recipe, shipped_recipes
+from rl_launcher.recipe_files import json_schema, load_recipe
+from rl_launcher.run.run import run
+from rl_launcher.schema import Recipe
 
 RECIPES = shipped_recipes()
 MAX_LINES = 40

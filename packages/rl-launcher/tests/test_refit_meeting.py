@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from rl_launcher.distributed.meeting import HostSource, RefitMeeting, way_between
+from rl_launcher.ray.refit_rendezvous import HostSource, RefitMeeting, way_between
 from rl_refit import ModuleSink, ModuleSource, Refit, RefitConfig
 
 

@@ -5,7 +5,8 @@ import pickle
 import pytest
 
 from rl_backends import NonFiniteGradientError
-from rl_launcher.distributed.failures import (
+from rl_launcher.errors import RestartableError
+from rl_launcher.ray.failures import (
     Failure,
     RemoteDiedError,
     RemoteFailedError,
@@ -15,7 +16,6 @@ from rl_launcher.distributed.failures import (
     died,
     first_cause,
 )
-from rl_launcher.errors import RestartableError
 
 
 class OddError(Exception):

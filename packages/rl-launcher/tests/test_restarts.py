@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_launcher.building import build
-from rl_launcher.checkpointing.keeper import Keeper
-from rl_launcher.distributed.engines import EngineDiedError
+from rl_launcher.build import build
+from rl_launcher.checkpoints.save import Keeper
 from rl_launcher.errors import RestartableError, RunStoppedError
-from rl_launcher.observe import RunDirectory, read_events
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import ClusterConfig, Recipe
-from rl_launcher.recording import Recorder
-from rl_launcher.running import resume, run
+from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.record import Recorder
+from rl_launcher.run.run import resume, run
+from rl_launcher.schema import ClusterConfig, Recipe
+from rl_observe import RunDirectory, read_events
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def start(recipe, monkeypatch):
             before(next(numbers))
             return build(replace(asked, cluster=ClusterConfig()), **named)
 
-        monkeypatch.setattr("rl_launcher.running.build", here)
+        monkeypatch.setattr("rl_launcher.run.run.build", here)
         asked = ["sft=null", "cluster={runtime: ray, max_restarts: 1}", *overrides]
         return run(load_recipe(recipe, schema=Recipe, overrides=asked))
 

@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 
 from rl_algorithms import presets
 from rl_algorithms.objective import Objective
-from rl_launcher.checkpointing.claim import claimed
+from rl_launcher.checkpoints.disk import claimed
 from rl_launcher.cli import app
-from rl_launcher.errors import LauncherError
-from rl_launcher.loading_data import load_dataset
-from rl_launcher.loading_policy import stop_token_ids
-from rl_launcher.observe import RunDirectory
-from rl_launcher.observe.glossary import metric_of
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import DataConfig, Recipe
-from rl_launcher.running import run
+from rl_launcher.errors import Refusal
+from rl_launcher.inputs import load_dataset
+from rl_launcher.load_model import stop_token_ids
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.run import run
+from rl_launcher.schema import DataConfig, Recipe
+from rl_observe import RunDirectory
+from rl_observe.glossary import metric_of
 
 
 def run_recipe(recipe, *overrides):
@@ -300,12 +300,12 @@ def test_a_refused_run_removes_no_folder_of_the_users(recipe, tmp_path):
 def test_a_second_run_in_the_same_folder_at_the_same_moment_takes_nothing_from_the_first(recipe, tmp_path, monkeypatch):
     first = RunDirectory.create(tmp_path / "run")
     monkeypatch.setattr(RunDirectory, "create", lambda path: replace(first, path=Path(path)))  # found empty before
-    monkeypatch.setattr("rl_launcher.preflight.check", lambda *_, **__: None)
+    monkeypatch.setattr("rl_launcher.checks.preflight.check", lambda *_, **__: None)
     with claimed(first):
         first.recipe.write_text("seed: 1")
-        with pytest.raises(LauncherError, match="is being carried on already"):
+        with pytest.raises(Refusal, match="is being carried on already"):
             run_recipe(recipe)
-    with pytest.raises(LauncherError, match=r"another run since a moment ago \(it holds recipe\.yaml\)"):
+    with pytest.raises(Refusal, match=r"another run since a moment ago \(it holds recipe\.yaml\)"):
         run_recipe(recipe)
     assert first.recipe.read_text() == "seed: 1"
 

@@ -9,15 +9,15 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rl_algorithms.data import DataError
-from rl_launcher.building import build
+from rl_launcher.build import build
 from rl_launcher.cli import app
-from rl_launcher.errors import LauncherError, RunStoppedError
-from rl_launcher.evaluating import Evaluator
-from rl_launcher.loading_data import load_dataset
-from rl_launcher.observe.glossary import metric_of
-from rl_launcher.recipe import RecipeError, load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.running import resume, run
+from rl_launcher.errors import Refusal, RunStoppedError
+from rl_launcher.inputs import load_dataset
+from rl_launcher.recipe_files import RecipeError, load_recipe
+from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.run import resume, run
+from rl_launcher.schema import Recipe
+from rl_observe.glossary import metric_of
 
 RECIPE = """
     run_dir: {folder}/run
@@ -164,7 +164,7 @@ def test_held_out_conversations_that_change_are_noticed_by_resume(alone, tmp_pat
     changed = [talk.replace('"no"', '"maybe"') if f'"{question}"' in talk else talk for talk in talks]
     assert changed != talks
     (tmp_path / "talks.jsonl").write_text("\n".join(changed))
-    with pytest.raises(LauncherError, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data are no longer those"):
         resume(tmp_path / "run")
 
 
@@ -208,7 +208,7 @@ def test_the_best_checkpoint_may_be_that_of_the_lowest_loss(alone, tmp_path):
     ],
 )
 def test_a_best_checkpoint_by_what_no_step_logs_is_refused(alone, tmp_path, name, reason):
-    with pytest.raises(LauncherError, match=f"keep_top_k=1 keeps the best by metric_name={name}, and .*{reason}"):
+    with pytest.raises(Refusal, match=f"keep_top_k=1 keeps the best by metric_name={name}, and .*{reason}"):
         run(loaded(alone, "checkpointing.keep_top_k=1", f"checkpointing.metric_name={name}"))
     assert not (tmp_path / "run").exists()
 
@@ -289,7 +289,7 @@ def test_data_that_nothing_could_be_measured_by_are_refused(alone, tmp_path):
         "def data():\n"
         "    return Dataset(train=rows(1), held_out=rows(2), demonstrations=rows(1))\n"
     )
-    with pytest.raises(LauncherError, match="nothing would be measured"):
+    with pytest.raises(Refusal, match="nothing would be measured"):
         load_dataset(loaded(alone, f"data.source={tmp_path}/made.py:data", "data.held_out_share=null").value)
 
 

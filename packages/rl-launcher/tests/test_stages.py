@@ -5,15 +5,15 @@ import textwrap
 
 import pytest
 
-from rl_launcher.building import build
+from rl_launcher.build import build
 from rl_launcher.environments import load_environment
-from rl_launcher.errors import LauncherError
-from rl_launcher.evaluating import Evaluator
-from rl_launcher.observe import RunDirectory, read_spans
-from rl_launcher.observe.glossary import metric_of
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import EnvironmentConfig, Recipe
-from rl_launcher.running import run
+from rl_launcher.errors import Refusal
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.run import run
+from rl_launcher.schema import EnvironmentConfig, Recipe
+from rl_observe import RunDirectory, read_spans
+from rl_observe.glossary import metric_of
 
 GAMES = """
     import asyncio
@@ -152,7 +152,7 @@ def test_an_environment_of_a_batch_and_one_of_coroutines_judge_too(games, name, 
 )
 def test_what_is_no_environment_is_refused(games, config, said):
     named = {**config, "environment": config["environment"].format(games)}
-    with pytest.raises(LauncherError) as refused:
+    with pytest.raises(Refusal) as refused:
         load_environment(EnvironmentConfig(**named))
     assert said in str(refused.value)
 
@@ -179,7 +179,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(recipe, tmp_path):
         )
     optimizer = "optimizer: {lr: 0.01}"
     distill = f"distill={{max_num_steps: 2, {optimizer}, teacher: {{model_name: '{tmp_path}/model.py:teacher'}}}}"
-    with pytest.raises(LauncherError, match=r"distill.teacher.model_name=.*52"):
+    with pytest.raises(Refusal, match=r"distill.teacher.model_name=.*52"):
         run_recipe(recipe, "sft=null", "grpo=null", distill)
     assert not (tmp_path / "run").exists()
 

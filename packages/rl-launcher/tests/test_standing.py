@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from rl_launcher.distributed.failures import RemoteTimeoutError, Who
-from rl_launcher.distributed.standing import Standing, describe, innermost, where_they_stand
+from rl_launcher.ray.failures import RemoteTimeoutError, Standing, Who, describe, innermost, where_they_stand
 
 PROGRAM = """
 import faulthandler, signal, sys, threading, time

@@ -9,10 +9,10 @@ import textwrap
 import pytest
 import yaml
 
-from rl_launcher.errors import LauncherError
-from rl_launcher.recipe import load_recipe
-from rl_launcher.recipe_schema import Recipe
-from rl_launcher.templates import ClusterJob, KubernetesOptions, cluster_job, render_kubernetes
+from rl_launcher.cluster_jobs import ClusterJob, KubernetesOptions, cluster_job, render_kubernetes
+from rl_launcher.errors import Refusal
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
 
 # Of ray.io/v1, as KubeRay 1.5 and later document it: what is written, and of which type.
 POD = {
@@ -159,7 +159,7 @@ def test_the_script_waits_then_runs_or_resumes_whatever_the_words_hold(tmp_path,
     )
     assert done.returncode == 0, done.stderr
     calls = [yaml.safe_load(line) for line in (tmp_path / "shared" / "calls").read_text().splitlines()]
-    assert calls[0][:4] == ["-m", "rl_launcher.templates.joined", "--address", "auto"]
+    assert calls[0][:4] == ["-m", "rl_launcher.cluster_jobs.wait_for_nodes", "--address", "auto"]
     if run_dir_is_there:
         assert calls[1] == ["-m", "rl_launcher.cli", "resume", str(run)]
     else:
@@ -182,7 +182,7 @@ def test_the_script_waits_then_runs_or_resumes_whatever_the_words_hold(tmp_path,
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused(changes, words):
-    with pytest.raises(LauncherError, match=words):
+    with pytest.raises(Refusal, match=words):
         options(**changes)
 
 
@@ -190,7 +190,7 @@ def test_what_kubernetes_would_refuse_is_refused(changes, words):
     "changes", [{"run_dir": "/elsewhere/a"}, {"recipe": "/elsewhere/r.yaml"}, {"run_dir": "../a"}], ids=str
 )
 def test_what_pods_do_not_share_is_refused(changes):
-    with pytest.raises(LauncherError, match="pods share /shared alone"):
+    with pytest.raises(Refusal, match="pods share /shared alone"):
         render_kubernetes(job(**changes), options())
 
 
@@ -201,10 +201,10 @@ def test_a_job_is_what_the_recipe_says_and_one_process_is_refused(recipe):
         read = cluster_job(load_recipe(recipe, schema=Recipe, overrides=overrides).value, recipe, overrides)
         assert (read.num_nodes, read.gpus_per_node) == (2, gpus)
         assert read.arguments == (str(recipe), *overrides, "cluster.address=auto")
-    with pytest.raises(LauncherError, match=r"cluster\.runtime=in_process needs no cluster"):
+    with pytest.raises(Refusal, match=r"cluster\.runtime=in_process needs no cluster"):
         cluster_job(load_recipe(recipe, schema=Recipe).value, recipe)
     elsewhere = [*on_ray, "cluster.address=10.0.0.1:6379"]
-    with pytest.raises(LauncherError, match="a template starts its own"):
+    with pytest.raises(Refusal, match="a template starts its own"):
         cluster_job(load_recipe(recipe, schema=Recipe, overrides=elsewhere).value, recipe)
 
 
@@ -213,7 +213,7 @@ def test_waiting_for_machines_ends_with_who_is_there(tmp_path):
     code = """
         import sys, tempfile, time
         import ray
-        from rl_launcher.templates.joined import NotJoinedError, wait_for_nodes
+        from rl_launcher.cluster_jobs.wait_for_nodes import NotJoinedError, wait_for_nodes
         # Ray's agents may write for a moment after its end.
         with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
             ray.init(num_cpus=1, include_dashboard=False, _temp_dir=folder)

@@ -23,8 +23,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_launcher.errors import LauncherError
-from rl_launcher.templates import ClusterJob, RayPorts, SlurmOptions, render_slurm
+from rl_launcher.cluster_jobs import ClusterJob, RayPorts, SlurmOptions, render_slurm
+from rl_launcher.errors import Refusal
 
 DEADLINE_S = 120.0
 SRUN = """
@@ -86,7 +86,7 @@ PYTHON = """
             server.bind(("127.0.0.1", int(words[words.index("--port") + 1])))
             server.listen()
         signal.pause()
-    while module == "rl_launcher.templates.joined":
+    while module == "rl_launcher.cluster_jobs.wait_for_nodes":
         if (folder / "started").read_text().count("ray.scripts.scripts") >= 2:
             sys.exit()
         time.sleep(0.05)
@@ -272,7 +272,7 @@ def test_a_machine_that_gives_up_ends_the_job_before_the_time_for_joining_does(t
     python = tmp_path / "python"
     # Ray is one that fails; the wait for it is the real one.
     python.write_text(
-        f'#!/bin/bash\n[[ $2 == rl_launcher.templates.joined ]] || exit 3\nexec {shlex.quote(sys.executable)} "$@"\n'
+        f'#!/bin/bash\n[[ $2 == rl_launcher.cluster_jobs.wait_for_nodes ]] || exit 3\nexec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)
     script = write_script(tmp_path, render_slurm(job(), options(tmp_path, python=str(python), join_timeout_s=1000)))
@@ -372,7 +372,7 @@ def test_bash_parses_it_and_sbatch_gets_what_was_asked_for(tmp_path):
     ],
 )
 def test_what_sbatch_would_misread_is_refused(changes, words):
-    with pytest.raises(LauncherError, match=words):
+    with pytest.raises(Refusal, match=words):
         SlurmOptions(**{"time": "1:00", "shared_dir": "/shared", **changes})
 
 
@@ -386,7 +386,7 @@ def test_what_sbatch_would_misread_is_refused(changes, words):
     ],
 )
 def test_ports_that_collide_are_refused(ports, words):
-    with pytest.raises(LauncherError, match=words):
+    with pytest.raises(Refusal, match=words):
         RayPorts(**ports)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_backends import select_backend
-from rl_launcher.recipe_schema import GenerationConfig, Recipe
-from rl_launcher.recipe_schema.generation import VllmConfig
+from rl_launcher.schema import GenerationConfig, Recipe
+from rl_launcher.schema.policy import VllmConfig
 from rl_refit import ModuleSink, WeightSink
 
 if TYPE_CHECKING:

@@ -1,14 +1,16 @@
-"""The environment that a recipe names: a judge made of reward functions, or one of several turns.
+"""The environment that a recipe names.
+
+Judges nothing itself.
 
 Runs the user's factory once, to see what it makes; asks no policy anything.
 """
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
+from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 from rl_algorithms.environments import (
     ConcurrentEnvironment,
     ConcurrentResettingEnvironment,
@@ -16,13 +18,52 @@ from rl_algorithms.environments import (
     EpisodeEnvironment,
     RewardFunctionEnvironment,
 )
-from rl_launcher.errors import LauncherError
-from rl_launcher.parts import Judge
-from rl_launcher.recipe_schema import HOW_TO_JUDGE, EnvironmentConfig
-from rl_launcher.turns import counting
+from rl_launcher.errors import Refusal
+from rl_launcher.run_parts import Judge
+from rl_launcher.schema import HOW_TO_JUDGE, EnvironmentConfig
 from rl_launcher.user_code import load_function
 
-__all__ = ["Unjudged", "load_environment"]
+__all__ = ["CountingEnvironment", "CountingResettingEnvironment", "Unjudged", "counting", "load_environment"]
+
+
+class CountingEnvironment:
+    """An environment whose failed rollouts are counted in `errors`."""
+
+    def __init__(self, inner: Environment) -> None:
+        self.inner: Any = inner
+        self.errors = 0
+        """Rollouts that failed so far: a passed deadline, a broken tool."""
+
+    def check(self, columns: set[str]) -> None:
+        """Nothing is asked of the data: what an episode needs of its row, it says itself when it begins."""
+
+    def step(self, conversations: Sequence[Conversation]) -> Sequence[EnvironmentReturn]:
+        """As the environment's."""
+        returns: Sequence[EnvironmentReturn] = self.inner.step(conversations)
+        self.errors += sum(each.failed is not None for each in returns)
+        return returns
+
+    def close(self) -> None:
+        """End its threads and episodes, where it has any."""
+        close = getattr(self.inner, "close", None)
+        if callable(close):
+            close()
+
+
+class CountingResettingEnvironment(CountingEnvironment):
+    """One that says itself how an episode begins."""
+
+    def reset(self, rows: Sequence[Mapping[str, object]], *, seeds: Sequence[int]) -> Sequence[EpisodeStart]:
+        """As the environment's."""
+        starts: Sequence[EpisodeStart] = self.inner.reset(rows, seeds=seeds)
+        return starts
+
+
+def counting(environment: Environment) -> Judge:
+    """`environment`, counted; with `reset` only if it has one."""
+    resets = isinstance(environment, ResettingEnvironment)
+    return CountingResettingEnvironment(environment) if resets else CountingEnvironment(environment)
+
 
 EPISODE_TIMEOUT_S = 60.0
 
@@ -41,9 +82,9 @@ class Unjudged:
         """Refuse.
 
         Raises:
-            LauncherError: always.
+            Refusal: always.
         """
-        raise LauncherError(f"{len(conversations)} answers are to be judged, and env is missing; {HOW_TO_JUDGE}")
+        raise Refusal(f"{len(conversations)} answers are to be judged, and env is missing; {HOW_TO_JUDGE}")
 
 
 def load_environment(config: EnvironmentConfig | None) -> Judge:
@@ -68,7 +109,7 @@ def load_environment(config: EnvironmentConfig | None) -> Judge:
 
 def _of_several_turns(text: str, config: EnvironmentConfig) -> Environment:
     if config.on_error == "zero":
-        raise LauncherError(
+        raise Refusal(
             "env.on_error=zero counts an answer as 0, and env.environment judges conversations; say stop, or fail, "
             "which leaves a conversation that broke out of training"
         )
@@ -81,7 +122,7 @@ def _of_several_turns(text: str, config: EnvironmentConfig) -> Environment:
         first = make()
     except Exception as error:
         said = ", ".join(f"{name}={value!r}" for name, value in config.options.items())
-        raise LauncherError(
+        raise Refusal(
             f"env.environment={text}, called with env.options ({said or 'none'}), raised {type(error).__name__}: "
             f"{error}"
         ) from error
@@ -90,14 +131,14 @@ def _of_several_turns(text: str, config: EnvironmentConfig) -> Environment:
         timeout_s = EPISODE_TIMEOUT_S if config.timeout_s is None else config.timeout_s
         return EpisodeEnvironment(make, timeout_s=timeout_s, on_error=config.on_error)
     if not callable(getattr(first, "step", None)):
-        raise LauncherError(
+        raise Refusal(
             f"env.environment={text} made {type(first).__name__}, which has no step; it must be an environment (step "
             f"of conversations) or an episode (reset, step of an answer, close)"
         )
     if inspect.iscoroutinefunction(first.step):
         return _concurrent(first, config)
     if config.timeout_s is not None:
-        raise LauncherError(
+        raise Refusal(
             f"env.timeout_s={config.timeout_s} bounds one conversation, and env.environment={text} judges whole "
             f"batches at once; leave it out, or write an episode"
         )

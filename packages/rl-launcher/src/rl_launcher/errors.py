@@ -2,13 +2,13 @@
 
 from typing import ClassVar
 
-__all__ = ["TO_BE_RESUMED", "ConditionError", "LauncherError", "RestartableError", "RunStoppedError"]
+__all__ = ["TO_BE_RESUMED", "ConditionError", "Refusal", "RestartableError", "RunStoppedError"]
 
 FAILED, TO_BE_RESUMED, INTERRUPTED = 1, 75, 130
 """Exit codes of runs that ended early. 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, come again."""
 
 
-class LauncherError(ValueError):
+class Refusal(ValueError):
     """A run that cannot be made as asked; the message says why and what to do."""
 
 
@@ -16,13 +16,13 @@ class RestartableError(RuntimeError):
     """A process of the run is gone, and with new ones it could go on from its last checkpoint."""
 
     condition: ClassVar[str] = "trainer_died"
-    """The name in `rl_launcher.health.CONDITIONS` of what happened."""
+    """The name in `rl_observe.health.CONDITIONS` of what happened."""
 
     weights_lost: ClassVar[bool] = True
     """Whether the weights of the policy went with it, so that only what is saved is left."""
 
 
-class ConditionError(LauncherError):
+class ConditionError(Refusal):
     """A run that a named condition ends after the step at hand; `condition` is its name."""
 
     def __init__(self, condition: str, message: str) -> None:
@@ -30,7 +30,7 @@ class ConditionError(LauncherError):
         self.condition = condition
 
 
-class RunStoppedError(LauncherError):
+class RunStoppedError(Refusal):
     """A run that ended early; `interrupted` says whether a person or a signal ended it, and the cause is chained."""
 
     def __init__(self, message: str, *, interrupted: bool = False, to_be_resumed: bool = False) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_generation import Rollout, Sampling
-from rl_launcher.parts import ServingEngine
+from rl_launcher.run_parts import ServingEngine
 
 __all__ = ["SeededEngine", "seed_of_call"]
 

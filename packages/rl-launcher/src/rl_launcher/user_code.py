@@ -6,9 +6,9 @@ What they raise is an error of the recipe key that names them, and no traceback.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_launcher.errors import LauncherError
-from rl_launcher.recipe import imported_digest, load_object
-from rl_launcher.recipe_schema import Recipe
+from rl_launcher.errors import Refusal
+from rl_launcher.recipe_files import imported_digest, load_object
+from rl_launcher.schema import Recipe
 
 __all__ = ["call", "changed_code", "code_digests", "is_import_string", "load_function", "named_code"]
 
@@ -24,11 +24,11 @@ def load_function(text: str, *, wanted: str) -> Callable[..., Any]:
 
     Raises:
         ImportStringError: it names nothing.
-        LauncherError: it names what cannot be called.
+        Refusal: it names what cannot be called.
     """
     function = load_object(text, wanted=wanted)
     if not callable(function):
-        raise LauncherError(f"{text} is {function!r:.80}, and {wanted} must be callable")
+        raise Refusal(f"{text} is {function!r:.80}, and {wanted} must be callable")
     return function
 
 
@@ -36,13 +36,13 @@ def call(text: str, *arguments: object, wanted: str) -> Any:
     """Call the function that `text` names.
 
     Raises:
-        LauncherError: it raised.
+        Refusal: it raised.
     """
     function = load_function(text, wanted=wanted)
     try:
         return function(*arguments)
     except Exception as error:
-        raise LauncherError(f"{text}, {wanted}, raised {type(error).__name__}: {error}") from error
+        raise Refusal(f"{text}, {wanted}, raised {type(error).__name__}: {error}") from error
 
 
 def named_code(recipe: Recipe) -> dict[str, str]:

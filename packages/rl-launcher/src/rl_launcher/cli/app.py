@@ -6,7 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_launcher.cli import knowing, machines, measuring, results, training
+from rl_launcher.cli import cluster_commands as machines
+from rl_launcher.cli import recipe_commands as knowing
+from rl_launcher.cli import run_commands as measuring
+from rl_launcher.cli import run_commands as results
+from rl_launcher.cli import run_commands as training
 
 __all__ = ["app", "main"]
 

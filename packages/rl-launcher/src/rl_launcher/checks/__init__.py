@@ -1,0 +1,1 @@
+"""Checks before and around a run: preflight, explain, predict, doctor."""

@@ -1,6 +1,0 @@
-"""`python -m rl_launcher.cli`: the command line where no script is installed, as in a rendered job."""
-
-from rl_launcher.cli.app import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,111 @@
+"""`recipes`, `keys`, `schema` and `import-nemo-rl`: what a recipe may say, and where to begin."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_launcher.bundled_recipes import about, copy_recipe, shipped_recipes
+from rl_launcher.cli.arguments import complete_keys
+from rl_launcher.cli.console import or_refuse, show, warn
+
+__all__ = ["copy", "import_nemo_rl", "keys", "list_recipes", "schema", "show_recipe"]
+
+
+def complete_names(incomplete: str) -> list[str]:
+    """Shipped recipes."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A shipped recipe.", show_default=False, autocompletion=complete_names)
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write here in the place of stdout.", show_default=False)
+]
+
+
+def list_recipes() -> None:
+    """Print the names of the shipped recipes, and what each does."""
+    known = shipped_recipes()
+    width = max(map(len, known))
+    for name, path in known.items():
+        show(f"{name:<{width}}  {about(path)}")
+
+
+def show_recipe(name: Name) -> None:
+    """Print a shipped recipe as it is written; `rl-launcher validate NAME` prints it with all that it starts from."""
+    known = shipped_recipes()
+    if name not in known:
+        or_refuse(lambda: copy_recipe(name, Path()))  # refuses with the nearest name
+    show(known[name].read_text(encoding="utf-8"), end="")
+
+
+def copy(
+    name: Name,
+    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; here, if not given.")] = Path(),
+) -> None:
+    """Copy a shipped recipe, with what it starts from, to change it. Overwrites nothing."""
+    for path in or_refuse(lambda: copy_recipe(name, to)):
+        show(path)
+
+
+def keys(
+    prefix: Annotated[
+        str,
+        typer.Argument(help="Only keys that begin so, as grpo.objective.", autocompletion=complete_keys),
+    ] = "",
+) -> None:
+    """Print every key that a recipe may have, with its type, default and meaning."""
+    from rl_launcher.recipe_files import reference
+    from rl_launcher.recipe_files.problems import nearest
+    from rl_launcher.schema import Recipe
+
+    head, rule, *rows = reference(Recipe).splitlines()
+    kept = [row for row in rows if row.startswith(f"| `{prefix.rstrip('=')}")]
+    if not kept:
+        like = nearest(prefix, [row.split("`")[1] for row in rows])
+        warn(f"no key begins with {prefix}" + (f"; did you mean {like[0]}?" if like else ""))
+        raise typer.Exit(2)
+    show("\n".join([head, rule, *kept]))
+
+
+def schema(*, out: Out = None) -> None:
+    """Print the JSON schema by which an editor completes and checks recipes."""
+    from rl_launcher.recipe_files import json_schema
+    from rl_launcher.schema import Recipe
+
+    _write(_as_text(json_schema(Recipe)), out)
+
+
+def import_nemo_rl(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe of NeMo-RL.", show_default=False)],
+    *,
+    out: Out = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List what means nothing here too.")] = False,
+) -> None:
+    """Translate a recipe of NeMo-RL; what could not be translated is listed, with the reason.
+
+    Exit code 2 where a recipe is written that does not load yet: the last lines say which keys are refused.
+    """
+    from rl_launcher.import_nemo_rl import translate
+
+    translation = or_refuse(lambda: translate(file))
+    _write(translation.yaml, out)
+    warn(translation.report(verbose=verbose))
+    if translation.problems:
+        raise typer.Exit(2)
+
+
+def _as_text(plain: object) -> str:
+    from json import dumps
+
+    return dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        show(text, end="")
+    else:
+        or_refuse(lambda: out.write_text(text, encoding="utf-8"))
+        warn(f"written: {out}")

@@ -1,0 +1,247 @@
+"""Read a NeMo-RL recipe with everything it inherits, interpolations resolved.
+
+`defaults:` names files to start from; a section with `_override_: true` replaces what it inherits. Their reader is
+OmegaConf on PyYAML: YAML 1.1 with `1e-6` as a number.
+
+`${a.b}` is the key from the root, `${.b}` the one beside, `${..b}` one section up; `add`, `mul`, `div` and `max` take
+two arguments; `${oc.env:NAME}` is left as ours, `${env:NAME}`. What cannot be worked out stays as it is, and is told.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+__all__ = ["Kind", "NemoRLError", "Note", "Source", "interpolate", "read"]
+
+DEFAULTS, REPLACE = "defaults", "_override_"
+MISSING = "???"
+
+
+class NemoRLError(ValueError):
+    """A file that cannot be read as one of NeMo-RL's."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with the floats that OmegaConf reads."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d[\d_]*)(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read one file and what it inherits, later files and the file itself winning.
+
+    Raises:
+        NemoRLError: a file is missing, is no YAML, is no mapping, or inherits itself.
+    """
+    if path.resolve() in [link.resolve() for link in chain]:
+        raise NemoRLError(f"{path} inherits itself, through {' → '.join(map(str, (*chain, path)))}")
+    own = _parse(path, chain)
+    defaults = own.pop(DEFAULTS, None) or []
+    names = defaults if isinstance(defaults, list) else [defaults]
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = _merge(merged, read(path.parent / str(name), chain=(*chain, path)))
+    return _merge(merged, own)
+
+
+def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    through = f", inherited through {' → '.join(map(str, chain))}" if chain else ""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a safe loader
+    except FileNotFoundError:
+        raise NemoRLError(f"there is no file {path}{through}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise NemoRLError(f"{path} cannot be read: {error}{through}") from error
+    except yaml.YAMLError as error:
+        raise NemoRLError(f"{path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise NemoRLError(f"{path} is no recipe: it holds no sections")
+    return content
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        key = str(name)
+        if value == MISSING and key in merged:
+            continue
+        if not isinstance(value, dict):
+            merged[key] = value
+            continue
+        inherited = {} if value.get(REPLACE) or not isinstance(merged.get(key), dict) else merged[key]
+        merged[key] = _merge(inherited, {inner: each for inner, each in value.items() if inner != REPLACE})
+    return merged
+
+
+INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+# Ours for an environment variable, hidden from the search for what is left to do.
+HIDDEN = "\0{env:"
+DEEPEST = 50
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda left, right: left + right,
+    "mul": lambda left, right: left * right,
+    "div": lambda left, right: left / right,
+    "max": max,
+}
+KeyPath = tuple[str, ...]
+
+
+def interpolate(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the data worked out, and by dotted key the reason why something could not be."""
+    failures: dict[str, str] = {}
+    worked_out = _walk(data, (), data, failures=failures)
+    assert isinstance(worked_out, dict)
+    return worked_out, failures
+
+
+def _walk(value: Any, path: KeyPath, root: dict[str, Any], *, failures: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _walk(each, (*path, str(name)), root, failures=failures) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_walk(each, (*path, str(index)), root, failures=failures) for index, each in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    try:
+        return _unhidden(_text(value, path, root, depth=0))
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+        failures[".".join(path)] = str(error).strip("'\"")
+        return value
+
+
+def _text(text: str, path: KeyPath, root: dict[str, Any], *, depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ValueError("it refers to itself")
+    while found := INNERMOST.search(text):
+        value = _expression(found[1].strip(), path, root, depth=depth)
+        if found.span() == (0, len(text)):
+            return value
+        text = text[: found.start()] + str(value) + text[found.end() :]
+    return text
+
+
+def _expression(expression: str, path: KeyPath, root: dict[str, Any], *, depth: int) -> Any:
+    name, colon, words = expression.partition(":")
+    if not colon:
+        target = _target(expression, path)
+        value = _look_up(target, root)
+        return _text(value, target, root, depth=depth + 1) if isinstance(value, str) else value
+    if name == "oc.env":
+        variable, _, default = words.partition(",")
+        return HIDDEN + variable.strip() + (f":{default.strip()}" if default else "") + "}"
+    if name not in ARITHMETIC:
+        raise ValueError(f"${{{name}:…}} is not known")
+    left, right = (_number(word) for word in words.split(","))
+    return ARITHMETIC[name](left, right)
+
+
+def _target(reference: str, path: KeyPath) -> KeyPath:
+    dots = len(reference) - len(reference.lstrip("."))
+    names = tuple(reference.lstrip(".").split("."))
+    return names if dots == 0 else (*path[: max(len(path) - dots, 0)], *names)
+
+
+def _look_up(target: KeyPath, root: dict[str, Any]) -> Any:
+    value: Any = root
+    for name in target:
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
+            raise LookupError(f"{'.'.join(target)} is not in the file")
+    return value
+
+
+def _number(word: str) -> int | float:
+    try:
+        return int(word)
+    except ValueError:
+        return float(word)
+
+
+def _unhidden(value: Any) -> Any:
+    return value.replace(HIDDEN, "${env:") if isinstance(value, str) else value
+
+
+Kind = Literal["fill_in", "untranslated", "dropped"]
+"""`fill_in`: ours needs what theirs does not say. `untranslated`: ours has nothing like it, so the run will differ.
+`dropped`: it changes nothing here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """One key, and what became of it."""
+
+    kind: Kind
+    """Which of the three."""
+
+    key: str
+    """Theirs, dotted; ours where something is to be filled in."""
+
+    value: object
+    """What it was; what stands in its place where something is to be filled in."""
+
+    reason: str
+    """Why."""
+
+    def __str__(self) -> str:
+        text = str(self.value).replace("\n", " ")
+        return f"{self.key}={text[:60]}{'…' if len(text) > 60 else ''}: {self.reason}"
+
+
+_ABSENT = object()
+
+
+class Source:
+    """A worked out file, whose every key must be accounted for: taken, or noted with a reason."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.notes: list[Note] = []
+        self._seen: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return what a key holds, and count it as translated, with all below it; `default` where it is absent."""
+        self._seen.add(key)
+        return self.peek(key, default)
+
+    def peek(self, key: str, default: Any = None) -> Any:
+        """Return what a key holds, without accounting for it."""
+        value: Any = self.data
+        for name in key.split("."):
+            if not isinstance(value, dict) or name not in value:
+                return default
+            value = value[name]
+        return value
+
+    def note(self, kind: Kind, key: str, reason: str, *, value: Any = None) -> None:
+        """Account for a key by saying why it is not translated; one that is not in the file needs no note."""
+        self._seen.add(key)
+        if value is None and kind != "fill_in" and self.peek(key, _ABSENT) is _ABSENT:
+            return
+        self.notes.append(Note(kind=kind, key=key, value=self.peek(key) if value is None else value, reason=reason))
+
+    def untranslated(self, key: str, reason: str) -> None:
+        """Account for a key that ours has nothing for."""
+        self.note("untranslated", key, reason)
+
+    def left(self) -> Iterator[tuple[str, Any]]:
+        """Yield the keys that nobody has accounted for, with what they hold."""
+        yield from self._left(self.data, ())
+
+    def _left(self, value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        key = ".".join(path)
+        if key in self._seen:
+            return
+        if isinstance(value, dict) and value:
+            for name, each in value.items():
+                yield from self._left(each, (*path, name))
+        else:
+            yield key, value

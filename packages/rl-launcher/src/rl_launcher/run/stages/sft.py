@@ -1,0 +1,39 @@
+"""The SFT stage: demonstrations in, a policy that imitates them out; the engine gets the weights at the end."""
+
+from itertools import islice
+
+from rl_algorithms import sft
+from rl_algorithms.data import batches
+from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.record import Recorder
+from rl_launcher.run.stages.start_stage import start_stage
+from rl_launcher.run_parts import Parts
+from rl_launcher.schema import Recipe, SFTStage
+
+__all__ = ["run"]
+
+
+def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
+    """Train for the stage's steps, then refit."""
+    policy = parts.policy
+    started = start_stage("sft", stage.optimizer, num_steps=stage.max_num_steps, parts=parts, recorder=recorder)
+    taken = started.taken
+    learning_rate = policy.learning_rate
+    steps = sft.train(
+        policy=policy,
+        demonstrations=islice(batches(parts.demonstrations, size=stage.batch_size, seed=recipe.seed), taken, None),
+        config=stage,
+        version=policy.version,
+        steps_taken=taken,
+    )
+    for index, metrics in enumerate(steps, start=taken + 1):
+        extra = {"learning_rate": learning_rate}
+        is_last = index == stage.max_num_steps
+        if is_last or evaluator.due(index - 1, index):
+            if is_last or recipe.env is not None:  # the loss is the policy's own, and asks no engine
+                with recorder.phase("refit"):
+                    parts.weight_sync(version=policy.version)
+            with recorder.phase("evaluate"):
+                extra |= evaluator.quick() | evaluator.loss()
+        recorder.step("sft", index, {**metrics, **extra})
+        learning_rate = policy.learning_rate

@@ -1,0 +1,148 @@
+"""What a run is made of, wherever it runs: the same few methods in this process and on Ray. Knows neither.
+
+The loops of `rl_algorithms` ask less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversation
+from rl_algorithms.contracts import Environment, Reference, Teacher
+from rl_algorithms.data import SkippedRows
+from rl_backends import BackendSelection, OptimizerConfig
+from rl_generation import Rollout, Sampling
+from rl_observe.health import EventQueue
+from rl_refit import RefitReport
+
+if TYPE_CHECKING:
+    from rl_launcher.inputs import DataPairs
+    from rl_launcher.seeding import SeededEngine
+
+__all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
+
+
+class TrainedPolicy(Protocol):
+    """A policy that can be trained and saved: a backend of rl_backends, or a group of ranks that each have one."""
+
+    version: int
+    """Optimizer steps that the weights have seen."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+
+    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
+        """Begin a stage with a fresh optimizer."""
+
+    def logp(self, examples: Any) -> Tensor:
+        """As `rl_algorithms.contracts.Policy`'s; the following two, too."""
+
+    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
+        """Accumulate the gradient; return sums over all rows."""
+
+    def optim_step(self) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping."""
+
+    def freeze_reference(self) -> Reference:
+        """The policy as it is now, frozen."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face model folder, whole or not at all."""
+
+    def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
+        """Write optimizer, schedule and weights, for any number of ranks to go on from; whole or not at all."""
+
+    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
+        """Go on from what `save_checkpoint` wrote; without `optimizer` from its weights alone, in a stage or before."""
+
+    def explain(self) -> str:
+        """How it is sharded, and why."""
+
+    def close(self) -> None:
+        """End what it holds: processes, groups, memory."""
+
+
+@runtime_checkable
+class Judge(Environment, Protocol):
+    """An environment that counts what it could not judge."""
+
+    errors: int
+    """Answers, or episodes, that could not be judged so far."""
+
+    def check(self, columns: set[str]) -> None:
+        """Refuse data that lack a column which judging needs."""
+
+
+class ServingEngine(Protocol):
+    """What answers prompts: an engine of rl_generation, or several of them on Ray."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
+        """One rollout a prompt, in order; `sampling` for all of them, or one each."""
+
+    def explain(self) -> str:
+        """What it is and may do."""
+
+    def close(self) -> None:
+        """End what it holds."""
+
+
+class WeightSync(Protocol):
+    """The way of new weights into the engine, and what it has done so far."""
+
+    count: int
+    """Refits that were verified and committed."""
+
+    last: RefitReport | None
+    """The report of the latest of them."""
+
+    def __call__(self, *, version: int) -> RefitReport:
+        """Transfer, verify and commit."""
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes and seconds of the latest refit, for the log."""
+
+    def explain(self) -> str:
+        """What each refit will move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """All that a run is made of."""
+
+    policy: TrainedPolicy
+    selection: BackendSelection
+    """Which backend trains, and why."""
+    engine: "SeededEngine"
+    weight_sync: WeightSync
+    environment: Judge
+    teacher: Teacher | None
+    """What is distilled from; None without such a stage."""
+    chat: Chat
+    tokenizer: Any
+    prompts: list[Prompt]
+    """To learn from."""
+    held_out: list[Prompt]
+    unasked: int
+    """Held-out prompts that are too long to be answered, in a run that judges no answers."""
+    demonstrations: list[Demonstration | TokenizedConversation]
+    """Empty without an sft stage."""
+    held_out_demonstrations: list[Demonstration | TokenizedConversation]
+    """What its loss is measured by; as empty, and where held-out rows have no answer."""
+    pairs: "DataPairs | None"
+    """Given pairs of answers; None where the data have none, or nobody learns from them."""
+    skipped: SkippedRows
+    """Which rows of the data were left out."""
+    placement: str
+    """Where everything is, in words."""
+    close: Callable[[], None]
+    """End every process and free what the parts hold; a second time does nothing."""
+    events: EventQueue = field(default_factory=EventQueue)
+    """What happens to the parts by themselves, as an engine that is restarted, for the recorder to tell."""
+    figures: Callable[[], dict[str, float]] = dict
+    """What the parts count by themselves, as engines that died, for the log."""
+    reached: Callable[[str, int], None] = lambda _, __: None
+    """Told that a step of a stage is done, 0 at its beginning: for profilers of other processes."""

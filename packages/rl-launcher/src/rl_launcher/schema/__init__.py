@@ -1,0 +1,45 @@
+"""What a recipe may say: sections made of the dataclasses of the packages that obey them.
+
+Adds only what no package can know alone: which model, which data, which reward, which machines, and in what order
+stages run.
+"""
+
+from rl_launcher.schema.data import DataConfig, EnvironmentConfig, EvaluationConfig
+from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyConfig, ResourcesConfig, VllmConfig
+from rl_launcher.schema.recipe import HEADLINES, HOW_TO_JUDGE, STAGES, Recipe
+from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
+from rl_launcher.schema.stages import (
+    AsyncConfig,
+    DistillStage,
+    DPOStage,
+    GRPOStage,
+    SFTStage,
+    TeacherConfig,
+)
+from rl_observe import HealthConfig
+from rl_observe.config import LoggerConfig
+
+__all__ = [
+    "HEADLINES",
+    "HOW_TO_JUDGE",
+    "STAGES",
+    "AsyncConfig",
+    "CheckpointingConfig",
+    "ClusterConfig",
+    "ColocatedConfig",
+    "DPOStage",
+    "DataConfig",
+    "DistillStage",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "GRPOStage",
+    "GenerationConfig",
+    "HealthConfig",
+    "LoggerConfig",
+    "PolicyConfig",
+    "Recipe",
+    "ResourcesConfig",
+    "SFTStage",
+    "TeacherConfig",
+    "VllmConfig",
+]

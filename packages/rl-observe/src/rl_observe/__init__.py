@@ -1,0 +1,65 @@
+"""What the user sees of a run: its directory, its logs, the live view, the reports, and where its figures are sent.
+
+It watches and does not steer: nothing here changes what is trained.
+"""
+
+from rl_observe.config import HealthConfig, LoggerConfig, ProfilerConfig
+from rl_observe.live import LiveView, StageTotal
+from rl_observe.log_files import (
+    EventLog,
+    MetricError,
+    MetricsLog,
+    RefitLog,
+    Sample,
+    SampleTokens,
+    SpanLog,
+    read_events,
+    read_metrics,
+    read_refits,
+    read_spans,
+)
+from rl_observe.profiling import Profiler, memory_metrics
+from rl_observe.provenance import collect_versions, write_origins
+from rl_observe.redaction import REDACTED, Secrets, redact, redacted_keys
+from rl_observe.report import compare_runs, write_report
+from rl_observe.run_directory import RunDirectory, RunDirectoryError
+from rl_observe.run_log import RunLog
+from rl_observe.token_samples import token_sample
+from rl_observe.trace import write_trace
+from rl_observe.trackers import TrackerError, check_trackers
+
+__all__ = [
+    "REDACTED",
+    "EventLog",
+    "HealthConfig",
+    "LiveView",
+    "LoggerConfig",
+    "MetricError",
+    "MetricsLog",
+    "Profiler",
+    "ProfilerConfig",
+    "RefitLog",
+    "RunDirectory",
+    "RunDirectoryError",
+    "RunLog",
+    "Sample",
+    "SampleTokens",
+    "Secrets",
+    "SpanLog",
+    "StageTotal",
+    "TrackerError",
+    "check_trackers",
+    "collect_versions",
+    "compare_runs",
+    "memory_metrics",
+    "read_events",
+    "read_metrics",
+    "read_refits",
+    "read_spans",
+    "redact",
+    "redacted_keys",
+    "token_sample",
+    "write_origins",
+    "write_report",
+    "write_trace",
+]
