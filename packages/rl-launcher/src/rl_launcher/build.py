@@ -15,18 +15,20 @@ from rl_launcher.load_model import load_policy, load_teacher, named_by_key
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GenerationConfig, Recipe
 from rl_launcher.seeding import SeededEngine
+from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_launcher.weight_sync import WeightSync, weight_source
 from rl_refit import Refit
 
 __all__ = ["build", "sampling"]
 
 
-def build(recipe: Recipe, *, run_dir: Path | None = None) -> Parts:
+def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
     """Make every part, or refuse with the one reason.
 
     Args:
         recipe: of the run.
         run_dir: where its processes write; None takes the recipe's.
+        objects: what was given as a Python object instead of a string of the recipe.
 
     Raises:
         ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
@@ -34,13 +36,13 @@ def build(recipe: Recipe, *, run_dir: Path | None = None) -> Parts:
     if recipe.cluster.runtime == "ray":
         from rl_launcher.ray.build import build_on_ray
 
-        return build_on_ray(recipe, run_dir=Path(recipe.run_dir) if run_dir is None else run_dir)
-    return _build_in_process(recipe)
+        return build_on_ray(recipe, run_dir=Path(recipe.run_dir) if run_dir is None else run_dir, objects=objects)
+    return _build_in_process(recipe, objects)
 
 
-def _build_in_process(recipe: Recipe) -> Parts:
-    inputs = read_inputs(recipe)
-    model, tokenizer = load_policy(recipe.policy, seed=recipe.seed)
+def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
+    inputs = read_inputs(recipe, objects)
+    model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
     tokenized = tokenize(recipe, inputs, model=model, tokenizer=tokenizer)
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
     own = copy.deepcopy(model)  # the policy takes the model over, and the engine has weights of its own

@@ -42,7 +42,7 @@ from rl_launcher.errors import Refusal
 from rl_launcher.load_model import stop_token_ids
 from rl_launcher.run_parts import Judge
 from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
-from rl_launcher.user_code import call, is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
 __all__ = [
     "BadRows",
@@ -496,7 +496,7 @@ class TokenizedData:
     """A token for places that nobody sees."""
 
 
-def read_inputs(recipe: Recipe) -> Inputs:
+def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:  # noqa: ARG001
     """Read what costs little, or refuse.
 
     Raises:

@@ -25,7 +25,7 @@ from rl_backends.lora import AdapterSize, LoraConfig, adapter_size, add_lora
 from rl_backends.selection import Backend
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import PolicyConfig, Recipe, TeacherConfig
-from rl_launcher.user_code import call, is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
 __all__ = [
     "FrozenTeacher",
@@ -58,12 +58,14 @@ class NamedModel(Protocol):
         """Whether code that comes with it is run."""
 
 
-def load_policy(config: PolicyConfig, *, seed: int) -> tuple[Any, Any]:
+def load_policy(config: PolicyConfig, *, seed: int, objects: Objects = NO_OBJECTS) -> tuple[Any, Any]:
     """The model and the tokenizer that `model_name` names, whole, in this process.
 
     Raises:
         ValueError: there is no such model, its function fails, or the tokenizer is of another vocabulary.
     """
+    if objects.model is not None and objects.tokenizer is not None:
+        return objects.model, objects.tokenizer
     return load_model(config, seed=seed, key="policy.model_name", padded_vocabulary=config.padded_vocabulary)
 
 

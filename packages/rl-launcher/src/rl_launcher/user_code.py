@@ -4,13 +4,50 @@ What they raise is an error of the recipe key that names them, and no traceback.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import imported_digest, load_object
 from rl_launcher.schema import Recipe
 
-__all__ = ["call", "changed_code", "code_digests", "is_import_string", "load_function", "named_code"]
+__all__ = [
+    "NO_OBJECTS",
+    "Objects",
+    "call",
+    "changed_code",
+    "code_digests",
+    "is_import_string",
+    "load_function",
+    "named_code",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objects:
+    """Python objects that take the place of what a recipe would name as a string; None where the recipe decides."""
+
+    model: Any = None
+    """A `transformers` model; replaces loading `policy.model_name`."""
+
+    tokenizer: Any = None
+    """Its tokenizer."""
+
+    data: Any = None
+    """Training rows: a list of dicts or a `datasets.Dataset`; replaces reading `data.source`."""
+
+    held_out: Any = None
+    """Held-out rows, of the same kinds; replaces cutting `data.held_out_share`."""
+
+    reward: Any = None
+    """A reward function, or a dict of several by name; replaces `env.reward` and `env.rewards`."""
+
+    environment: Any = None
+    """A class or function that makes an environment; replaces `env.environment`."""
+
+
+NO_OBJECTS = Objects()
+"""Everything is named by the recipe, as on the command line."""
 
 
 def is_import_string(source: str) -> bool:

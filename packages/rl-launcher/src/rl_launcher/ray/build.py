@@ -19,13 +19,14 @@ from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
 from rl_launcher.seeding import SeededEngine
+from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import RunDirectory
 from rl_observe.health import EventQueue
 
 __all__ = ["build_on_ray"]
 
 
-def build_on_ray(recipe: Recipe, *, run_dir: Path) -> Parts:
+def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS) -> Parts:
     """Make every part; where one refuses or fails, no process is left.
 
     Args:
@@ -38,7 +39,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path) -> Parts:
     """
     placement = plan_placement(recipe)
     check_turns(recipe)
-    inputs = read_inputs(recipe)
+    inputs = read_inputs(recipe, objects)
     outline = outline_of(
         recipe.policy,
         seed=recipe.seed,

@@ -49,7 +49,7 @@ from rl_launcher.run.signals import Interruption
 from rl_launcher.run.stage_order import train
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import changed_code, code_digests
+from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
 from rl_observe import (
     LiveView,
     RunDirectory,
@@ -475,7 +475,7 @@ def _view_of(recipe: Recipe) -> tuple[str, list[StageTotal]]:
     return f"{recipe.headline} · {recipe.data.source} · {recipe.policy.model_name}", totals
 
 
-def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
+def run(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
     """Carry out a recipe; return the summary that is also in `summary.json`.
 
     Raises:
@@ -488,7 +488,7 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
     preflight.check(recipe, new_run=True)
     check_trackers(recipe.logger)
     directory = RunDirectory.create(recipe.run_dir)
-    build_here = partial(_build, run_dir=directory.path)
+    build_here = partial(_build, run_dir=directory.path, objects=objects)
     # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours to remove.
     with Interruption() as interruption, claimed(directory, new=True), _discarded_if_refused(directory):
         parts = build_here(recipe)
@@ -498,7 +498,7 @@ def run(resolved: Resolved[Recipe]) -> dict[str, Any]:
         return supervise(job, parts, interruption=interruption)
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
     """Carry an interrupted or killed run to its end; on a CPU, bit for bit as if it had not been interrupted.
 
     Args:
@@ -512,7 +512,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
     started = time.perf_counter()
     _refuse_several_ranks()
     directory = RunDirectory.open(run_dir)
-    build_here = partial(_build, run_dir=directory.path)
+    build_here = partial(_build, run_dir=directory.path, objects=objects)
     with claimed(directory), Interruption() as interruption:
         resolved, changes = _changed_recipe(directory, overrides)
         found = find_resumption(directory)
@@ -585,11 +585,11 @@ def _refuse_several_ranks() -> None:
         )
 
 
-def _build(recipe: Recipe, *, run_dir: Path) -> Parts:
+def _build(recipe: Recipe, *, run_dir: Path, objects: Objects) -> Parts:
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would run through the live view
-    return build(recipe, run_dir=run_dir)
+    return build(recipe, run_dir=run_dir, objects=objects)
 
 
 def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:
