@@ -33,10 +33,10 @@ from rl_launcher.checkpoints.disk import SharedFolder
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
-from rl_launcher.ray.failures import RemoteFailedError, RemoteTimeoutError, TrainerDiedError
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.ray.policy import start_trainers
 from rl_launcher.ray.training_worker import TrainerSpec
+from rl_launcher.ray.worker_failures import RemoteFailedError, RemoteTimeoutError, TrainerDiedError
 from rl_observe.config import ProfilerConfig
 
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=1.0, max_grad_norm=1.0)  # eps so large makes a step nearly the gradient itself
@@ -231,7 +231,7 @@ def test_a_rank_that_stands_still_is_named_and_ended(ray_cluster, folder):
             RemoteTimeoutError, match=r"has not answered forward_backward within cluster\.call_timeout_s=10"
         ) as caught:
             policy.forward_backward(examples(), loss_that_hangs_on_rank_1)
-        first, second = str(caught.value).split("Where they stood")[1].split("  trainer rank ")[1:]
+        first, second = str(caught.value).split("Where they hang")[1].split("  trainer rank ")[1:]
         assert first.startswith("0 (")
         assert "collective" in first or "distributed" in first, "it waits for the other in a collective"
         assert second.startswith("1 (")

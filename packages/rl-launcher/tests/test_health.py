@@ -17,7 +17,7 @@ from rl_launcher.build import build
 from rl_launcher.checkpoints import list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError
 from rl_launcher.errors import ConditionError, RestartableError, RunStoppedError
-from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run.run import Run, resume, run, supervise, weights_lost
 from rl_launcher.run.signals import Interruption

@@ -1,7 +1,7 @@
-"""Where the ranks of a trainer and the engines meet for refits, and by which way the weights go between them.
+"""Where the ranks of a trainer and the engines meet for refits, and which transport carries the weights between them.
 
-Knows rl_refit, and neither Ray nor models. A meeting is made anew, under another name, whenever one of its parties has
-been replaced: rl_refit's parties know one another by process.
+A rendezvous is made anew, under another name, whenever one of its parties was replaced: the parties of rl_refit
+identify each other by process.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,38 +25,31 @@ from rl_refit import (
 )
 from rl_refit.transports.base import Transport
 
-__all__ = ["HostSource", "RefitMeeting", "Way", "way_between"]
+__all__ = ["HostSource", "RefitRendezvous", "TransportKind", "choose_transport"]
 
-Way = Literal["shared_memory", "cuda_ipc", "point_to_point"]
-"""Rings in the host's memory, rings in the GPUs' memory, or messages over gloo and NCCL."""
+TransportKind = Literal["shared_memory", "cuda_ipc", "point_to_point"]
+"""Rings in the host's shared memory, rings in GPU memory, or messages over gloo and NCCL."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefitMeeting:
-    """A refit's parties and their way. The same for all of them; crosses processes."""
+class RefitRendezvous:
+    """The parties of a refit and their transport. All parties get the same; it crosses processes."""
 
     address: str
     """`tcp://host:port`, free on the host of engine 0, which serves it."""
-
     name: str
-    """Of this meeting and of no earlier one."""
-
+    """Of this rendezvous and of no earlier one."""
     num_sources: int
     """Ranks of the trainer."""
-
     num_sinks: int
     """Engines that take part."""
-
-    way: Way
-    """How the weights go."""
-
+    transport: TransportKind
+    """How the weights travel."""
     through_host: bool
-    """Sources hand out copies in the host's memory: vLLM's sink stages there, and NCCL does not reach it."""
-
+    """Sources send from copies in host memory, because NCCL does not reach a sink that stages there, as vLLM's does."""
     one_node: bool
-    """Nothing leaves the machine, and nothing listens beyond loopback."""
-
+    """Nothing leaves the node, and nothing listens beyond loopback."""
     config: RefitConfig
     """The recipe's."""
 
@@ -64,21 +57,19 @@ class RefitMeeting:
         """The refit of one rank of the trainer; it connects when it is called first.
 
         Args:
-            source: What the rank sends.
-            rank: Of the trainer.
-            host: This node's address, which the others reach.
+            source: the weights of the rank.
+            rank: of the trainer.
+            host: address of its node that the others reach.
         """
-        if self.through_host:
-            source = HostSource(source)
         return Refit(
-            source,
+            HostSource(source) if self.through_host else source,
             transport=self._transport(host),
             rendezvous=self._rendezvous(source_rank=rank),
             **asdict(self.config),
         )
 
     def sink_refit(self, sink: WeightSink, *, rank: int, host: str | None) -> Refit:
-        """The refit of one engine, the `rank`th of the meeting; the first hosts the store."""
+        """The refit of the `rank`th engine; the first one hosts the store."""
         return Refit(
             sink=sink,
             transport=self._transport(host),
@@ -88,14 +79,15 @@ class RefitMeeting:
 
     def explain(self) -> str:
         """One line for people."""
-        wire = "gloo, from copies in the host's memory" if self.through_host else "gloo or NCCL"
-        ways = {
+        wire = "gloo, from copies in host memory" if self.through_host else "gloo or NCCL"
+        transports = {
             "shared_memory": "through rings in the host's shared memory",
             "cuda_ipc": "through rings in GPU memory (CUDA IPC)",
             "point_to_point": f"point to point over {wire}",
         }
-        ranks, engines = _counted(self.num_sources, "rank"), _counted(self.num_sinks, "engine")
-        return f"from {ranks} to {engines}, {ways[self.way]}"
+        ranks = f"{self.num_sources} rank{'' if self.num_sources == 1 else 's'}"
+        engines = f"{self.num_sinks} engine{'' if self.num_sinks == 1 else 's'}"
+        return f"from {ranks} to {engines}, {transports[self.transport]}"
 
     def _rendezvous(self, *, source_rank: int | None = None, sink_rank: int | None = None) -> Rendezvous:
         return Rendezvous(
@@ -108,20 +100,18 @@ class RefitMeeting:
         )
 
     def _transport(self, host: str | None) -> Transport:
-        if self.way == "shared_memory":
-            return SharedMemoryRing()
-        if self.way == "cuda_ipc":
-            return CudaIpc()
-        return PointToPoint(host=None if self.one_node else host)
+        match self.transport:
+            case "shared_memory":
+                return SharedMemoryRing()
+            case "cuda_ipc":
+                return CudaIpc()
+            case "point_to_point":
+                return PointToPoint(host=None if self.one_node else host)
 
 
 @final
 class HostSource:
-    """A source whose tensors are handed out as copies in the host's memory, one at a time. A `WeightSource`.
-
-    Args:
-        source: On any device.
-    """
+    """A `WeightSource` that yields the tensors of another as copies in host memory, one at a time."""
 
     device = torch.device("cpu")
 
@@ -138,18 +128,14 @@ class HostSource:
             yield region, tensor.to("cpu")
 
 
-def way_between(*, one_node: bool, source_device: str, sink_device: str) -> Way:
-    """The shortest way: memory that both sides have in common where there is any, else messages.
+def choose_transport(*, one_node: bool, source_device: str, sink_device: str) -> TransportKind:
+    """The shortest way: memory that both sides share if there is any, otherwise messages.
 
-    >>> way_between(one_node=True, source_device="cuda", sink_device="cpu")
+    >>> choose_transport(one_node=True, source_device="cuda", sink_device="cpu")
     'shared_memory'
-    >>> way_between(one_node=False, source_device="cuda", sink_device="cuda")
+    >>> choose_transport(one_node=False, source_device="cuda", sink_device="cuda")
     'point_to_point'
     """
     if not one_node:
         return "point_to_point"
     return "cuda_ipc" if source_device == sink_device == "cuda" else "shared_memory"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

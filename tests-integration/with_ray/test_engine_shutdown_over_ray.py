@@ -16,7 +16,7 @@ from rl_launcher.engines import EngineSpec
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
-from rl_launcher.ray.engines import LOOPBACK, EngineGroup, EngineLimits
+from rl_launcher.ray.engine_pool import LOOPBACK, EngineLimits, EnginePool
 from rl_launcher.ray.placement import EnginePlace, Placement
 from rl_launcher.schema import ClusterConfig, GenerationConfig
 
@@ -57,11 +57,11 @@ def replacing(runtime, tmp_path):
     spec = EngineSpec(model=str(tmp_path / "model"), generation=generation, stop_token_ids=(2,), pad_token_id=0)
     limits = EngineLimits(max_restarts=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
     starting = Starting(runtime)
-    engines = EngineGroup(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)
+    engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)
     engines.start()
     (engine,) = engines.all()
     kill(engine.process().pid)
-    assert engines.failed(engine)
+    assert engines.is_dead(engine)
     assert starting.begun.wait(PATIENCE_S)
     yield engines, starting
     starting.go.set()
