@@ -10,7 +10,6 @@ from rl_algorithms import async_grpo
 from rl_algorithms.background_collection import GatedEngine, StoppedError
 from rl_generation import Sampling
 from rl_launcher.engine_middleware import CallSeeds, RunEngine, compose, seed_of_call
-from rl_launcher.schema.stages import AsyncConfig
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -66,7 +65,7 @@ def test_the_first_of_the_list_is_the_outermost():
 
 def test_calls_of_collectors_pass_gate_timer_seed_and_colocation_in_this_order(monkeypatch):
     seen = []
-    buffer = async_grpo.make_buffer(AsyncConfig().__class__(max_staleness=1) if False else _config(), steps_taken=0)
+    buffer = async_grpo.make_buffer(async_grpo.AsyncGRPOConfig(max_num_steps=1, max_staleness=1))
     engine = RunEngine(EngineDouble(seen), seeds=Seeds(seen), enter_generating=lambda: seen.append(("colocated",)))
     collecting = engine.collecting(buffer, Spans(seen))
     assert isinstance(collecting, GatedEngine)

@@ -17,7 +17,8 @@ import sys
 from rl_launcher.ray import cluster
 cluster.tempfile.gettempdir = lambda: sys.argv[1]
 cluster.os.access = lambda *_: False
-print(cluster._TemporaryFolder().path, flush=True)
+folder = cluster._TemporaryFolder()
+print(folder.path, flush=True)
 sys.stdin.read()
 """
 
@@ -55,7 +56,9 @@ def runtime(tmp_path):
         ranks=(RankPlace(rank=0, node=0, slot=0),),
         engines=(EnginePlace(engine=0, node=0, slots=(0,)),),
     )
-    return RayRuntime(ClusterConfig(runtime="ray"), placement, run_dir=tmp_path)
+    runtime = RayRuntime(ClusterConfig(runtime="ray"), placement, run_dir=tmp_path)
+    yield runtime
+    runtime._folder.remove()
 
 
 def folders_in(path):

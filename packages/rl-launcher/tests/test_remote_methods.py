@@ -15,7 +15,7 @@ from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, pack, unp
 from rl_launcher.ray.training_worker import POLICY, TrainingWorker
 from rl_launcher.run_parts import TrainedPolicy
 
-ONLY_DTENSOR = {"save_adapter"}  # Megatron trains no adapters
+ONLY_DTENSOR = {"save_adapter", "offload", "onload"}  # Megatron trains no adapters, and stays on the device
 
 
 def methods_of(*protocols):

@@ -108,8 +108,10 @@ class TrainingWorker:
         if call.version is not None:
             self._policy.version = call.version
         row = POLICY_METHODS[call.method]
-        method = getattr(self if row.runs == "worker" else self._models[call.model], call.method)
-        value = method(*(unpack(each) if isinstance(each, PackedBatch) else each for each in arguments), **options)
+        owner = self if row.runs == "worker" else self._models[call.model]
+        if not hasattr(owner, call.method):
+            raise RuntimeError(f"{type(owner).__name__} has no {call.method}(), which this recipe needs")
+        value = getattr(owner, call.method)(*(unpack(each) if isinstance(each, PackedBatch) else each for each in arguments), **options)
         if call.result is not None:
             self._models[call.result] = value
         wanted = row.returns == "merged" or (row.returns == "rank 0" and self._rank == 0)
