@@ -11,7 +11,8 @@ from pathlib import Path
 from tiny_world import World
 
 from rl_backends import DTensorConfig, OptimizerConfig
-from rl_launcher.engine_middleware import CallSeeds, RunEngine
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace
@@ -70,8 +71,8 @@ class EnginesWorld:
 
     def pids(self):
         """Of the engines' actors, by number."""
-        engines = [actor for actor in self.runtime.actors if actor.role == "engine"]
-        return [actor.pid for actor in sorted(engines, key=lambda actor: actor.index)]
+        engines = [actor for actor in self.runtime.actors if actor.who.role == "engine"]
+        return [actor.who.pid for actor in sorted(engines, key=lambda actor: actor.who.index)]
 
     def train(self):
         """An optimizer step, as far as an engine can tell; returns the version."""

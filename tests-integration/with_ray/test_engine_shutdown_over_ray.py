@@ -60,7 +60,7 @@ def replacing(runtime, tmp_path):
     engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)
     engines.start()
     (engine,) = engines.all()
-    kill(engine.process().pid)
+    kill(engine.process().who.pid)
     assert engines.is_dead(engine)
     assert starting.begun.wait(PATIENCE_S)
     yield engines, starting
@@ -82,7 +82,7 @@ def test_a_successor_that_comes_up_while_its_group_is_ended_is_ended_with_it(rep
     starting.go.set()
     closed()
     wait_until(lambda: len(starting.actors) == 2)
-    assert gone([actor.pid for actor in starting.actors]) == []
+    assert gone([actor.who.pid for actor in starting.actors]) == []
 
 
 def test_nobody_is_started_once_the_run_has_left_its_cluster(replacing, runtime):
@@ -91,4 +91,4 @@ def test_nobody_is_started_once_the_run_has_left_its_cluster(replacing, runtime)
     starting.go.set()
     with pytest.raises(ClusterError, match="engine-0: the run has ended"):
         runtime.start_actor(role="engine", index=0, node=0, slots=(0,))
-    assert gone([actor.pid for actor in starting.actors]) == []
+    assert gone([actor.who.pid for actor in starting.actors]) == []

@@ -15,7 +15,8 @@ import torch
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Sampling
-from rl_launcher.engine_middleware import CallSeeds, RunEngine
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.engines import EngineSpec
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.colocation import ColocatedModel, Colocation

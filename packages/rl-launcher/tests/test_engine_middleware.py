@@ -1,7 +1,5 @@
 """Middleware around an engine: in which order calls pass it, and which seeds they get."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +7,8 @@ import pytest
 from rl_algorithms import async_grpo
 from rl_algorithms.background_collection import GatedEngine, StoppedError
 from rl_generation import Sampling
-from rl_launcher.engine_middleware import CallSeeds, RunEngine, compose, seed_of_call
+from rl_generation.seeding import CallSeeds, seed_of_call
+from rl_launcher.engine_middleware import RunEngine, compose
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -105,15 +104,3 @@ def test_an_evaluation_with_seeds_of_its_own_leaves_those_of_training():
     evaluating = engine.reseeded(5, first_call=100)
     assert evaluating.generate([[1]], SAMPLING) == [seed_of_call(5, 100)]
     assert (engine.seeds.calls, entered) == (0, [1])
-
-
-def test_threads_never_share_a_seed():
-    seeds, start = CallSeeds(0), threading.Barrier(4)
-
-    def take(_):
-        start.wait(60)
-        return [seeds.take() for _ in range(100)]
-
-    with ThreadPoolExecutor(4) as pool:
-        taken = [seed for part in pool.map(take, range(4)) for seed in part]
-    assert len(set(taken)) == 400 == seeds.calls

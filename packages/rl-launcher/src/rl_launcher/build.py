@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rl_generation import Sampling
-from rl_launcher.engine_middleware import CallSeeds, RunEngine
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process
 from rl_launcher.inputs import closing, read_inputs, tokenize
 from rl_launcher.load_model import load_policy, load_teacher, named_by_key

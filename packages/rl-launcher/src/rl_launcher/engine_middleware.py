@@ -10,8 +10,6 @@ The order matters, from the outermost layer to the engine:
 `RunEngine` is the engine that a run's parts hold; `RunEngine.collecting` adds the first two layers.
 """
 
-import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,9 +18,10 @@ from rl_algorithms.background_collection import GatedEngine
 from rl_algorithms.contracts import Engine
 from rl_algorithms.replay import ReplayBuffer
 from rl_generation import Rollout, Sampling
+from rl_generation.seeding import CallSeeds
 from rl_observe import SpanLog
 
-__all__ = ["CallSeeds", "Middleware", "RunEngine", "ServingEngine", "colocated", "compose", "gated", "seeded", "timed"]
+__all__ = ["Middleware", "RunEngine", "ServingEngine", "colocated", "compose", "gated", "seeded", "timed"]
 
 Middleware = Callable[[Engine[Sampling]], Engine[Sampling]]
 
@@ -50,7 +49,7 @@ class RunEngine:
     """
 
     def __init__(
-        self, engine: ServingEngine, *, seeds: "CallSeeds", enter_generating: Callable[[], None] | None = None
+        self, engine: ServingEngine, *, seeds: CallSeeds, enter_generating: Callable[[], None] | None = None
     ) -> None:
         self._engine, self.seeds, self._enter_generating = engine, seeds, enter_generating
         self._always = [seeded(seeds), *([] if enter_generating is None else [colocated(enter_generating)])]
@@ -97,7 +96,7 @@ def timed(spans: SpanLog) -> Middleware:
     return lambda engine: _Layer(spans.timed("generate", engine.generate))
 
 
-def seeded(seeds: "CallSeeds") -> Middleware:
+def seeded(seeds: CallSeeds) -> Middleware:
     """Sampled calls without a seed get the next of `seeds`; greedy calls and seeds of the caller pass unchanged."""
 
     def layer(engine: Engine[Sampling]) -> Engine[Sampling]:
@@ -130,34 +129,3 @@ class _Layer:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Any:
         return self.call(prompts, sampling)
-
-
-class CallSeeds:
-    """The seeds of a run's sampling calls: each follows from the run's seed and how many calls came before.
-
-    Each prompt of a call then gets its own seed from the call's (`Sampling.spread`). A response therefore depends on
-    the run's seed, the number of the call and the place of the prompt in it, and neither on the engine that generated
-    it nor on earlier calls. A resumed run needs to know `calls` only.
-    """
-
-    def __init__(self, seed: int, calls: int = 0) -> None:
-        self._seed = seed
-        self.calls = calls
-        """How many calls got a seed so far."""
-        self._lock = threading.Lock()
-
-    def take(self) -> int:
-        """The seed of the next call."""
-        with self._lock:
-            self.calls += 1
-            return seed_of_call(self._seed, self.calls - 1)
-
-
-def seed_of_call(seed: int, call: int) -> int:
-    """The seed of call number `call` of a run, from 0 to below 2**62.
-
-    >>> seed_of_call(0, 0) != seed_of_call(0, 1) != seed_of_call(1, 0)
-    True
-    """
-    digest = hashlib.blake2b(f"{seed}/{call}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2

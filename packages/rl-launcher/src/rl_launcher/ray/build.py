@@ -7,7 +7,8 @@ training loops.
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.engine_middleware import CallSeeds, RunEngine
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.inputs import closing, read_inputs, tokenize
 from rl_launcher.load_model import check_teacher
 from rl_launcher.ray.cluster import ClusterError, RayRuntime

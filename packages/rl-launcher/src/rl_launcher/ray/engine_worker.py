@@ -18,8 +18,8 @@ from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling
 from rl_generation.requests import Limits
 from rl_launcher.engines import EngineSpec, make_engine
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.refit_rendezvous import RefitRendezvous
 from rl_refit import Refit, RefitError, RefitReport
+from rl_refit.parties import Parties
 
 __all__ = ["ChildProcess", "EngineInfo", "EngineWorker", "GenerateReply", "end_process"]
 
@@ -112,10 +112,10 @@ class EngineWorker:
             with self._counting:
                 self._calls -= 1
 
-    def join_refit(self, rendezvous: RefitRendezvous, rank: int) -> None:
-        """Take part in the refits of `rendezvous` from now on, as its engine number `rank`."""
+    def join_refit(self, parties: Parties, rank: int) -> None:
+        """Take part in the refits of `parties` from now on, as its engine number `rank`."""
         self._close_refit()
-        self._refit = rendezvous.sink_refit(self._made.sink, rank=rank, host=self._host)
+        self._refit = parties.sink_refit(self._made.sink, rank=rank, host=self._host)
 
     def receive(self, timeout_s: float) -> RefitReport:
         """Take part in the next refit, which must begin within `timeout_s`.

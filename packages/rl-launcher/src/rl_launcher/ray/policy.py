@@ -17,7 +17,7 @@ from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMet
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
 from rl_launcher.ray.worker_failures import RemoteError
 
-__all__ = ["RayModel", "RayPolicy", "start_trainers"]
+__all__ = ["RayModel", "RayPolicy", "start_trainers", "who_sees"]
 
 
 class RayPolicy:
@@ -146,10 +146,6 @@ class RayPolicy:
             raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
         return self._learning_rate
 
-    def sees(self, path: str, token: str) -> dict[str, bool]:
-        """Which rank can read a file that contains `token`, by the rank's name."""
-        return _who_sees(self._actors, path, token, timeout_s=self._runtime.config.call_timeout_s)
-
     def close(self) -> None:
         """End the ranks. A second time does nothing."""
         with self.lock:
@@ -206,7 +202,7 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
         timeout_s=timeout_s,
     )
     with SharedFolder(runtime.run_dir) as probe:
-        probe.require(_who_sees(actors, probe.path, probe.token, timeout_s=timeout_s))
+        probe.require(who_sees(actors, probe.path, probe.token, timeout_s=timeout_s))
     port = actors[0].call("host_store", timeout_s=timeout_s)
     loading = [actor.submit("load", (actors[0].ip, port)) for actor in actors]
     for pending in loading:
@@ -215,6 +211,7 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
     return RayPolicy(runtime, actors)
 
 
-def _who_sees(actors: Sequence[Actor], path: str, token: str, *, timeout_s: float) -> dict[str, bool]:
+def who_sees(actors: Sequence[Actor], path: str, token: str, *, timeout_s: float = 60.0) -> dict[str, bool]:
+    """Which actor can read a file that contains `token`, by the name of its process; see `SharedFolder`."""
     seen = gather([actor.submit("sees", path, token) for actor in actors], timeout_s=timeout_s)
     return {str(actor.who): each for actor, each in zip(actors, seen, strict=True)}

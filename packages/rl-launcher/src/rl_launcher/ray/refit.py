@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from rl_launcher.ray.engine_pool import LOOPBACK, EnginePool, RunningEngine
 from rl_launcher.ray.policy import RayPolicy
-from rl_launcher.ray.refit_rendezvous import RefitRendezvous, choose_transport
 from rl_launcher.ray.remote_calls import Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 from rl_launcher.weight_sync import refit_metrics
 from rl_refit import RefitConfig, RefitError, RefitReport
+from rl_refit.parties import Parties, choose_transport
 
 __all__ = ["RayWeightSync"]
 
@@ -86,7 +86,7 @@ class RayWeightSync:
 
     def explain(self) -> str:
         """Who sends to whom, and by which transport."""
-        return self._rendezvous(self._engines.all(), port=0, name="refit").explain()
+        return self._parties(self._engines.all(), port=0, name="refit").explain()
 
     # -- One refit ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class RayWeightSync:
         return died
 
     def _join(self, engines: Sequence[RunningEngine]) -> bool:
-        """Have all engines alive and in one rendezvous with the ranks; False if one is found dead."""
+        """Have all engines alive and in one parties with the ranks; False if one is found dead."""
         limit_s = self._engines.limits.call_timeout_s
         checks = [(engine, engine.process().submit("alive")) for engine in engines]
         dead = False
@@ -164,22 +164,22 @@ class RayWeightSync:
         engine = engines[0]
         try:
             port = engine.process().free_port()
-            rendezvous = self._rendezvous(engines, port=port, name=next(self._names))
+            parties = self._parties(engines, port=port, name=next(self._names))
             for rank, engine in enumerate(engines):
-                engine.process().call("join_refit", rendezvous, rank, timeout_s=limit_s)
+                engine.process().call("join_refit", parties, rank, timeout_s=limit_s)
         except RemoteDiedError as error:
             self._engines.lost(engine, error, owed="the refit waits for its replacement")
             return False
-        self._policy.join_refit(rendezvous)
+        self._policy.join_refit(parties)
         self._joined = tuple(engines)
         return True
 
-    def _rendezvous(self, engines: Sequence[RunningEngine], *, port: int, name: str) -> RefitRendezvous:
+    def _parties(self, engines: Sequence[RunningEngine], *, port: int, name: str) -> Parties:
         sink_device = "cpu" if engines[0].started is None else engines[0].started.sink_device
         source_device = self._engines.spec.device
         transport = choose_transport(one_node=self._one_node, source_device=source_device, sink_device=sink_device)
         host = LOOPBACK if self._one_node else engines[0].host
-        return RefitRendezvous(
+        return Parties(
             address=f"tcp://{host}:{port}",
             name=name,
             num_sources=self._policy.num_ranks,

@@ -100,21 +100,6 @@ class Actor:
         self.alive = True
         """False once it was seen dead, or was killed."""
 
-    @property
-    def role(self) -> str:
-        """`trainer` or `engine`."""
-        return self.who.role
-
-    @property
-    def index(self) -> int:
-        """Rank of the trainer, or number of the engine."""
-        return self.who.index
-
-    @property
-    def pid(self) -> int | None:
-        """On its node."""
-        return self.who.pid
-
     def make(self, kind: Callable[..., Any], *arguments: Any, timeout_s: float, **options: Any) -> None:
         """Make the object whose methods are called later; its class is imported there.
 
@@ -149,9 +134,9 @@ class Actor:
         """Have its process write its threads' stacks into its log: by a task beside it, since it answers no call."""
         import ray
 
-        if self.pid is not None:
+        if self.who.pid is not None:
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._strategy}
-            ray.remote(write_stacks).options(**options).remote(self.pid)
+            ray.remote(write_stacks).options(**options).remote(self.who.pid)
 
     def close(self, *, grace_s: float = 10.0) -> None:
         """Give the object up to `grace_s` seconds to `close` what it holds, and kill the process."""
@@ -234,6 +219,6 @@ def gather(
         raise cause
     if waiting:
         late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
-        dumps = collect_stacks(late, timeout_s=stacks_s) if stacks_s else []
-        raise waiting[0].timed_out(timeout_s, stacks=describe_stacks(dumps, num_late=len(late)))
+        stacks = collect_stacks(late, timeout_s=stacks_s) if stacks_s else []
+        raise waiting[0].timed_out(timeout_s, stacks=describe_stacks([who for who, _ in late], stacks))
     return [values[id(pending)] for pending in pendings]

@@ -7,12 +7,11 @@ into its log (`ActorHost` registers that), from which they are read here.
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl_launcher.ray.worker_failures import ProcessInfo
 
-__all__ = ["StackDump", "collect_stacks", "describe_stacks", "innermost_calls"]
+__all__ = ["collect_stacks", "describe_stacks", "innermost_calls"]
 
 MAX_PROCESSES = 64
 """Processes whose stacks are collected, each by a task on its node; `describe_stacks` counts the others."""
@@ -27,21 +26,15 @@ NO_STACK = "wrote no stack in time: it is stopped, or its log cannot be read fro
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackDump:
-    """Where a process hangs."""
-
-    who: ProcessInfo
-    stack: str
-    """The innermost calls of its main thread; empty if it wrote none, or its log cannot be read from here."""
-
-
-def collect_stacks(late: Sequence[tuple[ProcessInfo, Callable[[], None]]], *, timeout_s: float) -> list[StackDump]:
+def collect_stacks(late: Sequence[tuple[ProcessInfo, Callable[[], None]]], *, timeout_s: float) -> list[str]:
     """Have the first `MAX_PROCESSES` write their stacks, and read these from their logs.
 
     Args:
         late: processes that have not answered, each with a function that has it write its stacks.
         timeout_s: for all of them together.
+
+    Returns:
+        The innermost calls of each process's main thread; empty if it wrote none, or its log cannot be read from here.
     """
     late = late[:MAX_PROCESSES]
     sizes = [_size(who) for who, _ in late]
@@ -55,7 +48,7 @@ def collect_stacks(late: Sequence[tuple[ProcessInfo, Callable[[], None]]], *, ti
         if now == written and all(map(innermost_calls, now)):
             break  # all have written, and none is still writing
         written = now
-    return [StackDump(who=who, stack=innermost_calls(text)) for (who, _), text in zip(late, written, strict=True)]
+    return [innermost_calls(text) for text in written]
 
 
 def innermost_calls(text: str) -> str:
@@ -67,24 +60,24 @@ def innermost_calls(text: str) -> str:
     return "\n".join([line.strip() for line in lines if line.startswith("  File ")][:MAX_CALLS])
 
 
-def describe_stacks(dumps: Sequence[StackDump], *, num_late: int) -> str:
+def describe_stacks(late: Sequence[ProcessInfo], stacks: Sequence[str]) -> str:
     """Where each process hangs, those at the same place together; empty if there is no stack.
 
     Args:
-        dumps: what was collected.
-        num_late: how many have not answered in all.
+        late: all processes that have not answered.
+        stacks: of the first of them.
     """
-    places: dict[str, list[ProcessInfo]] = {}
-    for dump in dumps:
-        places.setdefault(dump.stack, []).append(dump.who)
-    if not any(places):
+    if not any(stacks):
         return ""
+    places: dict[str, list[ProcessInfo]] = {}
+    for who, stack in zip(late, stacks, strict=False):
+        places.setdefault(stack, []).append(who)
     lines = ["Where they hang, innermost call first:"]
     for stack, there in places.items():
         lines.append(f"  {', '.join(map(str, there))}:")
         lines += [f"    {line}" for line in (stack or NO_STACK).splitlines()]
-    if num_late > len(dumps):
-        lines.append(f"  {num_late - len(dumps)} more have not answered; their stacks were not collected")
+    if len(late) > len(stacks):
+        lines.append(f"  {len(late) - len(stacks)} more have not answered; their stacks were not collected")
     return "\n".join(lines)
 
 

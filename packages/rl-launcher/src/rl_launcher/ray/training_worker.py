@@ -16,7 +16,6 @@ from rl_launcher.checkpoints.disk import sees
 from rl_launcher.engines import dtypes_of
 from rl_launcher.gc_freeze import freeze
 from rl_launcher.ray import process_group
-from rl_launcher.ray.refit_rendezvous import RefitRendezvous
 from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
 from rl_launcher.schema import PolicyConfig
 from rl_launcher.weight_sync import weight_source
@@ -24,6 +23,7 @@ from rl_observe import Profiler
 from rl_observe.config import ProfilerConfig
 from rl_parallel_plans import TopKLogp
 from rl_refit import Refit, RefitError, RefitReport
+from rl_refit.parties import Parties
 
 __all__ = ["POLICY", "TrainerSpec", "TrainingWorker"]
 
@@ -111,7 +111,9 @@ class TrainingWorker:
         owner = self if row.runs == "worker" else self._models[call.model]
         if not hasattr(owner, call.method):
             raise RuntimeError(f"{type(owner).__name__} has no {call.method}(), which this recipe needs")
-        value = getattr(owner, call.method)(*(unpack(each) if isinstance(each, PackedBatch) else each for each in arguments), **options)
+        value = getattr(owner, call.method)(
+            *(unpack(each) if isinstance(each, PackedBatch) else each for each in arguments), **options
+        )
         if call.result is not None:
             self._models[call.result] = value
         wanted = row.returns == "merged" or (row.returns == "rank 0" and self._rank == 0)
@@ -158,10 +160,10 @@ class TrainingWorker:
         """In which dtype each weight, or this rank's shard of it, is sent."""
         return dtypes_of(self._policy.shards())
 
-    def join_refit(self, rendezvous: RefitRendezvous) -> None:
-        """Take part in the refits of `rendezvous` from now on, instead of those of an earlier one."""
+    def join_refit(self, parties: Parties) -> None:
+        """Take part in the refits of `parties` from now on, instead of those of an earlier one."""
         self._close_refit()
-        self._refit = rendezvous.source_refit(weight_source(self._policy), rank=self._rank, host=self._ip)
+        self._refit = parties.source_refit(weight_source(self._policy), rank=self._rank, host=self._ip)
 
     def refit(self, version: int) -> RefitReport:
         """Send the weights of `version` to the engines."""

@@ -124,26 +124,6 @@ class RemoteError(RuntimeError):
         """The whole message, even if the class that was raised remotely prints itself differently."""
         return str(self.args[0])
 
-    @property
-    def role(self) -> str:
-        """`trainer` or `engine`."""
-        return self.who.role
-
-    @property
-    def index(self) -> int:
-        """Rank of the trainer, or number of the engine."""
-        return self.who.index
-
-    @property
-    def node(self) -> str:
-        """Name and address of its node."""
-        return self.who.node
-
-    @property
-    def pid(self) -> int | None:
-        """On that node."""
-        return self.who.pid
-
     def __reduce__(self) -> tuple[Any, ...]:
         """With all attributes, as the class of this module that a class made by `RemoteFailedError.of` derives from."""
         own = next(each for each in type(self).__mro__ if globals().get(each.__name__) is each)
@@ -195,11 +175,6 @@ class RemoteDiedError(RemoteError):
 
 class TrainerDiedError(RemoteDiedError, RestartableError):
     """A rank of the trainer is gone, and with it the step that was running."""
-
-    @property
-    def rank(self) -> int:
-        """Which rank."""
-        return self.who.index
 
 
 class RemoteTimeoutError(RemoteError):

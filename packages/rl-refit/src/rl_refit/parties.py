@@ -1,7 +1,7 @@
-"""Where the ranks of a trainer and the engines meet for refits, and which transport carries the weights between them.
+"""The parties of a refit across processes: the ranks of a trainer, the engines, and the transport between them.
 
-A rendezvous is made anew, under another name, whenever one of its parties was replaced: the parties of rl_refit
-identify each other by process.
+A launcher makes one `Parties`, sends it to every process, and each makes its own `Refit` from it. When a process was
+replaced, it makes another one under a new name.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,21 +11,15 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from rl_refit import (
-    CudaIpc,
-    Manifest,
-    PointToPoint,
-    Refit,
-    RefitConfig,
-    Region,
-    Rendezvous,
-    SharedMemoryRing,
-    WeightSink,
-    WeightSource,
-)
+from rl_refit.config import RefitConfig
+from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
+from rl_refit.refit import Refit
+from rl_refit.rendezvous import Rendezvous
 from rl_refit.transports.base import Transport
 
-__all__ = ["HostSource", "RefitRendezvous", "TransportKind", "choose_transport"]
+__all__ = ["HostSource", "Parties", "TransportKind", "choose_transport"]
 
 TransportKind = Literal["shared_memory", "cuda_ipc", "point_to_point"]
 """Rings in the host's shared memory, rings in GPU memory, or messages over gloo and NCCL."""
@@ -33,13 +27,13 @@ TransportKind = Literal["shared_memory", "cuda_ipc", "point_to_point"]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefitRendezvous:
-    """The parties of a refit and their transport. All parties get the same; it crosses processes."""
+class Parties:
+    """Ranks and engines that refit together, and how. The same in every process; can be pickled."""
 
     address: str
     """`tcp://host:port`, free on the host of engine 0, which serves it."""
     name: str
-    """Of this rendezvous and of no earlier one."""
+    """Of these parties and of no earlier ones."""
     num_sources: int
     """Ranks of the trainer."""
     num_sinks: int
@@ -51,7 +45,7 @@ class RefitRendezvous:
     one_node: bool
     """Nothing leaves the node, and nothing listens beyond loopback."""
     config: RefitConfig
-    """The recipe's."""
+    """Deadlines, verification and bucket size."""
 
     def source_refit(self, source: WeightSource, *, rank: int, host: str | None) -> Refit:
         """The refit of one rank of the trainer; it connects when it is called first.
@@ -102,10 +96,16 @@ class RefitRendezvous:
     def _transport(self, host: str | None) -> Transport:
         match self.transport:
             case "shared_memory":
+                from rl_refit.transports.shared_memory import SharedMemoryRing
+
                 return SharedMemoryRing()
             case "cuda_ipc":
+                from rl_refit.transports.cuda_ipc import CudaIpc
+
                 return CudaIpc()
             case "point_to_point":
+                from rl_refit.transports.point_to_point import PointToPoint
+
                 return PointToPoint(host=None if self.one_node else host)
 
 
