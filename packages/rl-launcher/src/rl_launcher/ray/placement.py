@@ -166,7 +166,7 @@ def _engine_slots(recipe: Recipe, for_engines: list[int]) -> Iterator[tuple[int,
                 f"an engine takes {size} ranks of one node ({prefix}tensor_parallel_size={vllm.tensor_parallel_size} x "
                 f"pipeline_parallel_size={vllm.pipeline_parallel_size}), and "
                 f"{'cluster.gpus_per_node' if generation.colocated.enabled else key} gives engines {count} of node "
-                f"{node}, which is {why}; give an engine {nearest}, or the engines {larger}"
+                f"{node}, which is {why}; set {nearest} ranks per engine, or give engines {larger}"
             )
         for start in range(per_node - count, per_node, size):
             yield node, tuple(range(start, start + size))
