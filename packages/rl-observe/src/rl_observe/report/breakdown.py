@@ -86,4 +86,4 @@ def _chart(title: str, steps: Sequence[float], layers: Mapping[str, Sequence[flo
         columns = [(float(steps[high - 1]), statistics.fmean(layers[name][low:high])) for low, high in pairwise(ends)]
         curves.append(Curve(name, phase_class(name), columns))
     note = "Phases that most steps go through, stacked."
-    return Chart(title=title, note=note, unit="seconds", curves=curves, group=title, kind="stacked")
+    return Chart(title, note, "seconds", curves, group=title, kind="stacked")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ _EPSILON_FP32 = 2**-23  # the distance from 1 to the next larger fp32 number
 _HEADLINES = ("reward", "held_out_greedy", "margin", "loss")
 # Charted first and in this order; metrics that are not listed follow, in the order in which they were logged.
 _ORDER = (
+    *("reward", "held_out_greedy", "held_out_sampled", "margin", "loss", "held_out_loss"),
     *("pair_accuracy", "chosen_logratio", "groups_with_signal", "environment/generation_batches"),
     *("environment/groups_too_many", "reward_std", "entropy", "kl_reference", "token_mult_prob_error", "kl_engine"),
     *("staleness", "effective_sample_size", "importance_weight", "rejected_fraction", "clip_fraction", "ratio"),
@@ -68,7 +69,7 @@ class Curve(NamedTuple):
     """Steps and values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """One chart, ready for the template."""
 
@@ -80,6 +81,7 @@ class Chart:
     """Of the values: a unit of `glossary.Metric`."""
     curves: Sequence[Curve]
     """Drawn in this order, the last one on top."""
+    _: KW_ONLY
     group: str
     """Charts of one group read out the same step when the pointer is over one of them."""
     change: str = ""
@@ -110,15 +112,12 @@ class Chart:
         return {**settings, "series": series}
 
     @property
-    def spoken(self) -> str:
-        """What a screen reader says instead of the drawing."""
-        sentences = [f"{self.title}. {self.note}"]
-        for label, role, curve in self.curves:
-            known = [(step, typeset_value(value, self.unit)) for step, value in curve if value is not None]
-            if known and role not in ("raw", "limit", "interval"):
-                (first, low), (last, high) = known[0], known[-1]
-                sentences.append(f"{label}: {low} at step {first:.0f}, {high} at step {last:.0f}.")
-        return " ".join(sentences)
+    def ends(self) -> list[tuple[str, tuple[float, float | None], tuple[float, float | None]]]:
+        """Label, first and last point of each curve, for a screen reader."""
+        known = [
+            (label, [at for at in curve if at[1] is not None]) for label, role, curve in self.curves if role != "raw"
+        ]
+        return [(label, curve[0], curve[-1]) for label, curve in known if curve]
 
 
 def headline_chart(record: RunRecord) -> Chart | None:
@@ -149,14 +148,11 @@ def stage_charts(record: RunRecord) -> list[dict[str, Any]]:
     headline = _headline(record)
     blocks = []
     for stage, rows in record.stages.items():
-        done = {*_NOT_CHARTED}
-        if headline is not None and headline[0] == stage:
-            done |= {headline[1], *_MARKS[headline[1]]}
-        logged = dict.fromkeys(name for row in rows for name in row if not _is_interval_or_phase(name))
+        done = {headline[1], *_MARKS[headline[1]]} if headline is not None and headline[0] == stage else set()
         charts: list[Chart] = []
         folded: list[Chart] = []
         constants = []
-        for name in dict.fromkeys([*_HEADLINES, *_ORDER, *(name for name in logged if name not in _FOLDED), *_FOLDED]):
+        for name in _charted(rows):
             known = [value for _, value in points(rows, name) if value is not None]
             if name in done or len(known) < 2:
                 continue
@@ -181,11 +177,8 @@ def overlay_charts(names: Sequence[str], runs: Sequence[Mapping[str, list[Row]]]
     overlays: dict[str, list[Chart]] = {}
     for stage in reversed(stages):
         rows = [run.get(stage, []) for run in runs]
-        logged = dict.fromkeys(name for run in rows for row in run for name in row)
-        first = [name for name in ("reward", "held_out_sampled", *_HEADLINES[1:], "held_out_loss") if name in logged]
-        for name in dict.fromkeys([*first, *logged]):
-            if name in _NOT_CHARTED or _is_interval_or_phase(name):
-                continue
+        charts: list[Chart] = []
+        for name in _charted([row for run in rows for row in run]):
             metric, curves = _metric(name), []
             for index, run in enumerate(rows):
                 curve = points(run, name)
@@ -195,13 +188,13 @@ def overlay_charts(names: Sequence[str], runs: Sequence[Mapping[str, list[Row]]]
                 if len(known) > 1:
                     role = f"run-{index % NUM_COLORS}" + (" dashed" if index >= NUM_COLORS else "")
                     curves.append(Curve(names[index], role, thin(known if is_sparse else smooth(curve))))
-            if len(curves) > 1:
-                charts = overlays.setdefault(stage, [])
+            # What is the same in all runs, such as a learning rate, tells nothing about their differences.
+            if len(curves) > 1 and any(curve.points != curves[0].points for curve in curves):
                 unit, wide = _unit(metric, _values(curves)), not charts
-                chart = Chart(
-                    title=_title(metric), note=metric.meaning, unit=unit, curves=curves, group=stage, wide=wide
-                )
-                charts.append(chart)
+                chart = Chart(_title(metric), metric.meaning, unit, curves, group=stage, wide=wide)
+                charts.append(_agreement_chart(chart) if name == _AGREEMENT else chart)
+        if charts:
+            overlays[stage] = charts
     return overlays
 
 
@@ -272,29 +265,32 @@ def _chart(rows: Sequence[Row], name: str, *, group: str, wide: bool = False) ->
     main = _values([curve for curve in curves if curve.role == "main"])
     for each, role in _MARKS.get(name, {}).items():
         for end in ("low", "high") if wide else ():  # the ends of the 95 % interval are drawn as a band
-            if band := [point for point in points(rows, f"{each}/{end}") if point[1] is not None]:
-                curves.append(Curve(f"{role} {end}", "interval", band))
-        if marks := [point for point in points(rows, each) if point[1] is not None]:
-            curves.append(Curve(_metric(each).label, role, thin(marks)))
+            band = [point for point in points(rows, f"{each}/{end}") if point[1] is not None]
+            curves += [Curve(f"{role} {end}", "interval", band)] if band else []
+        marks = [point for point in points(rows, each) if point[1] is not None]
+        curves += [Curve(_metric(each).label, role, thin(marks))] if marks else []
     unit = _unit(metric, _values(curves))
     title, note = _LOGRATIO if name == "chosen_logratio" else (_title(metric), metric.meaning)
     change = "" if wide or second or not main else " → ".join(typeset_value(main[end], unit) for end in (0, -1))
-    chart = Chart(title=title, note=note, unit=unit, curves=curves, group=group, change=change, wide=wide)
+    chart = Chart(title, note, unit, curves, group=group, change=change, wide=wide)
     return _agreement_chart(chart) if name == _AGREEMENT else chart
 
 
 def _agreement_chart(chart: Chart) -> Chart:
     """The distance above 1 on a logarithmic axis, with the line above which it is a fault."""
-    (curve,) = chart.curves
-    excess = [(step, None if value is None else max(value - 1, _EPSILON_FP32)) for step, value in curve.points]
-    worst = max(value for _, value in excess if value is not None)
-    limit = Curve("fault", "limit", [(step, _AGREEMENT_FAULT) for step in (excess[0][0], excess[-1][0])])
+
+    def excess(curve: Points) -> Points:
+        return [(step, None if value is None else max(value - 1, _EPSILON_FP32)) for step, value in curve]
+
+    curves = [curve._replace(points=excess(curve.points)) for curve in chart.curves]
+    ends = [points[end][0] for _, _, points in curves for end in (0, -1)]
+    limit = Curve("fault", "limit", [(min(ends), _AGREEMENT_FAULT), (max(ends), _AGREEMENT_FAULT)])
     return replace(
         chart,
         note="Mean of exp |logp − logp_old| over tokens, minus 1: 0 is perfect, above the dashed line is a fault.",
         unit="scientific",
-        curves=[limit, Curve("distance from 1", "main", excess)],
-        change=f"≤ {typeset_value(worst, 'scientific')}",
+        curves=[limit, *curves],
+        change=f"≤ {typeset_value(max(_values(curves)), 'scientific')}",
         kind="log",
     )
 
@@ -307,8 +303,8 @@ def _facts(rows: Sequence[Row]) -> str:
     if len(seconds) > 1:
         facts.append(format_duration(max(seconds) - min(seconds)))
     for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-        if values := [value for step, value in points(rows, name) if value is not None and step > 0]:
-            facts.append(f"{_metric(name).label} {typeset_value(values[-1], _unit(_metric(name), values))}")
+        values = [value for step, value in points(rows, name) if value is not None and step > 0]
+        facts += [f"{_metric(name).label} {typeset_value(values[-1], _unit(_metric(name), values))}"] if values else []
     return " · ".join(facts)
 
 
@@ -331,5 +327,12 @@ def _values(curves: Sequence[Curve]) -> list[float]:
     return [value for curve in curves for _, value in curve.points if value is not None]
 
 
-def _is_interval_or_phase(name: str) -> bool:
-    return name.startswith(PHASE_PREFIX) or name.endswith(("/low", "/high"))
+def _charted(rows: Sequence[Row]) -> list[str]:
+    """The logged metrics that may have a chart, in the order in which a reader wants them."""
+    logged = dict.fromkeys(name for row in rows for name in row)
+    ordered = dict.fromkeys([*_ORDER, *(name for name in logged if name not in _FOLDED), *_FOLDED])
+    hidden = (
+        *_NOT_CHARTED,
+        *(name for name in logged if name.startswith(PHASE_PREFIX) or name.endswith(("/low", "/high"))),
+    )
+    return [name for name in ordered if name in logged and name not in hidden]

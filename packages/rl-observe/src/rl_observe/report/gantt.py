@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,9 @@ def gantts(record: RunRecord) -> list[dict[str, Any]]:
     if len(steps) > _STEPS_SHOWN:
         shown = [steps[round(index * (len(steps) - 1) / (_STEPS_SHOWN - 1))] for index in range(_STEPS_SHOWN)]
     inside = {step: [span for span in _between(work, step.start, step.end) if span.lane == TRAINER] for step in shown}
-    longest = max(step.end - step.start for step in shown)
+    durations = [step.end - step.start for step in shown]
+    # A first step that compiles would leave the others no room; a longer one is cut off at the edge.
+    longest = min(max(durations), 4 * statistics.median(durations))
     rows = [(step.step, [_box(span, step.start, longest) for span in (step, *inside[step])]) for step in shown]
     note = (
         f"{len(shown)} of {len(steps)} steps, evenly chosen." if len(shown) < len(steps) else f"All {len(steps)} steps."

@@ -17,20 +17,17 @@ import jinja2
 from markupsafe import Markup
 
 from rl_observe.json_lines import finite_number
-from rl_observe.number_format import format_bytes, format_percent
 from rl_observe.report.breakdown import breakdown, phase_class
 from rl_observe.report.curves import headline_chart, stage_charts
 from rl_observe.report.gantt import gantt_legend, gantts
 from rl_observe.report.outcome import outcome
-from rl_observe.report.record import RunRecord, read_record, section, text
+from rl_observe.report.record import read_record, section, text
 from rl_observe.report.refits import refits
 from rl_observe.report.samples import before_after, conversations
 from rl_observe.report.typeset import typeset_value
 from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
 
 __all__ = ["render", "summary_html", "write_page", "write_report"]
-
-_MAX_EVENTS = 40  # of a run that goes wrong a thousand times, the first and the last
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -47,9 +44,9 @@ def write_report(run: RunDirectory) -> Path:
     page = render(
         "run.html.j2",
         run=record,
-        **outcome(record),
+        outcome=outcome(record),
         headline=headline_chart(record),
-        conditions=_conditions(record),
+        conditions=Counter(text(event, "name") or "event" for event in record.events),
         samples=before_after(record),
         conversations=conversations(record),
         breakdown=breakdown(record),
@@ -57,7 +54,6 @@ def write_report(run: RunDirectory) -> Path:
         gantt_legend=gantt_legend(charts),
         stages=stage_charts(record),
         refits=refits(record),
-        machine=_machine(record),
         packages=section(record.versions, "packages"),
         origins={key: str(origin) for key, origin in record.origins.items() if origin != "default"},
     )
@@ -81,11 +77,13 @@ def summary_html(run: RunDirectory) -> str:
             if curve.role in ("main", "held-out", "greedy"):
                 known = [(step, value) for step, value in curve.points if value is not None]
                 # In a box of 600 by 100 with the origin at the top left.
-                path = [f"{600 * (x - left) / width:.1f},{100 - 100 * (y - low) / height:.1f}" for x, y in known]
+                path = [
+                    (round(600 * (x - left) / width, 1), round(100 - 100 * (y - low) / height, 1)) for x, y in known
+                ]
                 last = typeset_value(known[-1][1], chart.unit) if known else "–"
-                lines.append({"label": curve.label, "role": curve.role, "path": " ".join(path), "last": last})
+                lines.append({"label": curve.label, "role": curve.role, "path": path, "last": last})
     template = _environment().get_template("summary.html.j2")
-    return template.render(**outcome(record), remarks=record.remarks, chart=chart, lines=lines)
+    return template.render(outcome=outcome(record), remarks=record.remarks, chart=chart, lines=lines)
 
 
 def render(template: str, **context: Any) -> str:
@@ -135,37 +133,15 @@ def _environment() -> jinja2.Environment:
     )
     # `tojson` escapes <, > and &, so that JSON cannot end the script element that holds it.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
-    environment.filters |= {"percent": format_percent, "phase_class": phase_class, "cell": _cell}
+    environment.filters |= {"number": _number, "text": _text, "phase_class": phase_class}
     return environment
 
 
-def _conditions(record: RunRecord) -> dict[str, Any] | None:
-    """The events of the run: how often each one occurred, and the rows to show."""
-    counts = Counter(text(event, "name") or "event" for event in record.events)
-    half = _MAX_EVENTS // 2
-    shown = record.events if len(record.events) <= _MAX_EVENTS else [*record.events[:half], *record.events[-half:]]
-    return {"counts": counts, "rows": shown, "are_all": shown is record.events} if shown else None
-
-
-def _cell(value: object, unit: str) -> str:
-    """A number or a text of a row as a table shows it; a dash for anything else."""
-    if unit == "text":
-        return value if isinstance(value, str) else "–"
+def _number(value: object, unit: str) -> str:
+    """A number in one of the units of `glossary.Metric`; a dash for anything that is not a finite number."""
     number = finite_number(value)
     return "–" if number is None else typeset_value(number, unit)
 
 
-def _machine(record: RunRecord) -> dict[str, str]:
-    """What the run was made with, except what the page shows on its own."""
-    rows = {name: value for name, value in record.versions.items() if name not in ("packages", "gpus", "git_diff_stat")}
-    gpus = record.versions.get("gpus")
-    rows |= {"GPU": ", ".join(map(str, gpus))} if isinstance(gpus, list) and gpus else {}
-    words = {None: "–", True: "yes", False: "no"}
-
-    def cell(name: str, value: object) -> str:
-        if value is None or isinstance(value, bool):
-            return words[value]
-        size = finite_number(value) if name.endswith("_bytes") else None
-        return str(value) if size is None else format_bytes(size)
-
-    return {name.replace("_", " "): cell(name, value) for name, value in rows.items()}
+def _text(value: object, otherwise: str = "–") -> str:
+    return value if isinstance(value, str) else otherwise

@@ -53,7 +53,7 @@ def refits(record: RunRecord) -> dict[str, Any] | None:
     if sum(value is not None for _, value in timed) >= 3:
         curve = Curve("refit time", "main", [(float(version), value) for version, value in timed])
         note = "Over the version of the weights, verification included."
-        chart = Chart(title="Seconds of each refit", note=note, unit="seconds", curves=[curve], group="refits")
+        chart = Chart("Seconds of each refit", note, "seconds", [curve], group="refits")
     latest = [({**row, "seconds": _seconds(row)}, _is_verified(row)) for row in rows[-8:]]
     return {"lead": lead, "facts": facts, "chart": chart, "latest": latest}
 
