@@ -107,10 +107,13 @@ const draw = (figure) => {
 };
 
 // A chart in a closed part of the page has no width yet: it is drawn when it gets one.
-const resized = new ResizeObserver((entries) => entries.forEach(({ target, contentRect }) => {
-  if (!contentRect.width) return;
-  if (!target.chart) target.chart = draw(target.closest("figure"));
-  else if (target.chart.width !== contentRect.width) target.chart.setSize({ width: contentRect.width, height: target.chart.height });
+const fit = (plot, width) => {
+  if (!width) return;
+  if (!plot.chart) plot.chart = draw(plot.closest("figure"));
+  else if (plot.chart.width !== width) plot.chart.setSize({ width, height: plot.chart.height });
+};
+const resized = new ResizeObserver((entries) => requestAnimationFrame(() => {
+  for (const { target, contentRect } of entries) fit(target, contentRect.width);
 }));
 document.querySelectorAll(".plot").forEach((plot) => resized.observe(plot));
 
