@@ -210,7 +210,7 @@ class Elements(HTMLParser):
 def charts_on(page: str) -> dict[str, dict]:
     """The data of each chart by its title, as the page's script reads it."""
     found = re.findall(
-        r'<figure class="chart(?: wide)?">\s*<figcaption><h4>(.*?)</h4>.*?<script type="application/json">(.*?)</script>',
+        r'<figure class="chart(?: wide)?">\s*<figcaption><h4>(.*?)</h4>.*?"application/json">(.*?)</script>',
         page,
         re.DOTALL,
     )
@@ -322,7 +322,7 @@ def test_every_chart_says_in_words_what_it_shows(tmp_path):
 def test_without_javascript_the_page_says_where_the_numbers_are(tmp_path):
     page = page_of(synthetic_run(tmp_path / "run"))
     assert "The charts need JavaScript" in page[page.index("<noscript>") : page.index("</noscript>")]
-    assert re.search(r'<h4>Entropy</h4><output class="change">0\.\d+ → 0\.\d+</output>', page)
+    assert re.search(r'<h4>Entropy</h4><span class="change">0\.\d+ → 0\.\d+</span>', page)
 
 
 def report_of(tmp_path, name, values):

@@ -17,20 +17,7 @@ def test_a_chart_hands_over_its_numbers_and_breaks_where_there_is_none():
     curve = [(0.0, 0.0), (1.0, 1.0), (2.0, None), (3.0, 0.123456789)]
     data = Chart("t", "n", "share", [Curve("c", "main", curve)], group="g").data
     assert data["series"] == [{"label": "c", "role": "main", "x": [0, 1, 2, 3], "y": [0.0, 1.0, None, 0.12346]}]
-    assert data["limits"] == [0.0, 1.0]
-
-
-def test_a_share_that_never_comes_near_one_has_an_axis_of_its_own():
-    data = Chart("t", "n", "share", [Curve("c", "main", [(0.0, 0.0), (1.0, 0.02)])], group="g").data
-    assert data["limits"] == [0.0, pytest.approx(0.021)]
-
-
-def test_a_chart_of_several_lines_has_a_legend_and_one_of_a_line_and_its_mean_has_none():
-    def legend(*roles):
-        curve = [(0.0, 0.0), (1.0, 1.0)]
-        return Chart("t", "n", "share", [Curve("c", role, curve) for role in roles], group="g").data["legend"]
-
-    assert (legend("raw", "main"), legend("limit", "main"), legend("main", "held-out")) == (False, False, True)
+    assert (data["unit"], data["group"], data["kind"], data["wide"]) == ("share", "g", "linear", False)
 
 
 def test_steps_that_were_logged_twice_or_out_of_order_are_one_ascending_curve():

@@ -141,7 +141,13 @@ def test_steps_conditions_refits_and_the_machine_are_on_the_page(tmp_path):
 
 def test_a_run_without_them_has_none_of_these_parts(tmp_path):
     words = words_of(synthetic_run(tmp_path / "run"))
-    for title in ("Each step of", "What came up", "Token by token", "Where each key was set", "Changes that are in no commit"):
+    for title in (
+        "Each step of",
+        "What came up",
+        "Token by token",
+        "Where each key was set",
+        "Changes that are in no commit",
+    ):
         assert title not in words
 
 

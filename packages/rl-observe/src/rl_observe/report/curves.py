@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rl_observe.glossary import PHASE_PREFIX, Metric, metric_of
 from rl_observe.number_format import format_duration
@@ -62,11 +62,8 @@ class Curve(NamedTuple):
     """One line of a chart."""
 
     label: str
-    """Its name in the legend."""
-    role: str
-    """Its color and style: a CSS variable of report.css, such as `main`, `raw`, `held-out` or `run-3`."""
+    role: str  # its color and style: a CSS variable of report.css, such as `main`, `raw`, `held-out` or `run-3`
     points: Points
-    """Steps and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +71,18 @@ class Chart:
     """One chart, ready for the template."""
 
     title: str
-    """What is measured."""
-    note: str
-    """What that means, in one sentence."""
-    unit: str
-    """Of the values: a unit of `glossary.Metric`."""
-    curves: Sequence[Curve]
-    """Drawn in this order, the last one on top."""
+    note: str  # what is measured, in one sentence
+    unit: str  # of the values: a unit of `glossary.Metric`
+    curves: Sequence[Curve]  # drawn in this order, the last one on top
     _: KW_ONLY
-    group: str
-    """Charts of one group read out the same step when the pointer is over one of them."""
-    change: str = ""
-    """First and last value, such as "0.60 → 0.09"."""
-    kind: str = "linear"
-    """`linear`, `log` (logarithmic y axis) or `stacked` (areas on top of one another)."""
-    wide: bool = False
-    """True for a chart as wide as the page."""
+    group: str  # charts of one group read out the same step when the pointer is over one of them
+    change: str = ""  # first and last value, such as "0.60 → 0.09"
+    kind: Literal["linear", "log", "stacked"] = "linear"
+    wide: bool = False  # as wide as the page
 
     @property
     def data(self) -> dict[str, object]:
         """The chart as JSON for report.js; values are rounded to five digits."""
-        values, limits = _values(self.curves), None
-        if self.unit == "share":  # shares are read against 0 and 1, unless they never come near 1
-            limits = [min(0.0, *values, 0.0), 1.0 if max(values, default=1.0) > 0.4 else max(*values, 0.01) * 1.05]
         series = [
             {
                 "label": label,
@@ -106,17 +92,13 @@ class Chart:
             }
             for label, role, curve in self.curves
         ]
-        # A single line is read out in the caption; several need a legend.
-        legend = self.wide or sum(curve.role not in ("raw", "limit") for curve in self.curves) > 1
-        settings = {"unit": self.unit, "kind": self.kind, "group": self.group, "limits": limits, "legend": legend}
-        return {**settings, "series": series}
+        return {"unit": self.unit, "kind": self.kind, "group": self.group, "wide": self.wide, "series": series}
 
     @property
     def ends(self) -> list[tuple[str, tuple[float, float | None], tuple[float, float | None]]]:
         """Label, first and last point of each curve, for a screen reader."""
-        known = [
-            (label, [at for at in curve if at[1] is not None]) for label, role, curve in self.curves if role != "raw"
-        ]
+        lines = [curve for curve in self.curves if curve.role not in ("raw", "limit", "interval")]
+        known = [(line.label, [point for point in line.points if point[1] is not None]) for line in lines]
         return [(label, curve[0], curve[-1]) for label, curve in known if curve]
 
 

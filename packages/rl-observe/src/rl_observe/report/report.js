@@ -39,8 +39,14 @@ const seriesOf = ({ label, role, x }, unit, rawValue) => {
 
 const draw = (figure) => {
   const chart = JSON.parse(figure.querySelector("script").textContent);
-  const plot = figure.querySelector(".plot"), out = figure.querySelector(".change"), change = out.textContent;
+  const plot = figure.querySelector(".plot");
   let series = chart.series, data = uPlot.join(series.map((one) => [one.x, one.y])), rawValue;
+  const values = series.flatMap((one) => one.y).filter((value) => value != null);
+  const top = Math.max(...values), low = Math.min(0, ...values);
+  // Shares are read against 0 and 1, unless they never come near 1.
+  const limits = chart.unit === "share" ? [low, top > 0.4 ? Math.max(1, top) : Math.max(1.05 * top, 0.01)] : undefined;
+  // A single line is read out in the caption; several need a legend.
+  const legend = chart.wide || series.filter((one) => one.role !== "raw" && one.role !== "limit").length > 1;
   const bands = [];
   series.forEach((one, at) => {
     const next = series[at + 1];
@@ -60,36 +66,38 @@ const draw = (figure) => {
   const isTick = (value) => chart.kind !== "log" || Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-6;
   const ticks = (u, splits) => splits.map((value) => (isTick(value) ? value : null));
   const last = data[0].length - 1;
-  const nearest = (u, at, index) => {
-    const values = u.data[at];
+  // Evaluations are few: near one of them its value is read out, elsewhere none.
+  const nearest = (u, at, index, reach = 0.03 * (data[0][last] - data[0][0])) => {
+    const [steps, values] = [u.data[0], u.data[at]];
     if (!at || index == null || !lines[at - 1].marked) return index;
     for (let away = 0; away <= last; away += 1) {
-      if (values[index - away] != null) return index - away;
-      if (values[index + away] != null) return index + away;
+      for (const near of [index - away, index + away]) {
+        if (values[near] != null) return Math.abs(steps[near] - steps[index]) <= reach ? near : null;
+      }
     }
-    return index;
+    return null;
   };
+  const tip = figure.querySelector("figcaption").appendChild(document.createElement("output"));
+  tip.className = "readout";
   const readOut = (u) => {
     const index = u.cursor.idx;
-    if (chart.legend) {
-      if (index == null) u.setLegend({ idxs: u.data.map((_, at) => nearest(u, at, last)) }, false);
-    } else if (index == null) {
-      out.textContent = change;
-    } else {
-      const at = (role) => series.findIndex((one) => one.role === role) + 1;
-      const main = format(u.data[at("main")][index], chart.unit), raw = at("raw");
-      out.textContent = "step " + u.data[0][index] + ": " + (raw ? format(u.data[raw][index], chart.unit) + ", mean " : "") + main;
+    if (legend) {
+      if (index == null) u.setLegend({ idxs: u.data.map((_, at) => nearest(u, at, last, Infinity)) }, false);
+      return;
     }
+    const at = (role) => series.findIndex((one) => one.role === role) + 1;
+    const value = (role) => format(u.data[at(role)][index], chart.unit);
+    tip.textContent = index == null ? "" : "step " + u.data[0][index] + ": " + (at("raw") ? value("raw") + ", mean " : "") + value("main");
   };
   const u = new uPlot({
     width: plot.clientWidth,
-    height: figure.classList.contains("wide") ? 300 : 150,
+    height: chart.wide ? 300 : 150,
     padding: [10, 14, 0, 0],
     series: [{ label: "step" }, ...lines],
     bands,
     scales: {
       x: { time: false },
-      y: { distr: chart.kind === "log" ? 3 : 1, range: chart.limits || undefined },
+      y: { distr: chart.kind === "log" ? 3 : 1, range: limits },
     },
     axes: [
       { ...axis, size: 24, space: 50 },
@@ -98,8 +106,8 @@ const draw = (figure) => {
         values: (u, splits) => splits.map((value) => (value == null ? "" : format(value, chart.unit).replace(".0 %", " %").replace(/^1·/, ""))),
       },
     ],
-    legend: { show: chart.legend, markers: { width: 0, fill: (u, at) => "var(--" + lines[at - 1].class + ")" } },
-    cursor: { y: false, drag: { x: false, y: false }, dataIdx: nearest, sync: { key: chart.group, setSeries: false }, points: { size: 7 } },
+    legend: { show: legend, markers: { width: 0, fill: (u, at) => "var(--" + lines[at - 1].class + ")" } },
+    cursor: { y: false, drag: { x: false, y: false }, dataIdx: (u, at, index) => nearest(u, at, index), sync: { key: chart.group, setSeries: false }, points: { size: 7 } },
     hooks: { setCursor: [readOut], ready: [readOut] },
   }, data, plot);
   charts.push(u);
