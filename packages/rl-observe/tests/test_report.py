@@ -337,10 +337,8 @@ def test_a_metric_that_never_changes_is_a_line_of_text_and_not_a_chart(tmp_path)
     rest = {"staleness": 0.0, "staleness_max": 0.0, "failed": 0.0, "turns": 1.0, "learning_rate": 1e-3}
     page = report_of(tmp_path, "rest", lambda step: rest)
     assert not titles & charts_on(page).keys()
-    assert (
-        "Unchanged from the first step to the last: staleness 0, turns 1, failed 0.0 %, learning rate 1·10⁻³."
-        in Elements(page).text
-    )
+    unchanged = "staleness 0, turns 1, failed 0.0 %, oldest token 0, learning rate 1·10⁻³."
+    assert f"Unchanged from the first step to the last: {unchanged}" in Elements(page).text
     moved = report_of(tmp_path, "moved", lambda step: {name: step * (value + 1) for name, value in rest.items()})
     assert titles <= charts_on(moved).keys()
     assert "Unchanged" not in moved

@@ -113,7 +113,7 @@ def headline_chart(record: RunRecord) -> Chart | None:
         # The summary has the held-out figures of before and after even if the log has none at these steps.
         last = max(number(row, "step") or 0.0 for row in rows)
         for held_out in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-            logged = {step for step, value in points(rows, held_out) if value is not None}
+            logged = {step for step, _ in _known(rows, held_out)}
             for when, step in (("before", 0.0), ("after", last)):
                 value = number(record.summary, f"{held_out}_{when}")
                 if value is not None and step not in logged:
@@ -130,16 +130,17 @@ def stage_charts(record: RunRecord) -> list[dict[str, Any]]:
     headline = _headline(record)
     blocks = []
     for stage, rows in record.stages.items():
+        # What is drawn in another chart.
         done = {headline[1], *_MARKS[headline[1]]} if headline is not None and headline[0] == stage else set()
         charts: list[Chart] = []
         folded: list[Chart] = []
         constants = []
         for name in _charted(rows):
-            known = [value for _, value in points(rows, name) if value is not None]
+            known = [value for _, value in _known(rows, name)]
             if name in done or len(known) < 2:
                 continue
-            done |= {name, *_MARKS.get(name, ()), _SECOND.get(name, name)}
             if max(known) - min(known) > 1e-9 * max(map(abs, known)):
+                done |= {*_MARKS.get(name, ()), _SECOND.get(name, name)}
                 (folded if name in _FOLDED else charts).append(_chart(rows, name, group=stage))
             else:
                 constants.append((_metric(name).label, typeset_value(known[0], _unit(_metric(name), known))))
@@ -164,7 +165,7 @@ def overlay_charts(names: Sequence[str], runs: Sequence[Mapping[str, list[Row]]]
             metric, curves = _metric(name), []
             for index, run in enumerate(rows):
                 curve = points(run, name)
-                known = [point for point in curve if point[1] is not None]
+                known = _known(run, name)
                 # An evaluation now and then is joined by a line, not broken at the steps in between.
                 is_sparse = len(known) < len(curve) / 2 or len(curve) < _MIN_TO_SMOOTH
                 if len(known) > 1:
@@ -224,7 +225,7 @@ def _headline(record: RunRecord) -> tuple[str, str] | None:
     """Stage and metric of the headline chart."""
     for name in _HEADLINES:
         for stage in reversed(record.stages):
-            if sum(value is not None for _, value in points(record.stages[stage], name)) > 1:
+            if len(_known(record.stages[stage], name)) > 1:
                 return stage, name
     return None
 
@@ -233,9 +234,9 @@ def _chart(rows: Sequence[Row], name: str, *, group: str, wide: bool = False) ->
     metric, second = _metric(name), _SECOND.get(name)
     curves: list[Curve] = []
     for each, role in ((name, "main"), (second, "second")):
-        logged = points(rows, each) if each else []
-        if not each or sum(value is not None for _, value in logged) < 2:
+        if not each or len(_known(rows, each)) < 2:
             continue
+        logged = points(rows, each)
         kept, label = thin(logged), _metric(each).label
         if len(logged) >= _MIN_TO_SMOOTH and each not in ("learning_rate", _AGREEMENT):
             if second is None:  # two noisy lines and their means would be four lines
@@ -247,9 +248,9 @@ def _chart(rows: Sequence[Row], name: str, *, group: str, wide: bool = False) ->
     main = _values([curve for curve in curves if curve.role == "main"])
     for each, role in _MARKS.get(name, {}).items():
         for end in ("low", "high") if wide else ():  # the ends of the 95 % interval are drawn as a band
-            band = [point for point in points(rows, f"{each}/{end}") if point[1] is not None]
+            band = _known(rows, f"{each}/{end}")
             curves += [Curve(f"{role} {end}", "interval", band)] if band else []
-        marks = [point for point in points(rows, each) if point[1] is not None]
+        marks = _known(rows, each)
         curves += [Curve(_metric(each).label, role, thin(marks))] if marks else []
     unit = _unit(metric, _values(curves))
     title, note = _LOGRATIO if name == "chosen_logratio" else (_title(metric), metric.meaning)
@@ -285,7 +286,7 @@ def _facts(rows: Sequence[Row]) -> str:
     if len(seconds) > 1:
         facts.append(format_duration(max(seconds) - min(seconds)))
     for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-        values = [value for step, value in points(rows, name) if value is not None and step > 0]
+        values = [value for step, value in _known(rows, name) if step > 0]
         facts += [f"{_metric(name).label} {typeset_value(values[-1], _unit(_metric(name), values))}"] if values else []
     return " · ".join(facts)
 
@@ -303,6 +304,10 @@ def _unit(metric: Metric, values: Sequence[float]) -> str:
     if metric.unit != "score":
         return metric.unit
     return "share" if values and min(values) >= 0 and max(values) <= 1 else "number"
+
+
+def _known(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    return [(step, value) for step, value in points(rows, name) if value is not None]
 
 
 def _values(curves: Sequence[Curve]) -> list[float]:

@@ -44,7 +44,7 @@ const draw = (figure) => {
   const values = series.flatMap((one) => one.y).filter((value) => value != null);
   const top = Math.max(...values), low = Math.min(0, ...values);
   // Shares are read against 0 and 1, unless they never come near 1.
-  const limits = chart.unit === "share" ? [low, top > 0.4 ? Math.max(1, top) : Math.max(1.05 * top, 0.01)] : undefined;
+  let limits = chart.unit === "share" ? [low, top > 0.4 ? Math.max(1, top) : Math.max(1.05 * top, 0.01)] : undefined;
   // A single line is read out in the caption; several need a legend.
   const legend = chart.wide || series.filter((one) => one.role !== "raw" && one.role !== "limit").length > 1;
   const bands = [];
@@ -57,6 +57,7 @@ const draw = (figure) => {
     series = [...series].reverse();
     const raw = [data[0], ...data.slice(1).reverse()];
     rawValue = (at, index) => (index == null ? null : raw[at][index]);
+    limits = (u, low, high) => [0, 1.05 * high];
     data = raw.map((column, at) => (at ? column.map((_, index) => raw.slice(at).reduce((sum, one) => sum + (one[index] || 0), 0)) : column));
   }
   const lines = series.map((one) => seriesOf(one, chart.unit, rawValue));
