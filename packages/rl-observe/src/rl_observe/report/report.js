@@ -124,7 +124,8 @@ const fit = (plot, width) => {
 const resized = new ResizeObserver((entries) => requestAnimationFrame(() => {
   for (const { target, contentRect } of entries) fit(target, contentRect.width);
 }));
-document.querySelectorAll(".plot").forEach((plot) => resized.observe(plot));
+const plots = document.querySelectorAll(".plot");
+plots.forEach((plot) => { fit(plot, plot.clientWidth); resized.observe(plot); });
 
 const readToken = (event) => {
   const token = event.target.closest("i[data-l]");
@@ -151,7 +152,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 for (const [kind, printing] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(kind, () => {
     document.documentElement.classList.toggle("printing", printing);
-    if (printing) document.querySelectorAll("details").forEach((one) => { one.open = true; });
+    if (printing) {
+      document.querySelectorAll("details").forEach((one) => { one.open = true; });
+      plots.forEach((plot) => plot.chart || fit(plot, plot.clientWidth));
+    }
     redraw();
   });
 }
