@@ -474,7 +474,9 @@ names = st.sampled_from(
         st.tuples(st.sampled_from("ab"), st.integers(0, 5) | values, st.dictionaries(names, values)), max_size=8
     ),
     summary=st.dictionaries(
-        st.sampled_from(["task", "steps", "wall_s", "held_out_sampled_after", "held_out_sampled_before", "refit"]),
+        st.sampled_from(
+            ["task", "steps", "wall_s", "held_out_sampled_after", "held_out_sampled_before", "held_out_size", "refit"]
+        ),
         values,
     ),
     samples=st.lists(

@@ -47,11 +47,11 @@ def outcome(record: RunRecord) -> dict[str, Any]:
     for stage, rows in record.stages.items():  # the last stage that logged a speed
         if speeds := [value for _, value in points(rows, "tokens_per_s") if value is not None]:
             speed = (statistics.median(speeds), stage)
-    sampled, size = _held_out(record, "sampled"), number(record.summary, "held_out_size")
-    margin = None
+    sampled, size = _held_out(record, "sampled"), max(number(record.summary, "held_out_size") or 0.0, 0.0)
+    interval = None
     if size and sampled.after is not None and sampled.unit == "share":
         # Half of the 95 % interval; an upper bound for rewards that are not just 0 or 1.
-        margin = _QUANTILE_95 * math.sqrt(sampled.after * (1 - sampled.after) / size)
+        interval = _QUANTILE_95 * math.sqrt(sampled.after * (1 - sampled.after) / size)
     # Minutes are enough to tell two runs apart; a date that is not ISO 8601 is shown unchanged.
     date = re.sub(
         r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1, \2 UTC", text(record.versions, "collected_at") or ""
@@ -65,12 +65,12 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "interrupted": record.interrupted,
         "is_binary": record.rewards_are_right_or_wrong,
         "sampled": sampled,
-        "interval": margin,
+        "interval": interval,
         "greedy": _held_out(record, "greedy"),
         "loss": _held_out(record, "loss", "number"),
         "pairs": _held_out(record, "pair_accuracy", "share"),
         "margin": _held_out(record, "margin", "number"),
-        "size": None if size is None else round(size),
+        "size": round(size),
         "steps": round(sum(last_steps.values()) if steps is None else steps),
         "last_steps": last_steps,
         "wall_s": max(times, default=None) if wall_s is None else wall_s,

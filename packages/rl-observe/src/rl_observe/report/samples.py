@@ -19,7 +19,7 @@ _WHENS = ("before", "after")
 
 
 def before_after(record: RunRecord) -> dict[str, Any] | None:
-    """For the template: `counts`, `is_binary`, `is_judged` and `pairs` of samples. None if there are no samples.
+    """For the template: `counts`, `is_binary` and `pairs` of samples. None if there are no samples.
 
     `counts` says before and after training how many responses were right, wrong or cut off, of how many, and their
     mean reward. A pair is the prompt, the expected answer or None, and the samples before and after, None if missing.
