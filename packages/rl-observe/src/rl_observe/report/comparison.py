@@ -33,8 +33,8 @@ def compare_runs(runs: Sequence[RunDirectory], *, to: Path) -> Path:
         raise ValueError(f"a run is compared with itself: {', '.join(twice)}; name each once")
     names = _names([run.path for run in runs])
     records = [read_record(run) for run in runs]
-    recipes = [_recipe(record) for record in records]
-    machines = [dict(_flat(record.versions)) for record in records]
+    recipes = _table([_recipe(record) for record in records])
+    machines = _table([dict(_flat(record.versions)) for record in records])
     return write_page(
         to,
         render(
@@ -44,10 +44,8 @@ def compare_runs(runs: Sequence[RunDirectory], *, to: Path) -> Path:
             remarks=[f"{name}: {each}" for name, record in zip(names, records, strict=True) for each in record.remarks],
             overlays=overlay_charts(names, [record.stages for record in records]),
             summaries=_table([dict(_flat(record.summary)) for record in records]),
-            recipes=_differences(recipes),
-            recipes_lead=_count(recipes, "keys of the recipes"),
-            machines=_differences(machines),
-            machines_lead=_count(machines, "versions and figures of the machines"),
+            recipes=recipes,
+            machines=machines,
         ),
     )
 
@@ -85,16 +83,5 @@ def _flat(data: Mapping[object, object] | Mapping[str, object], prefix: str = ""
 
 def _table(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """One row per key, one column per run; a dash where a run lacks the key."""
-    return {
-        key: [column.get(key, "–") for column in columns] for key in {k: None for column in columns for k in column}
-    }
-
-
-def _differences(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    keys = [key for key in _table(columns) if len({column.get(key) for column in columns}) > 1]
-    return _table([{key: column[key] for key in keys if key in column} for column in columns])
-
-
-def _count(columns: Sequence[Mapping[str, str]], what: str) -> str:
-    total, different = len(_table(columns)), len(_differences(columns))
-    return f"{different} of {total} {what}; the other {total - different} are the same everywhere."
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: [column.get(key, "–") for column in columns] for key in keys}
