@@ -341,6 +341,14 @@ def test_only_what_differs_between_the_recipes_is_shown(tmp_path):
     assert rows_of(page, "summaries")["steps"] == ["120", "160", "120"]
 
 
+def test_figures_that_no_run_has_are_left_out(tmp_path):
+    runs = three_runs(tmp_path)
+    for index, run in enumerate(runs):
+        run.summary.write_text(json.dumps({"steps": 1, "nothing": None, "something": index or None}))
+    page = compare_runs(runs, to=tmp_path / "page.html").read_text()
+    assert rows_of(page, "summaries").keys() == {"", "steps", "something"}
+
+
 def test_a_run_that_lacks_files_is_compared_by_what_it_has(tmp_path):
     runs = three_runs(tmp_path)
     runs[1].summary.unlink()
