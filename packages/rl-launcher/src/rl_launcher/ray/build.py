@@ -49,6 +49,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         key="policy.model_name",
         padded_vocabulary=recipe.policy.padded_vocabulary,
         folder=run_dir / "initial_model",
+        objects=objects,
     )
     tokenized = tokenize(recipe, inputs, model=skeleton.model, tokenizer=skeleton.tokenizer)
     teacher_skeleton = _teacher_skeleton(recipe, skeleton, folder=run_dir / "initial_teacher")
