@@ -49,7 +49,7 @@ class EngineLimits:
     """How many failures and how much time a run allows its engines."""
 
     max_restarts: int
-    """Deaths in the whole run after which an engine is replaced."""
+    """How many engines that died are replaced, in the whole run."""
     start_timeout_s: float
     """Seconds that an engine may take to start."""
     call_timeout_s: float

@@ -109,7 +109,7 @@ class RayPolicy:
         except BaseException as error:
             # A call that failed or was interrupted may have changed the version on the ranks all the same.
             self._interrupted = pendings
-            if isinstance(error, RemoteError) and not error.everyone_answered:
+            if isinstance(error, RemoteError) and not error.all_returned:
                 self._ended = error  # the others wait for the rank that is lost
                 for actor in self._actors:
                     actor.kill()

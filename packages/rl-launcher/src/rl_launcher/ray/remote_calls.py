@@ -197,7 +197,7 @@ def gather(
         stacks_s: to collect the stacks of those that have not answered; 0 does not collect them.
 
     Raises:
-        RemoteError: the first that failed, and not those that failed because of it. Its `everyone_answered` says
+        RemoteError: the first that failed, and not those that failed because of it. Its `all_returned` says
             whether the others have ended, too.
     """
     values: dict[int, Any] = {}
@@ -215,7 +215,7 @@ def gather(
             break  # the time is over; or one is dead, and the others wait for it
     if errors:
         cause = first_cause(errors)
-        cause.everyone_answered = not waiting and all(isinstance(error, RemoteFailedError) for error in errors)
+        cause.all_returned = not waiting and all(isinstance(error, RemoteFailedError) for error in errors)
         raise cause
     if waiting:
         late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]

@@ -109,7 +109,7 @@ class RemoteError(RuntimeError):
     Attributes:
         who: which one.
         log_tail: the last lines of its log.
-        everyone_answered: whether all processes that were called have returned, so that they can be called again.
+        all_returned: whether all processes that were called have returned, so that they can be called again.
     """
 
     def __init__(self, message: str, *, who: ProcessInfo, log_tail: str = "", at: float | None = None) -> None:
@@ -118,7 +118,7 @@ class RemoteError(RuntimeError):
         self.who, self.log_tail, self.message = who, log_tail, message
         self.at = time.time() if at is None else at
         self.noticed = False
-        self.everyone_answered = False
+        self.all_returned = False
 
     def __str__(self) -> str:
         """The whole message, even if the class that was raised remotely prints itself differently."""
