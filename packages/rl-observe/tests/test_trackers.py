@@ -135,9 +135,7 @@ def test_trackio_has_the_figures_and_goes_on_in_the_same_run(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_tracker_whose_package_is_missing_is_refused_naming_the_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        TrackerError, match=rf"logger\.{name}_enabled=true needs .* pip install 'rl-observe\[{name}\]'"
-    ):
+    with pytest.raises(TrackerError, match=rf"logger\.{name}_enabled=true needs .* pip install 'rl-observe\[{name}\]'"):
         check_trackers(LoggerConfig(**{f"{name}_enabled": True}))
 
 
@@ -193,7 +191,9 @@ class Service:
 
 def test_a_service_that_does_not_greet_is_refused_by_name(tmp_path):
     holds = threading.Event()
-    refusal = r"service could not be started: TimeoutError: no response within 0\.05 s; .* logger\.service_enabled=false"
+    refusal = (
+        r"service could not be started: TimeoutError: no response within 0\.05 s; .* logger\.service_enabled=false"
+    )
     with pytest.raises(TrackerError, match=refusal):
         start_tracker(
             Service(holds=holds), {}, RunDirectory(tmp_path), known_as=None, secrets=Secrets(), timeout_s=0.05
