@@ -69,11 +69,17 @@ def test_an_evaluation_at_step_0_is_the_figure_of_before(tmp_path):
     assert (summary["held_out_greedy_before"], summary["held_out_greedy_after"]) == (0.25, 0.75)
 
 
-@pytest.mark.parametrize(("error", "name"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
-def test_a_loop_that_raises_leaves_summary_and_report_and_its_error(tmp_path, error, name):
-    with pytest.raises(error), RunLog(tmp_path / "run", QUIET) as log:
+def loop_that_raises(log, error):
+    with log:
         log.step(loss=1.0)
         raise error
+
+
+@pytest.mark.parametrize(("error", "name"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_a_loop_that_raises_leaves_summary_and_report_and_its_error(tmp_path, error, name):
+    log = RunLog(tmp_path / "run", QUIET)
+    with pytest.raises(error):
+        loop_that_raises(log, error)
     summary = json.loads(log.run.summary.read_text())
     assert (summary["interrupted"], summary["ended_by"], summary["steps"]) == (True, name, 1)
     assert log.run.report.exists()
@@ -89,14 +95,16 @@ def test_a_condition_is_reported_once_and_the_run_continues(tmp_path, capsys):
     assert json.loads(log.run.summary.read_text())["conditions"] == {"no_signal": 1}
 
 
-def test_a_condition_that_stops_ends_the_loop_by_name(tmp_path):
-    health = HealthConfig(no_signal_batches=2, on_no_signal="stop")
-    with (
-        pytest.raises(HealthError, match="no_signal: in 2 consecutive batches"),
-        RunLog(tmp_path / "run", QUIET, health=health) as log,
-    ):
+def loop_without_signal(log):
+    with log:
         while True:
             log.step("grpo", None, {"groups_with_signal": 0.0})
+
+
+def test_a_condition_that_stops_ends_the_loop_by_name(tmp_path):
+    log = RunLog(tmp_path / "run", QUIET, health=HealthConfig(no_signal_batches=2, on_no_signal="stop"))
+    with pytest.raises(HealthError, match="no_signal: in 2 consecutive batches"):
+        loop_without_signal(log)
     assert len(read_metrics(log.run)) == 2
     assert json.loads(log.run.summary.read_text())["ended_by"] == "no_signal"
 
@@ -113,9 +121,10 @@ def test_a_directory_that_holds_a_run_is_refused_and_an_open_one_is_continued(tm
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp_path):
-    with pytest.raises(ZeroDivisionError) as raised, RunLog(tmp_path / "run", QUIET) as log:
-        log.run.summary.mkdir()
-        raise ZeroDivisionError
+    log = RunLog(tmp_path / "run", QUIET)
+    log.run.summary.mkdir()
+    with pytest.raises(ZeroDivisionError) as raised:
+        loop_that_raises(log, ZeroDivisionError())
     assert "summary.json cannot be written" in raised.value.__notes__[0]
 
 

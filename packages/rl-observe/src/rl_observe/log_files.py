@@ -63,11 +63,14 @@ class MetricsLog(Closing):
     """
 
     def __init__(self, run: RunDirectory, *, elapsed_s: float = 0.0, tensorboard: bool = True) -> None:
-        self._run = run
-        self._has_tensorboard = tensorboard
         self._start = time.monotonic() - elapsed_s
         self._lines = JsonLinesWriter(run.metrics)
         self._tensorboard: FileWriter | None = None
+        if tensorboard:
+            # Here, not at the top: TensorBoard and torch take seconds to import, which reading a log should not pay.
+            from torch.utils.tensorboard import FileWriter
+
+            self._tensorboard = FileWriter(str(run.tensorboard))
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Append one line `{"stage", "step", "time_s", **values}`, and the scalars `stage/name` at `step`.
@@ -87,14 +90,10 @@ class MetricsLog(Closing):
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
         time_s = round(time.monotonic() - self._start, 4)
         self._lines.append({"stage": stage, "step": step, "time_s": time_s, **numbers})
-        if not self._has_tensorboard:
-            return
-        # TensorBoard takes a second to import; reading a run should not pay for it.
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import FileWriter
-
         if self._tensorboard is None:
-            self._tensorboard = FileWriter(str(self._run.tensorboard))
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         finite = [(name, value) for name, value in numbers.items() if math.isfinite(value)]
         # One event for all scalars of a step is many times faster than one `SummaryWriter.add_scalar` each.
         scalars = [Summary.Value(tag=f"{stage}/{name}", simple_value=value) for name, value in finite]
