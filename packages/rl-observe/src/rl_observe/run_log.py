@@ -19,7 +19,7 @@ from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions
 from rl_observe.redaction import Secrets, redact
 from rl_observe.report import write_report
-from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
+from rl_observe.run_directory import RunDirectory, write_text
 from rl_observe.samples import Sample
 from rl_observe.trace import write_trace
 from rl_observe.trackers import Delivery, enabled_trackers, start_tracker
@@ -194,9 +194,9 @@ class RunLog:
     def __enter__(self) -> Self:
         """Record settings and versions, and start to watch for conditions."""
         if not self.run.recipe.exists():
-            _write(self.run.recipe, json.dumps(self._recipe, indent=2, ensure_ascii=False, default=str))
+            write_text(self.run.recipe, json.dumps(self._recipe, indent=2, ensure_ascii=False, default=str))
         if not self.run.versions.exists():
-            _write(self.run.versions, json.dumps(collect_versions(), indent=2))
+            write_text(self.run.versions, json.dumps(collect_versions(), indent=2))
         rows = read_metrics(self.run)
         self._watch = watch = Watch(self._health)
         watch.replay(rows, errors=0)
@@ -212,7 +212,7 @@ class RunLog:
         try:
             summary = {**self._figures(ended_by), **self.summary}
             summary.update(self.finish(summary, status=status))
-            _write(self.run.summary, json.dumps(self.secrets.scrub(summary), indent=2, default=str))
+            write_text(self.run.summary, json.dumps(self.secrets.scrub(summary), indent=2, default=str))
             write_report(self.run)
         except (OSError, ValueError) as second:
             if error is None:
@@ -228,7 +228,7 @@ class RunLog:
         for tracker in trackers:
             earlier = known.get(tracker.name)
             known[tracker.name] = start_tracker(tracker, self._recipe, self.run, known_as=earlier, secrets=self.secrets)
-        _write(path, json.dumps(known, indent=2))
+        write_text(path, json.dumps(known, indent=2))
         return {tracker.name: Delivery(tracker, warn=warn, secrets=self.secrets) for tracker in trackers}
 
     def _phase_metrics(self, stage: str, step: int) -> dict[str, float]:
@@ -283,10 +283,3 @@ class _Stderr:
 
     def message(self, text: str) -> None:
         sys.stderr.write(f"rl-observe: {text}\n")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error
