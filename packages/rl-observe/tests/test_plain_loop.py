@@ -60,6 +60,14 @@ def test_phases_are_timed_within_their_step_and_the_rest_is_other(tmp_path):
     assert math.isclose(sum(shares.values()), 1.0, abs_tol=1e-3)
 
 
+def test_a_tensor_of_one_element_is_logged_as_a_number(tmp_path):
+    import torch
+
+    with RunLog(tmp_path / "run", QUIET) as log:
+        assert log.step(loss=torch.tensor(0.5))["loss"] == 0.5
+    assert [row["loss"] for row in read_metrics(log.run)] == [0.5]
+
+
 def test_an_evaluation_at_step_0_is_the_figure_of_before(tmp_path):
     with RunLog(tmp_path / "run", QUIET) as log:
         log.step("train", 0, {"held_out_greedy": 0.25})
@@ -116,7 +124,9 @@ def test_a_directory_that_holds_a_run_is_refused_and_an_open_one_is_continued(tm
         RunLog(tmp_path / "run", QUIET)
     with RunLog(RunDirectory.open(tmp_path / "run"), QUIET, recipe={"lr": 2}) as log:
         log.step(loss=0.5)
-    assert [row["step"] for row in read_metrics(log.run)] == [1, 2]
+    first, second = read_metrics(log.run)
+    assert (first["step"], second["step"]) == (1, 2)
+    assert first["time_s"] <= second["time_s"]
     assert json.loads(log.run.recipe.read_text()) == {"lr": 1}
 
 
@@ -126,6 +136,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp
     with pytest.raises(ZeroDivisionError) as raised:
         loop_that_raises(log, ZeroDivisionError())
     assert "summary.json cannot be written" in raised.value.__notes__[0]
+    assert log.run.report.exists()
 
 
 def test_importing_it_loads_neither_torch_nor_a_sibling():
