@@ -30,7 +30,7 @@ def test_steps_are_numbered_and_the_end_writes_summary_and_report(tmp_path):
         log.summary["accuracy"] = 0.75
     run = RunDirectory.open(tmp_path / "runs" / "mine")
     rows = [(row["stage"], row["step"], row.get("loss"), row.get("held_out/math")) for row in read_metrics(run)]
-    assert rows == [("train", 1, 2.0, None), ("train", 2, 1.0, None), ("evaluate", 1, None, 0.5)]
+    assert rows == [("training", 1, 2.0, None), ("training", 2, 1.0, None), ("evaluate", 1, None, 0.5)]
     summary = json.loads(run.summary.read_text())
     assert (summary["steps"], summary["interrupted"], summary["ended_by"]) == (3, False, None)
     assert (summary["accuracy"], summary["conditions"]) == (0.75, {})
@@ -70,7 +70,7 @@ def test_a_tensor_of_one_element_is_logged_as_a_number(tmp_path):
 
 def test_an_evaluation_at_step_0_is_the_figure_of_before(tmp_path):
     with RunLog(tmp_path / "run", QUIET) as log:
-        log.step("train", 0, {"held_out_greedy": 0.25})
+        log.step("training", 0, {"held_out_greedy": 0.25})
         log.step(loss=1.0)
         log.step(loss=0.5, held_out_greedy=0.75)
     summary = json.loads(log.run.summary.read_text())

@@ -107,7 +107,7 @@ class RunLog:
 
     def step(
         self,
-        stage: str = "train",
+        stage: str = "training",
         step: int | None = None,
         values: Mapping[str, float] | None = None,
         /,
@@ -204,6 +204,7 @@ class RunLog:
             write_text(self.run.recipe, json.dumps(self._recipe, indent=2, ensure_ascii=False, default=str))
         if not self.run.versions.exists():
             write_text(self.run.versions, json.dumps(collect_versions(), indent=2))
+        self.run.samples.touch()  # a loop without samples lacks nothing: the report does not miss the file
         rows = read_metrics(self.run)
         self._watch = watch = Watch(self._health)
         watch.replay(rows, errors=0)
