@@ -148,8 +148,8 @@ class RunDirectory:
                 entry.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file of a run completely or not at all.
+def write_text(path: Path, text: str) -> Path:
+    """Write a file of a run completely or not at all, and return its path.
 
     Raises:
         RunDirectoryError: the disk refused it; an earlier version of the file is still there.
@@ -161,6 +161,7 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error
+    return path
 
 
 def describe(error: OSError) -> str:

@@ -29,8 +29,7 @@ def write_trace(run: RunDirectory) -> Path:
     """
     events = trace_events(read_spans(run), metrics=read_metrics(run), conditions=read_events(run), title=run.path.name)
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, ensure_ascii=False, allow_nan=False)
-    write_text(run.trace, content)
-    return run.trace
+    return write_text(run.trace, content)
 
 
 def trace_events(
