@@ -302,8 +302,8 @@ def test_the_commands_know_runs_without_a_judge(alone, tmp_path):
     assert code == 0, output
     code, output = invoke("explain", alone)
     assert code == 0, output
-    assert "7 conversations to learn from, 2 held out" in output
-    assert "nobody judges answers" in output
+    assert "7 conversations to train on, 2 held out" in output
+    assert "no reward (env is null)" in output
     code, output = invoke("run", alone, "sft.max_num_steps=2")
     assert code == 0, output
     code, output = invoke("report", tmp_path / "run")

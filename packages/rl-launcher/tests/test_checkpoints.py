@@ -167,7 +167,7 @@ def test_a_run_is_carried_by_one_process_at_a_time(recipe, tmp_path, monkeypatch
         with pytest.raises(RunStoppedError):
             run_recipe(recipe)
     directory = RunDirectory.open(tmp_path / "run")
-    with claimed(directory), pytest.raises(Refusal, match=f"carried on already, by process {os.getpid()} of "):
+    with claimed(directory), pytest.raises(Refusal, match=f"is in use by process {os.getpid()} of "):
         resume(directory.path)
     assert not (directory.path / ".claimed").exists()
     assert resume(directory.path)["steps"] == 14
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_never_passed_over(recipe, tmp_path):
     with pytest.raises(CheckpointError, match=r"step_00000006/complete\.json is damaged: .* or delete that folder"):
         find_latest(directory)
     marker.unlink()
-    with pytest.raises(CheckpointError, match="step_00000006 is torn"):
+    with pytest.raises(CheckpointError, match="step_00000006 is incomplete"):
         find_latest(directory)
     write_text(marker, good)
     assert find_latest(directory) == newest
@@ -278,7 +278,7 @@ def test_a_model_is_exported_from_a_run_and_from_any_of_its_checkpoints(recipe, 
     assert transformers.AutoTokenizer.from_pretrained(newest).chat_template
     with pytest.raises(Refusal, match="exists already, and nothing is overwritten"):
         export(tmp_path / "run", last)
-    with pytest.raises(Refusal, match=r"step_00000005 is not there; checkpoints of this run: step_00000002, "):
+    with pytest.raises(Refusal, match=r"step_00000005 does not exist; checkpoints of this run: step_00000002, "):
         export(tmp_path / "run", tmp_path / "none", step=5)
     (tmp_path / "run" / "checkpoints" / "step_00000006" / "policy" / "checkpoint.json").write_text("{}")
     with pytest.raises(Refusal, match=r"checkpoint\.json is not what was written"):

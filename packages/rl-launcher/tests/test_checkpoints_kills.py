@@ -19,23 +19,22 @@ from rl_observe import RunDirectory, read_events
 # Runs a recipe, and is killed before the n-th call of a function.
 PROGRAM = """
     import functools, os, signal, sys
-    from rl_launcher.checkpoints import files, keeper, saving
-    from rl_launcher import ending, supervising
-    from rl_launcher.recipe_files import load_recipe
-    from rl_launcher.schema import Recipe
-    from rl_launcher.run.record import Recorder
-    from rl_launcher.run.run import run
     from rl_backends import DTensorBackend
+    from rl_launcher.checkpoints import folders, save
+    from rl_launcher.recipe_files import load_recipe
+    import rl_launcher.run.run as running
+    from rl_launcher.run.record import Recorder
+    from rl_launcher.schema import Recipe
 
     places = {
         "a step": (DTensorBackend, "optim_step"),
         "after a step is logged": (Recorder, "_look_and_save"),
-        "the progress of a checkpoint": (saving, "save_file"),
-        "the marker of a checkpoint": (saving, "mark_complete"),
-        "the name of a checkpoint": (files, "_sync_tree"),
-        "the pruning of checkpoints": (keeper, "_remove"),
-        "the model": (supervising, "save_model"),
-        "the summary": (ending, "write_text"),
+        "the progress of a checkpoint": (save, "save_file"),
+        "the marker of a checkpoint": (save, "mark_complete"),
+        "the name of a checkpoint": (folders, "_sync_tree"),
+        "the pruning of checkpoints": (save, "_remove"),
+        "the model": (running, "save_model"),
+        "the summary": (running, "write_text"),
     }
     owner, name = places[sys.argv[1]]
     function, calls = getattr(owner, name), [int(sys.argv[2])]
@@ -48,7 +47,7 @@ PROGRAM = """
         return function(*arguments, **named)
 
     setattr(owner, name, killed)
-    run(load_recipe(sys.argv[3], schema=Recipe, overrides=sys.argv[4:]))
+    running.run(load_recipe(sys.argv[3], schema=Recipe, overrides=sys.argv[4:]))
 """
 CHECKPOINTS = "checkpointing={save_period: 2}"
 MOMENTS = {

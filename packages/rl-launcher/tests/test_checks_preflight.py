@@ -123,7 +123,7 @@ def test_explain_shows_what_is_too_large_and_ends_with_the_refusal(recipe, folde
     code, output = said_by("explain", recipe, f"policy.model_name={folder}/huge")
     assert code == 2
     assert output.index("Placement") < output.index("a rank needs") < output.index("and training it takes at least")
-    assert "explain shows the whole" not in output
+    assert "explain shows the details" not in output
 
 
 def test_validate_says_that_a_run_would_find_its_directory_taken(recipe, folder):
@@ -139,7 +139,7 @@ def test_a_run_directory_of_a_run_that_goes_on_names_its_process(recipe, folder)
     loaded = load_recipe(recipe, schema=Recipe).value
     with (
         claimed(RunDirectory(folder / "run"), new=True),
-        pytest.raises(Refusal, match=f"process {os.getpid()} of .* is carrying out now"),
+        pytest.raises(Refusal, match=f"process {os.getpid()} of .* is running it now"),
     ):
         preflight.check(loaded, new_run=True)
 
