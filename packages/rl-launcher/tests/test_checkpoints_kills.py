@@ -58,7 +58,7 @@ MOMENTS = {
     "the name of a checkpoint": (5, 8),
     "the pruning of checkpoints": (3, 8),
     "the model": (1, 14),
-    "the summary": (1, 14),
+    "the summary": (2, 14),  # the first file is the recipe
 }
 
 

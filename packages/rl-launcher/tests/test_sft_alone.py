@@ -164,7 +164,7 @@ def test_held_out_conversations_that_change_are_noticed_by_resume(alone, tmp_pat
     changed = [talk.replace('"no"', '"maybe"') if f'"{question}"' in talk else talk for talk in talks]
     assert changed != talks
     (tmp_path / "talks.jsonl").write_text("\n".join(changed))
-    with pytest.raises(Refusal, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data have changed since"):
         resume(tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""Rows for the game of guessing a number, and demonstrations that teach its form and nothing of its art."""
+"""Rows for the game of guessing a number, with demonstrations that show the format but not how to win."""
 
 import random
 
@@ -11,7 +11,7 @@ HIGH = 9
 
 
 def dataset() -> Dataset:
-    """Games with secrets from 0 to 9; the episode says how each begins. The same ones in every run."""
+    """Return games with secrets from 0 to 9, the same in every run. The environment writes the first message."""
     rng = random.Random(4321)
     return Dataset(
         train=[_game("train", index, rng) for index in range(NUM_TRAIN)],
@@ -21,7 +21,7 @@ def dataset() -> Dataset:
 
 
 def _game(part: str, index: int, rng: random.Random) -> Row:
-    # Prompts differ, so that none is held out and trained on; the episode's own opening takes their place.
+    # The prompts differ so that no held-out one is trained on; the environment's first message replaces them.
     columns = {"prompt": f"{part.replace('-', ' ')} game {index}", "secret": rng.randint(0, HIGH)}
     return make_row(columns, where=f"guess_number {part} row {index}")
 
