@@ -1,6 +1,6 @@
 """Every check of every package. What there is to check, the packages say: `packages/*/pyproject.toml`.
 
-nox                          what a change must pass: each package in its newest cell and as a wheel, and the house
+nox                          what a change must pass: each package in its newest cell and as a wheel, and the repository
 nox -s tests-rl-refit        one package, every cell of its matrix
 nox -t rl-refit              everything that concerns one package
 nox -s dev                   `.venv` with every package editable: there `pytest packages/rl-refit` needs no nox
@@ -25,12 +25,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "scripts"))
 
 from environments import install  # noqa: E402  (found by the line above)
-from house import House, Package, admitted, floor, group  # noqa: E402
+from repository import Repository, Package, admitted, floor, group  # noqa: E402
 
-HOUSE = House.read(HERE)
+REPOSITORY = Repository.read(HERE)
 TOOLS = nox.project.load_toml(HERE / "pyproject.toml")
 PYTHON = "3.11"  # the oldest one admitted; torch packages name theirs in their cells
-MEGATRON = HOUSE.packages["rl-backends"].optional_dependencies("megatron")
+MEGATRON = REPOSITORY.packages["rl-backends"].optional_dependencies("megatron")
 HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loaded by importing a package of ours
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for a network
@@ -40,44 +40,44 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["quick"]
 
-PYTHONS = sorted({PYTHON, *(cell["python"] for package in HOUSE.packages.values() for cell in package.cells)})
+PYTHONS = sorted({PYTHON, *(cell["python"] for package in REPOSITORY.packages.values() for cell in package.cells)})
 running = f"{sys.version_info.major}.{sys.version_info.minor}"
 if running not in PYTHONS and not any(shutil.which(f"python{version}") for version in PYTHONS):
     sys.exit(f"RL Stack is tested on Python {' and '.join(PYTHONS)}; the PATH has none, and nox runs on {running}.")
 
 
-# -- The whole house, what is quick first --------------------------------------------------------
+# -- The whole repository, what is quick first --------------------------------------------------------
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def lint(session: nox.Session) -> None:
-    """Hold the house to its style: ruff, sizes, words, changelog fragments. `-- --fix` repairs what ruff can."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "lint"))
+    """Hold the repository to its style: ruff, sizes, words, changelog fragments. `-- --fix` repairs what ruff can."""
+    install(session, REPOSITORY, [], requirements=group(TOOLS, "lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
-    session.run("python", "scripts/house_rules.py")
+    session.run("python", "scripts/repository_rules.py")
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def layers(session: nox.Session) -> None:
     """Hold every import to the contracts of `pyproject.toml`. Needs no torch."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "layers"))
-    sources = ":".join(str(package.root / "src") for package in HOUSE.packages.values())
+    install(session, REPOSITORY, [], requirements=group(TOOLS, "layers"))
+    sources = ":".join(str(package.root / "src") for package in REPOSITORY.packages.values())
     session.run("lint-imports", env={"PYTHONPATH": sources})
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def scripts(session: nox.Session) -> None:
     """Test the scripts that these sessions and CI call."""
-    install(session, HOUSE, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox"])
+    install(session, REPOSITORY, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox"])
     session.run("pytest", "scripts/tests", *session.posargs)
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def typecheck(session: nox.Session) -> None:
     """Run mypy, strict, over every package and over the seams between them."""
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=group(TOOLS, "types"))
-    sources = [f"packages/{name}/src" for name in HOUSE.packages]
+    install(session, REPOSITORY, [*REPOSITORY.packages], groups=["test"], requirements=group(TOOLS, "types"))
+    sources = [f"packages/{name}/src" for name in REPOSITORY.packages]
     seams = [os.path.relpath(path, HERE) for path in HERE.glob("tests-integration/test_seams.py")]
     session.run("mypy", *sources, *seams, "noxfile.py", "scripts", *session.posargs)
 
@@ -85,9 +85,9 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(python=PYTHON, tags=["quick"])
 def docs(session: nox.Session) -> None:
     """Check links, anchors and the tables of public names, and run the examples in docstrings."""
-    install(session, HOUSE, [*HOUSE.packages], requirements=group(TOOLS, "test"))
+    install(session, REPOSITORY, [*REPOSITORY.packages], requirements=group(TOOLS, "test"))
     session.run("python", "scripts/check_docs.py")
-    sources = [f"packages/{name}/src" for name in HOUSE.packages]
+    sources = [f"packages/{name}/src" for name in REPOSITORY.packages]
     options = ["--doctest-modules", "--doctest-ignore-import-errors", "-q"]
     session.run("pytest", *options, *sources, *session.posargs, success_codes=[0, 5])  # 5: no examples
 
@@ -96,10 +96,10 @@ def docs(session: nox.Session) -> None:
 
 
 def run_tests(
-    session: nox.Session, package: Package, house: House, *, cell: dict[str, str] | None = None, wheels: bool = False
+    session: nox.Session, package: Package, repository: Repository, *, cell: dict[str, str] | None = None, wheels: bool = False
 ) -> None:
-    """Run the tests of `package`, with its siblings as `house` has them."""
-    install(session, house, [package.name], cell=cell, groups=["test"], wheels=wheels)
+    """Run the tests of `package`, with its siblings as `repository` has them."""
+    install(session, repository, [package.name], cell=cell, groups=["test"], wheels=wheels)
     only = "tests/vllm" if "vllm" in (cell or {}) else "."  # the rest of them runs in the other cells
     tests = os.path.relpath(package.root / only, HERE)
     session.run("pytest", tests, *session.posargs, env=OFFLINE)
@@ -107,9 +107,9 @@ def run_tests(
 
 def try_wheel(session: nox.Session, package: Package) -> None:
     """Install `package` from built wheels, with what they declare and nothing else, and use it."""
-    install(session, HOUSE, [package.name], wheels=True)
-    declared = {*HOUSE.closure(package.name), *HOUSE.third_parties(package.name)}
-    absent = [name for name in [*HOUSE.packages, *HEAVY] if name not in declared]
+    install(session, REPOSITORY, [package.name], wheels=True)
+    declared = {*REPOSITORY.closure(package.name), *REPOSITORY.third_parties(package.name)}
+    absent = [name for name in [*REPOSITORY.packages, *HEAVY] if name not in declared]
     lazy = [*HEAVY.values(), *({"pydantic"} - declared)]
     with session.chdir(session.env_dir):  # far from the working tree
         readme = str(package.root / "README.md")
@@ -119,28 +119,28 @@ def try_wheel(session: nox.Session, package: Package) -> None:
 
 def test_floor(session: nox.Session, package: Package) -> None:
     """Test `package` over the oldest siblings that it admits, unpacked from their tags."""
-    lowest = {name: floor(versions) for name, versions in HOUSE.siblings(package.name).items()}
-    released = [(name, version) for name, version in lowest.items() if version in HOUSE.releases(name)]
+    lowest = {name: floor(versions) for name, versions in REPOSITORY.siblings(package.name).items()}
+    released = [(name, version) for name, version in lowest.items() if version in REPOSITORY.releases(name)]
     for name, version in lowest.items() - released:
-        if version != HOUSE.packages[name].version:
+        if version != REPOSITORY.packages[name].version:
             session.error(f"{package.name} admits {name} {version}, but there is no tag {name}/v{version}")
         session.log(f"{name} {version} is what this tree holds, not released yet: tests-{package.name} covers it")
     if not released:
         session.log(f"{package.name} admits no released sibling: nothing to test")
         return
-    older = HOUSE.with_released(*(HOUSE.checkout(name, version, shelf(session)) for name, version in released))
+    older = REPOSITORY.with_released(*(REPOSITORY.checkout(name, version, shelf(session)) for name, version in released))
     run_tests(session, package, older, wheels=True)
 
 
 def test_regression(session: nox.Session, package: Package) -> None:
     """Run the last release of each package that stands on `package`, with the tests it shipped, over this tree."""
-    above = [name for name in HOUSE.packages if package.name in HOUSE.siblings(name) and HOUSE.releases(name)]
+    above = [name for name in REPOSITORY.packages if package.name in REPOSITORY.siblings(name) and REPOSITORY.releases(name)]
     if not above:
         session.log(f"nothing that stands on {package.name} is released: nothing to break")
     for name in above:
-        released = HOUSE.checkout(name, HOUSE.releases(name)[0], shelf(session))
-        if package.version in admitted(released, HOUSE.packages).get(package.name, ()):
-            run_tests(session, released, HOUSE.with_released(released), wheels=True)
+        released = REPOSITORY.checkout(name, REPOSITORY.releases(name)[0], shelf(session))
+        if package.version in admitted(released, REPOSITORY.packages).get(package.name, ()):
+            run_tests(session, released, REPOSITORY.with_released(released), wheels=True)
         else:
             session.log(f"{name} {released.version} does not admit {package.name} {package.version}: nothing to break")
 
@@ -155,7 +155,7 @@ def define_sessions(package: Package) -> None:
     name, python = package.name, package.cells[-1]["python"]
 
     def tests(session: nox.Session, cell: dict[str, str], **_: str) -> None:  # --force-python passes `python` too
-        run_tests(session, package, HOUSE, cell=cell)
+        run_tests(session, package, REPOSITORY, cell=cell)
 
     def wheel(session: nox.Session) -> None:
         try_wheel(session, package)
@@ -184,41 +184,41 @@ def cell_id(cell: dict[str, str]) -> str:
     return "-".join([cell["python"], *(f"{name}{minor}" for name, minor in cell.items() if name != "python")])
 
 
-for _package in HOUSE.packages.values():
+for _package in REPOSITORY.packages.values():
     define_sessions(_package)
 
 
-# -- The whole house, what takes longer or changes something -------------------------------------
+# -- The whole repository, what takes longer or changes something -------------------------------------
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def integration(session: nox.Session) -> None:
     """Test what only holds for the packages together, in real processes."""
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=MEGATRON)
+    install(session, REPOSITORY, [*REPOSITORY.packages], groups=["test"], requirements=MEGATRON)
     session.run("pytest", "tests-integration", *session.posargs, env=OFFLINE)
 
 
 @nox.session(name="integration-vllm", python=PYTHON, tags=["quick"])
 def integration_vllm(session: nox.Session) -> None:
     """Test the packages together on real vLLM, and whole runs on real Ray."""
-    (cell,) = (cell for cell in HOUSE.packages["rl-generation"].cells if "vllm" in cell)
-    install(session, HOUSE, [*HOUSE.packages], cell=cell, groups=["test"])
+    (cell,) = (cell for cell in REPOSITORY.packages["rl-generation"].cells if "vllm" in cell)
+    install(session, REPOSITORY, [*REPOSITORY.packages], cell=cell, groups=["test"])
     session.run("pytest", "tests-integration/with_vllm", "tests-integration/with_ray", *session.posargs, env=OFFLINE)
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def trackers(session: nox.Session) -> None:
     """Test rl-observe through the clients of Weights & Biases, MLflow and trackio, none of them online."""
-    observe = HOUSE.packages["rl-observe"]
+    observe = REPOSITORY.packages["rl-observe"]
     clients = [line for name in ("wandb", "mlflow", "trackio") for line in observe.optional_dependencies(name)]
-    install(session, HOUSE, ["rl-observe"], groups=["test"], requirements=clients)
+    install(session, REPOSITORY, ["rl-observe"], groups=["test"], requirements=clients)
     session.run("pytest", "packages/rl-observe/tests/test_trackers.py", *session.posargs, env=OFFLINE)
 
 
 @nox.session(python=PYTHON, default=False)
 def quickstart(session: nox.Session) -> None:
     """Train on this machine: `-- key=value` overrides the recipe, `-- recipes/other.yaml` takes another one."""
-    install(session, HOUSE, ["rl-launcher"])
+    install(session, REPOSITORY, ["rl-launcher"])
     named = [argument for argument in session.posargs if argument.endswith(".yaml")]
     recipe = named[0] if named else "recipes/quickstart.yaml"
     overrides = [argument for argument in session.posargs if argument not in named]
@@ -237,11 +237,11 @@ def unused_run_directory(name: str) -> str:
 @nox.session(python=PYTHON, default=False)
 def bench(session: nox.Session) -> None:
     """Run the benchmarks of the packages named after `--`, or all; the last line holds every figure as JSON."""
-    names = session.posargs or [*HOUSE.packages]
-    install(session, HOUSE, names, groups=["test", "bench"])
+    names = session.posargs or [*REPOSITORY.packages]
+    install(session, REPOSITORY, names, groups=["test", "bench"])
     figures = {}
     for path in (
-        path for name in names for path in sorted((HOUSE.packages[name].root / "benchmarks").glob("[!_]*.py"))
+        path for name in names for path in sorted((REPOSITORY.packages[name].root / "benchmarks").glob("[!_]*.py"))
     ):
         printed = str(session.run("python", str(path), silent=True))
         session.log(f"{path.relative_to(HERE)}\n{printed}")
@@ -252,10 +252,10 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=PYTHON, default=False)
 def api(session: nox.Session) -> None:
     """Compare every package's public names with its last release. A break needs a `changed` or `removed` fragment."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "api"))
+    install(session, REPOSITORY, [], requirements=group(TOOLS, "api"))
     silent_breaks = []
-    for name, package in HOUSE.packages.items():
-        if not (releases := HOUSE.releases(name)):
+    for name, package in REPOSITORY.packages.items():
+        if not (releases := REPOSITORY.releases(name)):
             session.log(f"{name} has no release yet: no promise to keep")
             continue
         command = ["griffe", "check", package.import_name, "-s", f"packages/{name}/src", "-a", f"{name}/v{releases[0]}"]
@@ -269,7 +269,7 @@ def api(session: nox.Session) -> None:
 @nox.session(python=PYTHON, default=False)
 def release(session: nox.Session) -> None:
     """Release one package: `nox -s release -- rl-refit minor`. Commits and tags; pushes nothing."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "release"))
+    install(session, REPOSITORY, [], requirements=group(TOOLS, "release"))
     session.run("python", "scripts/release.py", *session.posargs)
 
 
@@ -277,5 +277,5 @@ def release(session: nox.Session) -> None:
 def dev(session: nox.Session) -> None:
     """Make `.venv`, with every package editable and every tool: where one edits, and runs pytest without nox."""
     tools = [line for name in ("lint", "layers", "types", "test") for line in group(TOOLS, name)]
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=[*tools, *MEGATRON], home=HERE / ".venv")
+    install(session, REPOSITORY, [*REPOSITORY.packages], groups=["test"], requirements=[*tools, *MEGATRON], home=HERE / ".venv")
     session.log("ready: . .venv/bin/activate")

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
-from house import House
-from house_rules import text_files
+from repository import Repository
+from repository_rules import text_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from house import Package
+    from repository import Package
 
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", flags=re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`[^`\n]+`")
@@ -33,16 +33,16 @@ PUBLIC_NAMES = re.compile(r"^#+ (?:public )?names$(.*?)(?=^#+ |\Z)", flags=re.I 
 
 
 def main() -> None:
-    """Check every Markdown file of the house in the current directory."""
-    house = House.read(Path.cwd())
-    pages = [path for path in text_files(house) if path.suffix == ".md"]
+    """Check every Markdown file of the repository in the current directory."""
+    repository = Repository.read(Path.cwd())
+    pages = [path for path in text_files(repository) if path.suffix == ".md"]
     complaints = [
         *(complaint for page in pages for complaint in check_links(page)),
-        *(complaint for package in house.packages.values() for complaint in check_public_names(package)),
-        *(complaint for package in house.packages.values() for complaint in check_matrix(package, house.root)),
+        *(complaint for package in repository.packages.values() for complaint in check_public_names(package)),
+        *(complaint for package in repository.packages.values() for complaint in check_matrix(package, repository.root)),
     ]
     for complaint in complaints:
-        print(complaint.replace(f"{house.root}/", ""))
+        print(complaint.replace(f"{repository.root}/", ""))
     if complaints:
         sys.exit(f"{len(complaints)} times a document is not true")
     print(f"{len(pages)} pages: every link leads somewhere, every public name is in its table")

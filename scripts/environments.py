@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import nox
 
-    from house import House
+    from repository import Repository
 
 STAMP = "made-from.txt"
 LARGE = ("torch", "transformers", "vllm")
@@ -45,7 +45,7 @@ SURROUNDINGS: dict[str, str | None] = {
 
 def install(
     session: nox.Session,
-    house: House,
+    repository: Repository,
     names: Sequence[str],
     *,
     cell: Mapping[str, str] | None = None,
@@ -54,11 +54,11 @@ def install(
     wheels: bool = False,
     home: Path | None = None,
 ) -> None:
-    """Make an environment hold `names` and their siblings as `house` has them, and all that they declare.
+    """Make an environment hold `names` and their siblings as `repository` has them, and all that they declare.
 
     Args:
         session: Who asks; its interpreter is the environment's.
-        house: Where the packages are.
+        repository: Where the packages are.
         names: The packages; those below them come along, in the same resolution.
         cell: Pins of a matrix, as `{"torch": "2.13"}`; without it, those of the quick cells.
         groups: Dependency groups of `names` to install as well, where they have them.
@@ -67,14 +67,14 @@ def install(
         home: An environment of the user's, instead of the session's; it shares no file with others.
     """
     session.env.update(SURROUNDINGS)
-    known = {cell["python"] for name in house.closure(*names) for cell in house.packages[name].cells}
+    known = {cell["python"] for name in repository.closure(*names) for cell in repository.packages[name].cells}
     if names and session.python not in known:
         session.error(
             f"no cell of {' or '.join(names)} has Python {session.python}: choose {' or '.join(sorted(known))}"
         )
-    roots = [house.packages[name].root for name in house.closure(*names)]
-    grouped = [line for name in names for group in groups for line in house.packages[name].group(group)]
-    pinned = pins(house, names, house.newest(*names) if cell is None else cell)
+    roots = [repository.packages[name].root for name in repository.closure(*names)]
+    grouped = [line for name in names for group in groups for line in repository.packages[name].group(group)]
+    pinned = pins(repository, names, repository.newest(*names) if cell is None else cell)
     asked = [*pinned, *grouped, *requirements]
     sources = [path for root in roots for path in _sources(root, everything=wheels)]
     made_from = "\n".join([str(session.python), *asked, *(f"{path} {_digest(path)}" for path in sources), ""])
@@ -92,11 +92,11 @@ def install(
     stamp.write_text(made_from)
 
 
-def pins(house: House, names: Sequence[str], cell: Mapping[str, str]) -> list[str]:
+def pins(repository: Repository, names: Sequence[str], cell: Mapping[str, str]) -> list[str]:
     """The matrix cell as pip requirements; torch also where the cell leaves it open but the packages need it."""
     pinned = [f"{name}=={minor}.*" for name, minor in cell.items() if name not in {"python", "torch"}]
-    if "torch" in cell or "torch" in house.third_parties(*names):
-        pinned.append(torch_requirement(house.root / "constraints", minor=cell.get("torch")))
+    if "torch" in cell or "torch" in repository.third_parties(*names):
+        pinned.append(torch_requirement(repository.root / "constraints", minor=cell.get("torch")))
     return pinned
 
 

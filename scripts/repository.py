@@ -76,35 +76,35 @@ class Package:
 
 
 @dataclass(frozen=True)
-class House:
+class Repository:
     """All packages of one checkout."""
 
     root: Path
     packages: dict[str, Package]
 
     @classmethod
-    def read(cls, root: Path) -> House:
+    def read(cls, root: Path) -> Repository:
         """Read the checkout in `root`."""
         found = (Package.read(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml")))
         return cls(root=root, packages={package.name: package for package in found})
 
-    def with_released(self, *packages: Package) -> House:
-        """The same house, in which `packages`, read from elsewhere, stand in for those of their names."""
-        return House(root=self.root, packages=self.packages | {package.name: package for package in packages})
+    def with_released(self, *packages: Package) -> Repository:
+        """The same repository, in which `packages`, read from elsewhere, stand in for those of their names."""
+        return Repository(root=self.root, packages=self.packages | {package.name: package for package in packages})
 
     def siblings(self, name: str) -> dict[str, SpecifierSet]:
-        """The packages of this house that `name` requires directly, and the versions that it admits of each."""
+        """The packages of this repository that `name` requires directly, and the versions that it admits of each."""
         return admitted(self.packages[name], self.packages)
 
     def closure(self, *names: str) -> list[str]:
-        """`names` and every package of this house below them, lowest first."""
+        """`names` and every package of this repository below them, lowest first."""
         ordered: dict[str, None] = {}
         for name in names:
             ordered |= dict.fromkeys([*self.closure(*self.siblings(name)), name])
         return list(ordered)
 
     def dependents(self, name: str) -> list[str]:
-        """`name` and every package of this house that stands on it."""
+        """`name` and every package of this repository that stands on it."""
         return [other for other in self.packages if name in self.closure(other)]
 
     def third_parties(self, *names: str) -> set[str]:
@@ -133,7 +133,7 @@ class House:
         return Package.read(tree / "packages" / name)
 
     def git(self, *arguments: str) -> str:
-        """What `git` prints, run at the root of the house."""
+        """What `git` prints, run at the root of the repository."""
         return self._git(*arguments).decode()
 
     def _git(self, *arguments: str) -> bytes:

@@ -1,6 +1,6 @@
-"""The rules of the house that no linter knows: sizes, words, changelog fragments, and nothing tied to one machine.
+"""The rules of the repository that no linter knows: sizes, words, changelog fragments, and nothing tied to one machine.
 
-    python scripts/house_rules.py
+    python scripts/repository_rules.py
 
 Prints every violation as `path:line: what, and what to do`, and exits 1 if there is one.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from house import House
+from repository import Repository
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,29 +45,29 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".json"
 
 
 def main() -> None:
-    """Check the house in the current directory."""
-    house = House.read(Path.cwd())
+    """Check the repository in the current directory."""
+    repository = Repository.read(Path.cwd())
     complaints = [
-        *(complaint for path in code_files(house) for complaint in check_code(path, path.read_text())),
-        *(complaint for path in text_files(house) for complaint in check_text(path, path.read_text())),
-        *check_fragments(house),
+        *(complaint for path in code_files(repository) for complaint in check_code(path, path.read_text())),
+        *(complaint for path in text_files(repository) for complaint in check_text(path, path.read_text())),
+        *check_fragments(repository),
     ]
     for complaint in complaints:
-        print(complaint.replace(f"{house.root}/", ""))
+        print(complaint.replace(f"{repository.root}/", ""))
     if complaints:
-        sys.exit(f"{len(complaints)} times a rule of the house is broken")
+        sys.exit(f"{len(complaints)} times a rule of the repository is broken")
 
 
-def code_files(house: House) -> list[Path]:
+def code_files(repository: Repository) -> list[Path]:
     """What we ship, and what checks it; tests may be as long as they need."""
-    shipped = (path for package in house.packages.values() for path in sorted((package.root / "src").rglob("*.py")))
-    return [*shipped, house.root / "noxfile.py", *sorted((house.root / "scripts").glob("*.py"))]
+    shipped = (path for package in repository.packages.values() for path in sorted((package.root / "src").rglob("*.py")))
+    return [*shipped, repository.root / "noxfile.py", *sorted((repository.root / "scripts").glob("*.py"))]
 
 
-def text_files(house: House) -> list[Path]:
+def text_files(repository: Repository) -> list[Path]:
     """Every file that git tracks, or would, and a person reads."""
-    listed = house.git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
-    files = (house.root / name for name in sorted(listed) if Path(name).suffix in TEXT_SUFFIXES)
+    listed = repository.git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    files = (repository.root / name for name in sorted(listed) if Path(name).suffix in TEXT_SUFFIXES)
     return [path for path in files if path.is_file()]
 
 
@@ -84,7 +84,7 @@ def check_code(path: Path, source: str) -> Iterator[str]:
         for name in defined_names(node):
             for synonym, word in SYNONYMS.items():
                 if name not in KEPT and re.search(rf"(?:^|_){synonym}(?:_|$)", name, flags=re.IGNORECASE):
-                    yield f"{path}:{getattr(node, 'lineno', 1)}: {name}: the word of this house is {word!r}"
+                    yield f"{path}:{getattr(node, 'lineno', 1)}: {name}: the word of this repository is {word!r}"
 
 
 def defined_names(node: ast.AST) -> list[str]:
@@ -111,14 +111,14 @@ def check_text(path: Path, text: str) -> Iterator[str]:
             yield f"{path}:{number}: {found[0]!r}: where packages come from is the affair of pip's configuration"
 
 
-def check_fragments(house: House) -> Iterator[str]:
+def check_fragments(repository: Repository) -> Iterator[str]:
     """A package whose source differs from its last release says so to its users, under a heading that exists."""
-    for name, package in house.packages.items():
+    for name, package in repository.packages.items():
         for path in {*package.fragments()} - {*package.fragments(*KINDS)}:
             yield f"{path}:1: the kind of a fragment is one of {', '.join(KINDS)}, as in +bucket-bytes.added.md"
-        for released in house.releases(name)[:1]:
-            changed = house.git("diff", "--name-only", f"{name}/v{released}", "--", f"packages/{name}/src").split()
-            log = house.git("diff", "--name-only", f"{name}/v{released}", "--", f"packages/{name}/CHANGELOG.md").split()
+        for released in repository.releases(name)[:1]:
+            changed = repository.git("diff", "--name-only", f"{name}/v{released}", "--", f"packages/{name}/src").split()
+            log = repository.git("diff", "--name-only", f"{name}/v{released}", "--", f"packages/{name}/CHANGELOG.md").split()
             if changed and not log and not package.fragments():
                 example = f"packages/{name}/changelog.d/+what-changed.added.md"
                 yield f"{changed[0]}:1: {name} changed since {released}: tell its users in {example}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ci_matrix import affected_packages, matrix
-from house import House
+from repository import Repository
 
 SESSIONS = [
     {"session": "lint", "python": "3.11", "tags": ["quick"]},
@@ -30,7 +30,7 @@ SESSIONS = [
     ],
 )
 def test_a_change_affects_its_package_and_those_above_it(root, changed, affected):
-    assert affected_packages(House.read(root), changed) == affected
+    assert affected_packages(Repository.read(root), changed) == affected
 
 
 def test_an_unaffected_package_starts_nothing_and_the_whole_house_always_runs():

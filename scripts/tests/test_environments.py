@@ -3,7 +3,7 @@
 import pytest
 
 from environments import pins, torch_requirement
-from house import House
+from repository import Repository
 
 
 @pytest.fixture
@@ -41,6 +41,6 @@ def test_an_unknown_build_is_refused_in_one_line(constraints, monkeypatch):
 def test_a_cell_pins_minors_and_never_python(root, monkeypatch):
     monkeypatch.setenv("RL_STACK_TORCH", "cpu")
     cell = {"python": "3.11", "torch": "2.12", "transformers": "5.19"}
-    assert pins(House.read(root), ["roof"], cell) == ["transformers==5.19.*", "torch==2.12.*"]
-    assert pins(House.read(root), ["roof"], {}) == ["torch==2.13.*"]
-    assert pins(House.read(root), [], {}) == []
+    assert pins(Repository.read(root), ["roof"], cell) == ["transformers==5.19.*", "torch==2.12.*"]
+    assert pins(Repository.read(root), ["roof"], {}) == ["torch==2.13.*"]
+    assert pins(Repository.read(root), [], {}) == []

@@ -1,11 +1,11 @@
-"""Tests of house_rules.py: each rule finds its violation, and leaves the rest alone."""
+"""Tests of repository_rules.py: each rule finds its violation, and leaves the rest alone."""
 
 from pathlib import Path
 
 import pytest
 
-from house import House
-from house_rules import check_code, check_fragments, check_text
+from repository import Repository
+from repository_rules import check_code, check_fragments, check_text
 
 PATH = Path("example.py")
 
@@ -56,18 +56,18 @@ def test_paths_of_one_machine_and_registries_are_reported():
 
 
 def test_a_changed_package_needs_a_fragment(root, git):
-    house = House.read(root)
+    repository = Repository.read(root)
     source = root / "packages/wall/src/wall/__init__.py"
     fragment = root / "packages/wall/changelog.d/+first.added.md"
     fragment.unlink()
     source.write_text("height = 2\n")
-    assert list(check_fragments(house)) == []  # nothing is released, so nobody has to be told
+    assert list(check_fragments(repository)) == []  # nothing is released, so nobody has to be told
     git("tag", "wall/v0.1.0")
-    assert "wall changed since 0.1.0" in next(check_fragments(house))
+    assert "wall changed since 0.1.0" in next(check_fragments(repository))
     fragment.write_text("Be higher.\n")
-    assert list(check_fragments(house)) == []
+    assert list(check_fragments(repository)) == []
 
 
 def test_a_fragment_of_no_known_kind_would_be_lost(root):
     (root / "packages/wall/changelog.d/+height.feature.md").write_text("Be higher.\n")
-    assert "added, changed, deprecated, removed, fixed" in next(check_fragments(House.read(root)))
+    assert "added, changed, deprecated, removed, fixed" in next(check_fragments(Repository.read(root)))

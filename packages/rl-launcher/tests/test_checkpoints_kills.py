@@ -19,12 +19,15 @@ from rl_observe import RunDirectory, read_events
 # Runs a recipe, and is killed before the n-th call of a function.
 PROGRAM = """
     import functools, os, signal, sys
-    from rl_backends import DTensorBackend
-    from rl_launcher.checkpoints import folders, save
+    import importlib
     from rl_launcher.recipe_files import load_recipe
-    import rl_launcher.run.run as running
-    from rl_launcher.run.record import Recorder
     from rl_launcher.schema import Recipe
+    from rl_launcher.run.record import Recorder
+    from rl_launcher.run.run import run
+    from rl_backends import DTensorBackend
+
+    folders, save, run_file = map(importlib.import_module, (
+        "rl_launcher.checkpoints.folders", "rl_launcher.checkpoints.save", "rl_launcher.run.run"))
 
     places = {
         "a step": (DTensorBackend, "optim_step"),
@@ -33,8 +36,8 @@ PROGRAM = """
         "the marker of a checkpoint": (save, "mark_complete"),
         "the name of a checkpoint": (folders, "_sync_tree"),
         "the pruning of checkpoints": (save, "_remove"),
-        "the model": (running, "save_model"),
-        "the summary": (running, "write_text"),
+        "the model": (run_file, "save_model"),
+        "the summary": (run_file, "write_text"),
     }
     owner, name = places[sys.argv[1]]
     function, calls = getattr(owner, name), [int(sys.argv[2])]
@@ -47,7 +50,7 @@ PROGRAM = """
         return function(*arguments, **named)
 
     setattr(owner, name, killed)
-    running.run(load_recipe(sys.argv[3], schema=Recipe, overrides=sys.argv[4:]))
+    run(load_recipe(sys.argv[3], schema=Recipe, overrides=sys.argv[4:]))
 """
 CHECKPOINTS = "checkpointing={save_period: 2}"
 MOMENTS = {
@@ -58,7 +61,7 @@ MOMENTS = {
     "the name of a checkpoint": (5, 8),
     "the pruning of checkpoints": (3, 8),
     "the model": (1, 14),
-    "the summary": (2, 14),  # the first file is the recipe
+    "the summary": (2, 14),
 }
 
 

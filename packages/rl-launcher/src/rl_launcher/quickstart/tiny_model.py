@@ -45,7 +45,7 @@ def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character, and special tokens for the ends of a text and the two roles."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: a character that is not in the vocabulary is an error
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: other characters are errors
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
