@@ -1,10 +1,10 @@
-"""Release one package: check that it may be, raise its version, write its changelog, commit and tag.
+"""Release one package: check it, raise its version, write its changelog, commit and tag.
 
     python scripts/release.py rl-refit minor
 
-The first release is the version that the tree already names, whatever the word. Pushes nothing; the tag is
-`<package>/v<version>`, and one release is one commit. Below 1.0 a minor may break its users, and says so in a
-`changed` or `removed` fragment; a patch may not.
+The first release has the version that the tree already names, whichever part is given. Nothing is pushed. The tag is
+`<package>/v<version>`, and one release is one commit. Below 1.0 a minor release may break users, with a `changed` or
+`removed` fragment; a patch may not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START = "<!-- towncrier release notes start -->"
 
 
 def main() -> None:
-    """Release, or exit 2 with every reason why not."""
+    """Release, or exit with 2 and all the reasons."""
     repository = Repository.read(Path.cwd())
     parser = argparse.ArgumentParser(prog="nox -s release --", description=__doc__.splitlines()[0])
     parser.add_argument("package", choices=sorted(repository.packages))
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def raised(version: Version, part: str) -> Version:
-    """The version after `version`."""
+    """Return the version after `version`."""
     major, minor, micro = version.release
     following = {"major": (major + 1, 0, 0), "minor": (major, minor + 1, 0), "patch": (major, minor, micro + 1)}
     return Version(".".join(map(str, following[part])))
 
 
 def refusals(repository: Repository, package: Package, *, version: Version, part: str) -> Iterator[str]:
-    """Why this release would mislead somebody."""
+    """Yield the reasons why this release would mislead its users."""
     if repository.git("status", "--porcelain").strip():
         yield "the working tree has changes: commit or stash them, so that the tag holds what was tested"
     if not package.fragments():
@@ -75,7 +75,7 @@ def refusals(repository: Repository, package: Package, *, version: Version, part
 
 
 def write_version(package: Package, version: Version) -> None:
-    """Put the version into `pyproject.toml`, and leave the rest of the file as it is."""
+    """Set the version in `pyproject.toml`, and leave the rest of the file unchanged."""
     file = package.root / "pyproject.toml"
     text, count = re.subn(r'^version = ".*"$', f'version = "{version}"', file.read_text(), count=1, flags=re.MULTILINE)
     assert count == 1, f"{file} has no line 'version = ...'"

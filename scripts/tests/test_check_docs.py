@@ -3,7 +3,7 @@
 import pytest
 
 from check_docs import anchors, check_links, check_matrix, check_public_names, table_names
-from repository import Repository, Package
+from repository import Package, Repository
 
 
 @pytest.fixture
