@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from launched import gone
+from launched_run import gone
 from safetensors.torch import load_file
-from trainers_world import (
+from trainer_examples import (
     examples,
     loss,
     loss_that_fails_on_rank_1,
