@@ -1,4 +1,4 @@
-"""The main job, as a user starts it, in a process of its own: it learns, proves each refit, and says so."""
+"""The quickstart as a user starts it, in another process: it learns, verifies each refit, and reports it."""
 
 import json
 import subprocess

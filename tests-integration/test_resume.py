@@ -1,4 +1,4 @@
-"""Kill -9 of a run at moments that nobody chose, again and again, through the command line: the curve is the same."""
+"""A run that is killed with SIGKILL at random moments, again and again, has the curve of an uninterrupted one."""
 
 import json
 import random

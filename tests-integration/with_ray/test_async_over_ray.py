@@ -1,4 +1,4 @@
-"""Asynchronous GRPO over a real asynchronous vLLM engine on Ray: weights arrive in the middle of answers."""
+"""Asynchronous GRPO with a real asynchronous vLLM engine on Ray: weights arrive while responses are generated."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""DPO on given pairs over ranks on Ray learns what one process learns: reference, margins and steps go by the ranks."""
+"""DPO on given pairs over several Ray ranks learns what one process learns."""
 
 from importlib.util import find_spec
 

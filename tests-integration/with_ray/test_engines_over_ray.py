@@ -1,4 +1,4 @@
-"""Two engines over Ray answer as one does, whoever calls them and whichever of them dies."""
+"""Two engines over Ray return what one returns, from any caller, and also when one of them dies."""
 
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Engines over Ray that are ended while one of them is being replaced: nobody comes up afterwards and stays."""
+"""Engines over Ray that are stopped while one of them is being replaced leave no process behind."""
 
 from importlib.util import find_spec
 

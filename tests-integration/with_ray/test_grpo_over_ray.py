@@ -1,4 +1,4 @@
-"""A recipe over real Ray and real vLLM: two ranks train, an engine answers, and processes die as they like."""
+"""A recipe over real Ray and real vLLM: two ranks train, an engine generates, and their processes are killed."""
 
 from importlib.util import find_spec
 

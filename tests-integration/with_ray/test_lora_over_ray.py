@@ -1,4 +1,4 @@
-"""Adapters over real Ray: two ranks train them under FSDP2; an engine in a process of its own gets merged weights."""
+"""LoRA over real Ray: two FSDP2 ranks train the adapters; an engine in another process gets merged weights."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Every step of a trainer over Ray reaches real vLLM engines over Ray: verified, and with the trainer's logp."""
+"""Every step of a trainer over Ray reaches real vLLM engines over Ray, verified, and gives the trainer's logp."""
 
 import sys
 from dataclasses import dataclass

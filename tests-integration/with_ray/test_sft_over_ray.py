@@ -1,4 +1,4 @@
-"""SFT on conversations over ranks on Ray: what is held out measures the same loss as in one process."""
+"""SFT on conversations over several Ray ranks measures the held-out loss of one process."""
 
 from importlib.util import find_spec
 

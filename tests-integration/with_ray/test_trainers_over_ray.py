@@ -1,4 +1,4 @@
-"""Ranks of a trainer over Ray: what they compute, and what is told of one that fails, dies or stands still."""
+"""The ranks of a trainer over Ray: what they compute, and what is reported when one fails, dies or hangs."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""A trainer and engines that share devices, over Ray: whoever rests has given the memory away."""
+"""Colocation over Ray: trainer and engines share devices, and the one that waits has freed its memory."""
 
 from importlib.util import find_spec
 
