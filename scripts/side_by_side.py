@@ -48,6 +48,7 @@ MINUTES = {
     "tests-rl-refit": 6,
     "tests-rl-launcher": 5,
     "tests-rl-algorithms": 3,
+    "tests-rl-observe": 2,
     "typecheck": 3,
 }
 FIRST = ("lint", "layers", "scripts")  # seconds each, and they fail most often

@@ -6,7 +6,7 @@
 from rl_launcher.checkpoints.export import export
 from rl_launcher.checkpoints.folders import Checkpoint, CheckpointError, find_latest, list_checkpoints, unfinished_of
 from rl_launcher.checkpoints.progress import Progress
-from rl_launcher.checkpoints.save import Keeper, cut_history, load_progress, save_in_a_step, stage_start_of
+from rl_launcher.checkpoints.save import Keeper, cut_history, load_progress, save_in_a_step
 
 __all__ = [
     "Checkpoint",
@@ -19,6 +19,5 @@ __all__ = [
     "list_checkpoints",
     "load_progress",
     "save_in_a_step",
-    "stage_start_of",
     "unfinished_of",
 ]

@@ -15,17 +15,7 @@ from rl_launcher.errors import Refusal
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory
 
-__all__ = [
-    "CLAIM_FILE",
-    "STATE_PER_WEIGHT",
-    "DiskSpaceError",
-    "SharedFolder",
-    "bytes_needed",
-    "check_space",
-    "claimed",
-    "describe_space",
-    "sees",
-]
+__all__ = ["DiskSpaceError", "SharedFolder", "check_space", "claimed", "describe_space", "sees"]
 
 STATE_PER_WEIGHT = 3
 """A checkpoint has at least the weights and AdamW's two moments, in the dtype of the weights."""
@@ -56,7 +46,11 @@ def check_space(
     Raises:
         DiskSpaceError: with the needed and the free bytes.
     """
-    needed = bytes_needed(checkpoint_bytes=checkpoint_bytes, model_bytes=model_bytes, config=config)
+    # At most: the kept checkpoints, one that is being written, and the model. Without a save period, a run that stops
+    # early still writes one.
+    saves = config.save_period > 0 or config.save_period_s is not None
+    kept = config.ft_keep_latest_k + config.keep_top_k if saves else 0
+    needed = checkpoint_bytes * (kept + 1) + model_bytes
     free = shutil.disk_usage(folder).free if free_bytes is None else free_bytes
     if free < needed:
         raise DiskSpaceError(
@@ -66,16 +60,6 @@ def check_space(
             f"{_in_words(model_bytes)}. "
             f"Free some space, keep fewer checkpoints, or choose a run_dir on another disk"
         )
-
-
-def bytes_needed(*, checkpoint_bytes: int, model_bytes: int, config: CheckpointingConfig) -> int:
-    """Return the most that a run has on disk at once: the kept checkpoints, one that is being written, and the model.
-
-    A run without a save period still writes one checkpoint if it stops early.
-    """
-    saves = config.save_period > 0 or config.save_period_s is not None
-    kept = config.ft_keep_latest_k + config.keep_top_k if saves else 0
-    return checkpoint_bytes * (kept + 1) + model_bytes
 
 
 def describe_space(folder: Path) -> str:

@@ -24,17 +24,11 @@ from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
 __all__ = [
-    "POLICY",
     "Checkpoint",
     "CheckpointError",
     "appearing",
     "find_latest",
-    "folder_name",
     "list_checkpoints",
-    "mark_complete",
-    "read_checkpoint",
-    "root_of",
-    "unfinished_name",
     "unfinished_of",
     "write_text",
 ]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -35,17 +35,7 @@ from rl_launcher.run_parts import Parts
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory, read_metrics
 
-__all__ = [
-    "Due",
-    "Keeper",
-    "cut_history",
-    "due",
-    "load_progress",
-    "save_in_a_step",
-    "save_progress",
-    "stage_start_of",
-    "to_keep",
-]
+__all__ = ["Keeper", "cut_history", "due", "load_progress", "save_in_a_step", "to_keep"]
 
 NUMBERS, TENSORS = "progress.json", "progress.safetensors"
 LOGS = ("metrics.jsonl", "samples.jsonl", "spans.jsonl", "refits.jsonl")
@@ -95,9 +85,16 @@ class Keeper:
         )
 
     def save(self) -> Checkpoint:
-        """Save now. Checkpoints that are no longer kept are removed only when the new one is complete."""
+        """Save now, and then remove the checkpoints that are no longer kept. A step that is saved already stays.
+
+        Raises:
+            OSError: it cannot be written; earlier checkpoints stay complete. The policy's errors are passed on.
+        """
         self.count_time()
-        saved = save_progress(self.progress, self._parts, self._run)
+        folder = root_of(self._run) / folder_name(self.progress.total)
+        if not folder.exists():
+            _write(self.progress, self._parts, self._run, folder=folder)
+        saved = read_checkpoint(folder)
         for old in set(found := list_checkpoints(self._run)) - set(to_keep(found, self._config)):
             _remove(old)
         self._last_save = self._last_step = time.perf_counter()
@@ -105,14 +102,14 @@ class Keeper:
 
     def keep_beginning(self) -> None:
         """Save the weights with which a stage starts, for a stage whose loss compares with them."""
-        with appearing(stage_start_of(self._run)) as unfinished:
+        with appearing(self.beginning.parent) as unfinished:
             self._parts.policy.save_checkpoint(unfinished / POLICY)
             mark_complete(unfinished, {})
 
     @property
     def beginning(self) -> Path:
         """The folder that `keep_beginning` wrote the weights to."""
-        return stage_start_of(self._run) / POLICY
+        return root_of(self._run) / STAGE_START / POLICY
 
     def count_time(self) -> float:
         """Return the seconds that the run has taken over all processes, and note them for the next checkpoint."""
@@ -121,7 +118,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Clean up after a run that completed: the stage's first weights, unfinished folders, unwanted checkpoints."""
-        shutil.rmtree(stage_start_of(self._run), ignore_errors=True)
+        shutil.rmtree(self.beginning.parent, ignore_errors=True)
         for path in unfinished_of(self._run):
             shutil.rmtree(path, ignore_errors=True)
         # Without a save period, checkpoints are only written when a run stops early.
@@ -169,19 +166,7 @@ def due(
     return Due(save=counted or timed or end, end=end)
 
 
-class _Saved(Protocol):
-    """The fields of a `Checkpoint` that decide whether it is kept."""
-
-    @property
-    def total(self) -> int: ...
-    @property
-    def metric(self) -> float | None: ...
-
-
-SavedT = TypeVar("SavedT", bound=_Saved)
-
-
-def to_keep(checkpoints: Sequence[SavedT], config: CheckpointingConfig) -> list[SavedT]:
+def to_keep(checkpoints: Sequence[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:
     """Return the newest `ft_keep_latest_k` and the best `keep_top_k`, oldest first.
 
     Of two with equal metrics the later counts as better. One without a metric can only be kept as one of the newest.
@@ -195,18 +180,6 @@ def to_keep(checkpoints: Sequence[SavedT], config: CheckpointingConfig) -> list[
 
 
 # ---- Writing and reading.
-
-
-def save_progress(progress: Progress, parts: Parts, run: RunDirectory) -> Checkpoint:
-    """Write a checkpoint to resume from. If this step already has one, it is kept as it is.
-
-    Raises:
-        OSError: it cannot be written; earlier checkpoints stay complete. The policy's errors are passed on.
-    """
-    folder = root_of(run) / folder_name(progress.total)
-    if not folder.exists():
-        _write(progress, parts, run, folder=folder)
-    return read_checkpoint(folder)
 
 
 def save_in_a_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
@@ -235,11 +208,6 @@ def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path)
         (unfinished / NUMBERS).write_text(json.dumps({**progress.numbers, "state": state}), encoding="utf-8")
         names = (each.name for each in fields(Checkpoint) if each.name != "folder")
         mark_complete(unfinished, {name: getattr(progress, name) for name in names})
-
-
-def stage_start_of(run: RunDirectory) -> Path:
-    """Return the folder that `Keeper.keep_beginning` writes."""
-    return root_of(run) / STAGE_START
 
 
 def load_progress(checkpoint: Checkpoint) -> Progress:

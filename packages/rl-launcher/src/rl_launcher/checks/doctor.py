@@ -79,13 +79,6 @@ DISTRIBUTIONS = (
     "tensorboard",
     "pyarrow",
     *PACKAGES.values(),
-    "rl-launcher",
-    "rl-algorithms",
-    "rl-generation",
-    "rl-backends",
-    "rl-refit",
-    "rl-observe",
-    "rl-parallel-plans",
 )
 
 
@@ -198,7 +191,7 @@ def matrix() -> dict[str, list[dict[str, str]]]:
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed distributions, without importing them."""
     found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
+    for name in (*DISTRIBUTIONS, *matrix()):
         for alias in OTHER_NAMES.get(name, (name,)):
             try:
                 found[name] = importlib.metadata.version(alias)

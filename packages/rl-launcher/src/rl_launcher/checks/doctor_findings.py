@@ -200,25 +200,15 @@ def torch(timeout_s: float) -> tuple[Finding, Finding]:
 
 def collectives(num_gpus: int, timeout_s: float) -> list[Finding]:
     """Check gloo with two processes on loopback and, with GPUs, NCCL on one GPU and on two."""
-    findings = [
-        _from_probe(
-            "gloo",
-            run_probe("collective", "gloo", "2", timeout_s=timeout_s),
-            checked="all-reduce over 2 processes on loopback",
-            works="the sum is right",
-            hint="several ranks need it even on one machine; is the interface lo up?",
-        )
-    ]
-    findings += [
-        _from_probe(
-            f"NCCL × {processes}",
-            run_probe("collective", "nccl", str(processes), timeout_s=timeout_s),
-            checked=f"all-reduce over {processes} GPU{'s' if processes > 1 else ''}",
-            works="the sum is right",
-            hint="run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault",
-        )
-        for processes in (1, 2)[: min(num_gpus, 2)]
-    ]
+    gloo = run_probe("collective", "gloo", "2", timeout_s=timeout_s)
+    hint = "several ranks need it even on one machine; is the interface lo up?"
+    checked, works = "all-reduce over 2 processes on loopback", "the sum is right"
+    findings = [_from_probe("gloo", gloo, checked=checked, works=works, hint=hint)]
+    hint = "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault"
+    for gpus in (1, 2)[: min(num_gpus, 2)]:
+        nccl = run_probe("collective", "nccl", str(gpus), timeout_s=timeout_s)
+        checked = f"all-reduce over {gpus} GPU{'s' if gpus > 1 else ''}"
+        findings.append(_from_probe(f"NCCL × {gpus}", nccl, checked=checked, works=works, hint=hint))
     return findings
 
 
@@ -227,8 +217,8 @@ def cuda_ipc(num_gpus: int, timeout_s: float) -> list[Finding]:
     if not num_gpus:
         return []
     hint = "in a container use --ipc=host and give both the same GPUs; engines on their own GPUs do not need it"
-    probe = run_probe("cuda_ipc", timeout_s=timeout_s)
-    return [_from_probe("CUDA IPC", probe, checked="wrote from another process", works="the write arrived", hint=hint)]
+    probe, checked = run_probe("cuda_ipc", timeout_s=timeout_s), "wrote from another process"
+    return [_from_probe("CUDA IPC", probe, checked=checked, works="the write arrived", hint=hint)]
 
 
 def ray(versions: Mapping[str, str], timeout_s: float) -> Finding:
@@ -236,10 +226,8 @@ def ray(versions: Mapping[str, str], timeout_s: float) -> Finding:
     if "ray" not in versions:
         return Finding(name="Ray", state="absent", checked="looked for it", result="not installed")
     hint = "its logs are in the session folder that the line names; /dev/shm and file descriptors are the usual causes"
-    probe = run_probe("ray", timeout_s=timeout_s)
-    return _from_probe(
-        "Ray", probe, checked="started it with one CPU, ran a task, stopped it", works=versions["ray"], hint=hint
-    )
+    probe, checked = run_probe("ray", timeout_s=timeout_s), "started it with one CPU, ran a task, stopped it"
+    return _from_probe("Ray", probe, checked=checked, works=versions["ray"], hint=hint)
 
 
 def importable(name: str, module: str, versions: Mapping[str, str], *, timeout_s: float) -> Finding:

@@ -46,7 +46,7 @@ def explain(resolved: Resolved[Recipe]) -> Explained:
         ValueError: what the run itself would refuse before training. A lack of memory is in `refusal` instead.
     """
     recipe = resolved.value
-    refusal = preflight.explained(recipe)
+    refusal = preflight.check_all_but_memory(recipe)
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
     predicted = predict_run(recipe, placement)
     backend = describe_backend(recipe, selection)

@@ -37,7 +37,7 @@ from rl_launcher.user_code import is_import_string, named_code
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 
-__all__ = ["KnownModel", "MemoryNeeds", "check", "check_files", "check_memory", "check_rows", "explained", "taken"]
+__all__ = ["KnownModel", "MemoryNeeds", "check", "check_all_but_memory", "check_rows", "lacking_memory", "taken"]
 
 GIB = 2**30
 FLOAT32_BYTES = 4
@@ -57,29 +57,26 @@ def check(recipe: Recipe, *, new_run: bool) -> None:
     Raises:
         ValueError: the first reason, with the key and the remedy.
     """
-    check_files(recipe, new_run=new_run)
-    placement = plan_placement(recipe)
-    model = known_policy(recipe.policy)
-    if model is not None:
-        check_memory(recipe, model=model, placement=placement)
-        check_prompt_format(recipe)
-        if new_run:
-            check_disk(recipe, model=model)
+    if (lacking := check_all_but_memory(recipe, new_run=new_run)) is not None:
+        raise Refusal(f"{lacking}; rl-launcher explain shows the details")
 
 
-def explained(recipe: Recipe) -> str | None:
-    """Run the same checks for `explain`, but return the reason of too little memory instead of raising it.
+def check_all_but_memory(recipe: Recipe, *, new_run: bool = False) -> str | None:
+    """Refuse as `check` does, but return the reason if the memory is too small: `explain` shows the rest first.
 
     Raises:
         ValueError: any other reason.
     """
-    check_files(recipe, new_run=False)
+    check_files(recipe, new_run=new_run)
     placement = plan_placement(recipe)
     model = known_policy(recipe.policy)
     if model is None:
         return None
     check_prompt_format(recipe)
-    return lacking_memory(recipe, model=model, placement=placement)
+    lacking = lacking_memory(recipe, model=model, placement=placement)
+    if lacking is None and new_run:
+        check_disk(recipe, model=model)
+    return lacking
 
 
 # ---- The model, without its weights.
@@ -158,7 +155,7 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
             try:
                 local_folder(name)
             except ValueError as error:
-                raise Refusal(f"{key}={error}{_did_you_mean(Path(name).expanduser())}") from error
+                raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
     check_trackers(recipe.logger)
     _check_metric(recipe)
     if new_run:
@@ -218,14 +215,10 @@ def _existing_parent(path: str) -> Path:
 
 
 def _where_to_look(path: Path) -> str:
-    return _did_you_mean(path) or f"; looked in {path.parent.absolute()}"
-
-
-def _did_you_mean(path: Path) -> str:
-    """Name the file beside `path` whose name is nearest."""
+    """Return the file beside `path` whose name is nearest, or else the folder that was searched."""
     beside = sorted({entry.name for entry in path.parent.iterdir()} - {path.name}) if path.parent.is_dir() else []
     like = nearest(path.name, beside)
-    return f"; did you mean {path.parent / like[0]}?" if like else ""
+    return f"; did you mean {path.parent / like[0]}?" if like else f"; looked in {path.parent.absolute()}"
 
 
 # ---- Disk and memory.
@@ -259,25 +252,14 @@ class MemoryNeeds:
     """The weights of all engines."""
 
 
-def check_memory(
-    recipe: Recipe, *, model: KnownModel, placement: Placement, available_bytes: int | None = None
-) -> None:
-    """Refuse a run whose weights, gradients and optimizer state alone exceed the memory.
-
-    `available_bytes` is the memory of all GPUs or processes together; None reads this machine.
-
-    Raises:
-        Refusal: with the needed and the available bytes, and the keys that reduce the need.
-    """
-    lacking = lacking_memory(recipe, model=model, placement=placement, available_bytes=available_bytes)
-    if lacking is not None:
-        raise Refusal(f"{lacking}; rl-launcher explain shows the details")
-
-
 def lacking_memory(
     recipe: Recipe, *, model: KnownModel, placement: Placement, available_bytes: int | None = None
 ) -> str | None:
-    """Return why `check_memory` would refuse, or None if it would not."""
+    """Return why a run does not fit in memory, with the keys that make it smaller, or None if it may fit.
+
+    It does not fit if weights, gradients and optimizer state alone exceed `available_bytes`, the memory of all GPUs or
+    processes together. None reads this machine.
+    """
     needs = least_needed(recipe, model=model, placement=placement)
     on_gpu = placement.device == "cuda"
     available = _available(recipe, placement) if available_bytes is None else available_bytes

@@ -171,21 +171,13 @@ def check_text(text: str) -> None:
 
 
 def assignment(name: str, value: str | int) -> str:
-    """Return `name=value` for a shell, quoted.
-
-    Raises:
-        Refusal: as `check_text`.
-    """
+    """Return `name=value` for a shell, quoted; text that cannot be in a script is refused."""
     check_text(str(value))
     return f"{name}={shlex.quote(str(value))}"
 
 
 def array(name: str, items: Sequence[str]) -> str:
-    """Return `name=(a b …)` for bash, each item quoted.
-
-    Raises:
-        Refusal: as `check_text`.
-    """
+    """Return `name=(a b …)` for bash, each item quoted; text that cannot be in a script is refused."""
     for item in items:
         check_text(item)
     return f"{name}=({' '.join(map(shlex.quote, items))})"

@@ -146,7 +146,7 @@ def _ray_job(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": _metadata(options, options.name),
+        "metadata": _metadata(options),
         "spec": {
             # Without quotes: KubeRay splits this at blanks and Ray joins it again.
             "entrypoint": f"bash {SCRIPT_FOLDER}/{SCRIPT}",
@@ -200,7 +200,7 @@ def _pod(job: ClusterJob, options: KubernetesOptions, *, head: bool = True) -> d
     }
     if head:
         mounts.append({"name": "script", "mountPath": SCRIPT_FOLDER})
-        volumes.append({"name": "script", "configMap": {"name": _script_name(options)}})
+        volumes.append({"name": "script", "configMap": {"name": f"{options.name}-script"}})
         names = {"gcs-server": options.ports.gcs, "dashboard": options.ports.dashboard}
         container["ports"] = [{"containerPort": port, "name": name} for name, port in names.items()]
     return {
@@ -247,7 +247,7 @@ def _config_map(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(options, _script_name(options)),
+        "metadata": _metadata(options, suffix="-script"),
         "data": {SCRIPT: fill(SCRIPT, {"VALUES": "\n".join(lines)})},
     }
 
@@ -261,9 +261,5 @@ def _inside(path: str, options: KubernetesOptions, *, what: str) -> str:
     return str(absolute)
 
 
-def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
-    return {"name": name} | ({"namespace": options.namespace} if options.namespace else {})
-
-
-def _script_name(options: KubernetesOptions) -> str:
-    return f"{options.name}-script"
+def _metadata(options: KubernetesOptions, *, suffix: str = "") -> dict[str, Any]:
+    return {"name": options.name + suffix} | ({"namespace": options.namespace} if options.namespace else {})

@@ -2,7 +2,7 @@
 
 import random
 
-from rl_algorithms.data import Dataset, Row, make_row
+from rl_algorithms.data import Dataset, make_row
 
 __all__ = ["dataset"]
 
@@ -13,19 +13,16 @@ HIGH = 9
 def dataset() -> Dataset:
     """Return games with secrets from 0 to 9, the same in every run. The environment writes the first message."""
     rng = random.Random(4321)
-    return Dataset(
-        train=[_game("train", index, rng) for index in range(NUM_TRAIN)],
-        held_out=[_game("held-out", index, rng) for index in range(NUM_HELD_OUT)],
-        demonstrations=[_guess(index, rng) for index in range(NUM_DEMONSTRATIONS)],
-    )
-
-
-def _game(part: str, index: int, rng: random.Random) -> Row:
     # The prompts differ so that no held-out one is trained on; the environment's first message replaces them.
-    columns = {"prompt": f"{part.replace('-', ' ')} game {index}", "secret": rng.randint(0, HIGH)}
-    return make_row(columns, where=f"guess_number {part} row {index}")
-
-
-def _guess(index: int, rng: random.Random) -> Row:
-    columns = {"prompt": "guess", "answer": str(rng.randint(0, HIGH))}
-    return make_row(columns, where=f"guess_number demonstration {index}")
+    train, held_out = (
+        [
+            make_row({"prompt": f"{part} game {index}", "secret": rng.randint(0, HIGH)}, where=f"{part} game {index}")
+            for index in range(number)
+        ]
+        for part, number in (("train", NUM_TRAIN), ("held out", NUM_HELD_OUT))
+    )
+    demonstrations = [
+        make_row({"prompt": "guess", "answer": str(rng.randint(0, HIGH))}, where=f"demonstration {index}")
+        for index in range(NUM_DEMONSTRATIONS)
+    ]
+    return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)
