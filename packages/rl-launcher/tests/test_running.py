@@ -305,7 +305,7 @@ def test_a_second_run_in_the_same_folder_at_the_same_moment_takes_nothing_from_t
         first.recipe.write_text("seed: 1")
         with pytest.raises(Refusal, match="is in use by"):
             run_recipe(recipe)
-    with pytest.raises(Refusal, match=r"another run since a moment ago \(it holds recipe\.yaml\)"):
+    with pytest.raises(Refusal, match=r"has just been filled by another run \(it holds recipe\.yaml\)"):
         run_recipe(recipe)
     assert first.recipe.read_text() == "seed: 1"
 

@@ -91,31 +91,28 @@ def claimed(run: RunDirectory, *, new: bool = False) -> Iterator[None]:
     """
     path = run.path / CLAIM_FILE
     with path.open("a+", encoding="utf-8") as file:
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = path.read_text(encoding="utf-8") or "a process that has just started"
             raise Refusal(f"{run.path} is in use by {holder}; stop it first") from error
-        except OSError:  # a file system without locks, such as some network mounts
-            _refuse_other_files(run, new=new)
-            yield
-            return
+        except OSError:
+            locked = False  # a file system without locks, such as some network mounts
         try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} of {socket.gethostname()}")
-            file.flush()
-            _refuse_other_files(run, new=new)
+            if locked:
+                file.truncate(0)
+                file.write(f"process {os.getpid()} of {socket.gethostname()}")
+                file.flush()
+            if new and (names := sorted(entry.name for entry in run.path.iterdir() if entry.name != CLAIM_FILE)):
+                raise Refusal(
+                    f"{run.path} has just been filled by another run (it holds {', '.join(names[:3])}): two were "
+                    f"started at the same time; choose another run_dir"
+                )
             yield
         finally:
-            path.unlink(missing_ok=True)
-
-
-def _refuse_other_files(run: RunDirectory, *, new: bool) -> None:
-    if new and (names := sorted(entry.name for entry in run.path.iterdir() if entry.name != CLAIM_FILE)):
-        raise Refusal(
-            f"{run.path} has just been filled by another run (it holds {', '.join(names[:3])}): two were started at "
-            f"the same time; choose another run_dir"
-        )
+            if locked:
+                path.unlink(missing_ok=True)
 
 
 class SharedFolder:

@@ -110,10 +110,8 @@ class Match:
     package: str
     cells: tuple[str, ...]
     """The tested combinations that are installed, as text. Empty if the installed one is untested."""
-    nearest: str
-    """The tested combination with the fewest differences."""
     differing: tuple[str, ...]
-    """The differences from `nearest`, for example `torch 2.12 instead of 2.13`."""
+    """The differences from the nearest tested combination, for example `torch 2.12 instead of 2.13`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,12 +219,11 @@ def match(package: str, cells: list[dict[str, str]], installed: Mapping[str, str
     ]
     texts = [", ".join(f"{name} {version}" for name, version in cell.items()) for cell in known]
     # Another Ray is nearer than another torch: the required components count first.
-    fewest = min(differences, key=lambda each: (sum(text.startswith(REQUIRED) for text in each), len(each)))
+    nearest = min(differences, key=lambda each: (sum(text.startswith(REQUIRED) for text in each), len(each)))
     return Match(
         package=package,
         cells=tuple(text for text, differing in zip(texts, differences, strict=True) if not differing),
-        nearest=texts[differences.index(fewest)],
-        differing=fewest,
+        differing=nearest,
     )
 
 

@@ -16,7 +16,7 @@ Activations, caches and working memory come on top and are not counted, so a run
 import fcntl
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_spa
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
 from rl_launcher.inputs import columns_of, load_dataset
-from rl_launcher.load_model import NamedModel, adapters_of, copies_reference
+from rl_launcher.load_model import adapters_of, copies_reference
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
@@ -69,7 +69,7 @@ def check_all_but_memory(recipe: Recipe, *, new_run: bool = False) -> str | None
     """
     check_files(recipe, new_run=new_run)
     placement = plan_placement(recipe)
-    model = known_policy(recipe.policy)
+    model = known_model(recipe.policy)
     if model is None:
         return None
     check_prompt_format(recipe)
@@ -96,36 +96,24 @@ class KnownModel:
     """The LoRA adapters that are trained instead of the weights, or None."""
 
 
-def known_model(named: NamedModel) -> KnownModel | None:
-    """Return what the model's configuration says, or None if a function builds it or the hub does not answer.
+def known_model(policy: PolicyConfig) -> KnownModel | None:
+    """Return what the policy's configuration says, or None if a function builds it or the hub does not answer.
 
     Raises:
         ModelError: the named folder has no configuration of a language model.
-    """
-    if is_import_string(named.model_name):
-        return None
-    try:
-        source = open_model(named.model_name, revision=named.revision, trust_remote_code=named.trust_remote_code)
-        parameters = estimate_memory(source.config, dtype="float32", max_model_len=1).parameters
-    except ModelError:
-        if local_folder(named.model_name) is not None:
-            raise
-        return None  # loading the model will report why the hub did not answer
-    return KnownModel(name=named.model_name, config=source.config, parameters=parameters)
-
-
-def known_policy(policy: PolicyConfig) -> KnownModel | None:
-    """Return `known_model` of the policy with the size of its adapters.
-
-    Raises:
-        ModelError: as `known_model`.
         Refusal: the adapters do not fit the model.
     """
-    model = known_model(policy)
-    if model is None or policy.dtensor_cfg.lora_cfg is None:
-        return model
-    source = open_model(policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code)
-    return replace(model, adapters=adapters_of(policy, source.skeleton()))
+    if is_import_string(policy.model_name):
+        return None
+    try:
+        source = open_model(policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code)
+        parameters = estimate_memory(source.config, dtype="float32", max_model_len=1).parameters
+    except ModelError:
+        if local_folder(policy.model_name) is not None:
+            raise
+        return None  # loading the model will report why the hub did not answer
+    adapters = None if policy.dtensor_cfg.lora_cfg is None else adapters_of(policy, source.skeleton())
+    return KnownModel(name=policy.model_name, config=source.config, parameters=parameters, adapters=adapters)
 
 
 # ---- Files and the run directory.
