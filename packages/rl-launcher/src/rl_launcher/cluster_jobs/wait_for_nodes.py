@@ -69,24 +69,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _connect(address: str, *, deadline: float, left_in: Path | None) -> None:
     host, _, port = address.rpartition(":")
-    while host:  # tried first, since Ray prints long errors about a head that is not up yet
+    while True:
         try:
-            socket.create_connection((host, int(port)), timeout=POLL_S).close()
-            break
-        except OSError as error:
+            if host:  # tried first, since Ray prints long errors about a head that is not up yet
+                socket.create_connection((host, int(port)), timeout=POLL_S).close()
+            import ray
+
+            # May still fail: the port opens before the head has registered itself.
+            ray.init(address=address, log_to_driver=False, logging_level="error")
+        except OSError as error:  # Ray raises ConnectionError, which is one
             _check_left(left_in)
             if time.monotonic() > deadline:
                 raise NotJoinedError(f"The head at {address} does not answer: {error}") from error
-            time.sleep(POLL_S)
-    import ray
-
-    while True:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="error")
-        except ConnectionError as error:  # the port opens before the head has registered itself
-            _check_left(left_in)
-            if time.monotonic() > deadline:
-                raise NotJoinedError(f"The head at {address} refused: {error}") from error
             time.sleep(POLL_S)
         else:
             return
