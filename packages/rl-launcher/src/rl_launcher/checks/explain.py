@@ -17,7 +17,7 @@ from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import Resolved
 from rl_launcher.recipe_files.dataclass_schema import to_plain
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 from rl_observe import Secrets, redact
 
 __all__ = ["Explained", "describe_backend", "explain"]
@@ -39,8 +39,12 @@ class Explained:
         return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in self.sections.items())
 
 
-def explain(resolved: Resolved[Recipe]) -> Explained:
+def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explained:
     """Explain a resolved recipe.
+
+    Args:
+        resolved: the recipe with the origins of its keys.
+        objects: Python objects that replace strings of the recipe.
 
     Raises:
         ValueError: what the run itself would refuse before training. A lack of memory is in `refusal` instead.
@@ -48,7 +52,7 @@ def explain(resolved: Resolved[Recipe]) -> Explained:
     recipe = resolved.value
     refusal = preflight.check_all_but_memory(recipe)
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
-    predicted = predict_run(recipe, placement)
+    predicted = predict_run(recipe, placement, objects)
     backend = describe_backend(recipe, selection)
     if isinstance(selection.config, MegatronConfig):
         own = selection.config.checkpoint_dir
@@ -57,7 +61,7 @@ def explain(resolved: Resolved[Recipe]) -> Explained:
     sections = {
         # Credentials are left out, since what is printed ends up in logs.
         "Recipe": Secrets.of(to_plain(recipe)).scrub(resolved.explain(hide=redact)),
-        "Data": _data(recipe),
+        "Data": _data(recipe, objects),
         "Placement": placement.explain(),
         "Backend": backend,
         "Policy": predicted.policy,
@@ -90,12 +94,12 @@ def describe_backend(recipe: Recipe, selection: BackendSelection) -> str:
     return f"{text}; megatron_cfg.optimizer is used instead of {ignored}"
 
 
-def _data(recipe: Recipe) -> str:
+def _data(recipe: Recipe, objects: Objects) -> str:
     """Count the rows; a data set on the hub is not downloaded."""
     source = recipe.data.source
-    if not is_import_string(source) and not Path(source).expanduser().exists():
+    if objects.data is None and not is_import_string(source) and not Path(source).expanduser().exists():
         return f"{source} is read from the hub when the run starts"
-    dataset, skipped = load_dataset(recipe)
+    dataset, skipped = load_dataset(recipe, objects)
     lines = [f"{len(dataset.train)} prompts to train on, {len(dataset.held_out)} held out"]
     if isinstance(dataset, ConversationData):
         held_out = len(dataset.held_out_demonstrations)

@@ -18,7 +18,7 @@ from rl_launcher.checks.preflight import device_bytes, host_bytes
 from rl_launcher.load_model import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 
 __all__ = ["Prediction", "predict_run"]
 
@@ -35,15 +35,17 @@ class Prediction:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def predict_run(recipe: Recipe, placement: Placement) -> Prediction:
-    """Predict memory and refits.
+def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJECTS) -> Prediction:
+    """Predict memory and refits; `objects.model` replaces the recipe's model.
 
     Raises:
         ValueError: what the backend or the engine would refuse.
     """
     policy = recipe.policy
     try:
-        if is_import_string(policy.model_name):
+        if objects.model is not None:
+            skeleton = without_weights(objects.model)
+        elif is_import_string(policy.model_name):
             # Only the function knows what it builds, so it is called, and the weights are dropped.
             model, _ = load_model(
                 policy, seed=recipe.seed, key="policy.model_name", padded_vocabulary=policy.padded_vocabulary

@@ -33,7 +33,7 @@ from rl_launcher.load_model import adapters_of, copies_reference
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
-from rl_launcher.user_code import is_import_string, named_code
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, named_code
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 
@@ -360,7 +360,7 @@ def check_prompt_format(recipe: Recipe) -> None:
         )
 
 
-def check_rows(recipe: Recipe) -> None:
+def check_rows(recipe: Recipe, objects: Objects = NO_OBJECTS) -> None:
     """Read the local data rows, and refuse malformed ones, and a reward that needs a column which they do not have.
 
     A multi-turn environment is not built: it reads no row before an episode begins.
@@ -369,9 +369,10 @@ def check_rows(recipe: Recipe) -> None:
         ValueError: with file, line and field; or with the reward's argument and the columns that exist.
     """
     source = recipe.data.source
-    if not is_import_string(source) and not Path(source).expanduser().exists():
+    if objects.data is None and not is_import_string(source) and not Path(source).expanduser().exists():
         return
-    judge = None if recipe.env is None or recipe.env.environment is not None else load_environment(recipe.env)
-    dataset, _ = load_dataset(recipe)
+    has_reward = recipe.env is not None and recipe.env.environment is None
+    judge = load_environment(recipe.env, objects) if has_reward else None
+    dataset, _ = load_dataset(recipe, objects)
     if judge is not None:
         judge.check(columns_of(dataset))
