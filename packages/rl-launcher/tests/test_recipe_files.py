@@ -114,7 +114,7 @@ def test_a_duplicate_key_names_both_places(tmp_path: Path) -> None:
         ("tags: &t [*t]\n", "an anchor contains itself"),
         ("grpo: &g {<<: *g}\n", "an anchor contains itself"),
         ("grpo: {<<: 3}\n", "`<<` takes a mapping"),
-        ("? [a, b]\n: 1\n", "a key is a word"),
+        ("? [a, b]\n: 1\n", "a key must be a scalar"),
     ],
 )
 def test_only_plain_data_is_read(tmp_path: Path, text: str, message: str) -> None:
@@ -185,7 +185,7 @@ def test_an_override_is_held_to_the_schema_like_a_file(tmp_path: Path) -> None:
 
 def test_an_item_of_a_list_cannot_be_overridden(tmp_path: Path) -> None:
     problem = only(refused(tmp_path, GOOD + "tags: [a]", "tags.0=b"))
-    assert problem.hint == "a list is replaced whole: key=[…]"
+    assert problem.hint == "a list is replaced as a whole: key=[…]"
 
 
 def test_a_missing_variable_names_key_line_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,14 @@ class Lax:
 class HoldsLax:
     __pydantic_config__: ClassVar[dict[str, object]] = CONFIG
 
-    inner: dict[str, list[Lax] | None] = field(default_factory=dict)
+    inner: Lax | None = None
+
+
+@dataclass(frozen=True)
+class HoldsSeveral:
+    __pydantic_config__: ClassVar[dict[str, object]] = CONFIG
+
+    inner: dict[str, list[GRPO] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,7 @@ class ClaimsDefaults:
     ("schema", "message"),
     [
         (HoldsLax, "Lax needs __pydantic_config__ = .*'extra': 'forbid'.*, got none"),
+        (HoldsSeveral, "HoldsSeveral.inner: a key holds one section"),
         (ClaimsDefaults, "ClaimsDefaults.defaults: recipes inherit through this key"),
         (dict, "a schema is a dataclass"),
     ],

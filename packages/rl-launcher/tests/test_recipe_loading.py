@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from rl_launcher.recipe_files import RecipeError, load_recipe, resolve_path
+from rl_launcher.recipe_files import RecipeError, load_recipe
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -58,7 +58,6 @@ class Recipe:
     color: Color = Color.RED
     kind: Literal["grpo", "dpo"] = "grpo"
     seed: int | str | None = None
-    stages: list[Policy | Evaluation] = field(default_factory=list)
 
 
 def write(directory: Path, text: str, name: str = "recipe.yaml") -> Path:
@@ -101,11 +100,6 @@ def test_plain_data_becomes_the_types_of_the_schema(tmp_path: Path) -> None:
     assert loaded == Recipe(
         out=Path("a/b"), color=Color.RED, kind="dpo", seed="abc", evaluation=Evaluation(names=("x", "y"))
     )
-
-
-def test_a_union_of_sections_is_told_apart_by_its_keys(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "stages: [{layers: 3}, {every: 2}]")
-    assert loaded.stages == [Policy(layers=3), Evaluation(every=2)]
 
 
 def test_anchors_and_merge_keys_are_plain_yaml(tmp_path: Path) -> None:
@@ -223,15 +217,6 @@ def test_origins_cannot_be_changed(tmp_path: Path) -> None:
     resolved = load_recipe(write(tmp_path, "seed: 1"), schema=Recipe)
     with pytest.raises(TypeError):
         resolved.origins["seed"] = resolved.origins["on"]  # type: ignore[index]
-
-
-def test_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert resolve_path("a/b") == tmp_path / "a/b"
-    assert resolve_path(Path("a"), Path("/base")) == Path("/base/a")
-    assert resolve_path("/a", Path("/base")) == Path("/a")
-    assert resolve_path("~/a") == Path("/home/ada/a")
 
 
 def test_a_byte_order_mark_is_not_a_key(tmp_path: Path) -> None:
