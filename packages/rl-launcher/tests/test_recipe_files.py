@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rl_launcher.recipe_files import Problem, RecipeError, load_recipe
+from rl_launcher.schema import Recipe as RealRecipe
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 GOOD = "grpo: {max_num_steps: 3}\n"
@@ -141,6 +142,29 @@ def test_a_missing_base_names_the_chain(tmp_path: Path) -> None:
         f"{tmp_path}/recipe.yaml → {tmp_path}/b.yaml → {tmp_path}/gone.yaml"
     )
     assert str(problem.where) == f"{tmp_path / 'b.yaml'}:1"
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo.yaml"])
+@pytest.mark.parametrize("own", ["mine.yaml", "grpo.yaml"])
+def test_defaults_find_a_shipped_recipe_by_its_name(tmp_path: Path, name: str, own: str) -> None:
+    (tmp_path / own).write_text(f"defaults: {name}\ngrpo: {{max_num_steps: 77}}\n")
+    resolved = load_recipe(tmp_path / own, schema=RealRecipe)
+    assert resolved.value.grpo is not None
+    assert resolved.value.grpo.max_num_steps == 77
+    assert str(resolved.origins["grpo.num_prompts"]).startswith("shipped grpo.yaml:")
+
+
+def test_a_file_beside_a_recipe_goes_before_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("seed: 5\n")
+    (tmp_path / "mine.yaml").write_text("defaults: grpo.yaml\n" + GOOD)
+    assert load_recipe(tmp_path / "mine.yaml", schema=Recipe).value.seed == 5
+
+
+def test_the_hint_of_a_missing_base_never_names_the_recipe_itself(tmp_path: Path) -> None:
+    problem = only(refused(tmp_path, "defaults: recipes.yaml\n"))
+    assert f"{tmp_path}/recipe.yaml?" not in problem.hint
+    assert "rl-launcher recipes copy" in problem.hint
+    assert "did you mean the shipped recipe grpo-2node?" in only(refused(tmp_path, "defaults: grpo-2nodes\n")).hint
 
 
 @pytest.mark.parametrize("value", ["3", "null", "{a: b}", "[a.yaml, 3]"])

@@ -186,13 +186,14 @@ def descriptions(section: type) -> dict[str, str]:
     for owner in reversed(section.__mro__):
         if not is_section(owner):
             continue
+        names = key_types(owner)
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         statements = body.body if isinstance(body, ast.ClassDef) else []
         for field, text in itertools.pairwise(statements):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                match text:
-                    case ast.Expr(value=ast.Constant(value=str(words))):
-                        found[field.target.id] = inspect.cleandoc(words)
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    if name in names:
+                        found[name] = inspect.cleandoc(words)
     return found
 
 

@@ -276,7 +276,9 @@ def _nested(key: str, node: Node, origin: Origin) -> Node:
 def _from_python(value: object, origin: Origin, problems: list[Problem], *, path: KeyPath = ()) -> Node:
     """Return a Python value as a node; dataclasses, enums and paths become what they are in YAML."""
     if isinstance(value, Mapping):
-        inner = {str(name): _from_python(item, origin, problems, path=(*path, str(name))) for name, item in value.items()}
+        inner = {
+            str(name): _from_python(item, origin, problems, path=(*path, str(name))) for name, item in value.items()
+        }
         return Node(value=inner, origin=origin, key=origin)
     try:
         return node_of(to_plain(value), origin)
