@@ -65,6 +65,11 @@ def sections(schema: type) -> Iterator[type]:
 # -- Types ------------------------------------------------------------------------------------------
 
 
+def origin_of(annotation: Annotation) -> Annotation:
+    """Return `list` for `list[int]`, `Union` for a union, None for a plain class."""
+    return typing.get_origin(annotation)  # whose own type makes mypy refuse comparisons with classes
+
+
 def is_section(annotation: Annotation) -> bool:
     """Whether it is a dataclass."""
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
@@ -97,14 +102,14 @@ def item(annotation: Annotation, name: str | int) -> Annotation:
         return key_types(annotation).get(str(name), Any)
     if not arguments:
         return Any
-    if typing.get_origin(annotation) is tuple and arguments[-1] is not Ellipsis:
+    if origin_of(annotation) is tuple and arguments[-1] is not Ellipsis:
         return arguments[name] if isinstance(name, int) and name < len(arguments) else Any
     return arguments[-1] if isinstance(name, str) else arguments[0]
 
 
 def choices_of(annotation: Annotation) -> tuple[object, ...]:
     """Return the values that a Literal or an Enum admits; nothing for other types."""
-    if typing.get_origin(annotation) is Literal:
+    if origin_of(annotation) is Literal:
         return typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return tuple(choice.value for choice in annotation)
@@ -120,13 +125,13 @@ def type_text(annotation: Annotation) -> str:
     if is_section(annotation):
         return "section"
     special: dict[Annotation, str] = {type(None): "null", Any: "any value", Ellipsis: "..."}
-    name = getattr(typing.get_origin(annotation) or annotation, "__name__", str(annotation)).replace("Path", "path")
+    name = getattr(origin_of(annotation) or annotation, "__name__", str(annotation)).replace("Path", "path")
     arguments = ", ".join(type_text(argument) for argument in typing.get_args(annotation))
     return special.get(annotation) or (f"{name}[{arguments}]" if arguments else name)
 
 
 def _is_union(annotation: Annotation) -> bool:
-    return typing.get_origin(annotation) in {Union, types.UnionType}
+    return origin_of(annotation) in {Union, types.UnionType}
 
 
 def _holds_a_section(annotation: Annotation) -> bool:

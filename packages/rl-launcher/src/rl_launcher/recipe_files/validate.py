@@ -29,6 +29,7 @@ from rl_launcher.recipe_files.dataclass_schema import (
     keys,
     lay_defaults,
     members,
+    origin_of,
     section_of,
     type_text,
 )
@@ -47,7 +48,8 @@ _YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
 def validate(recipe: Node, schema: type[T]) -> tuple[T | None, list[Problem]]:
     """Return the configured `schema` and no problem, or None and every problem in the order of the recipe."""
     adapter: TypeAdapter[T] = TypeAdapter(schema)
-    value, failed = _try(adapter, recipe, schema)
+    attempt = _try(adapter, recipe, schema)
+    value, failed = attempt
     if not failed:
         return value, []
     # pydantic checks no rule of a section that has a wrong key, so the wrong keys are taken out and it is asked again.
@@ -217,7 +219,7 @@ def _type_hint(given: object, wanted: Sequence[Annotation], *, overridden: bool)
         hint = f"write {int(given)}"
     elif given is None and any(is_section(member) for member in wanted):
         hint = "write {} for its defaults, or delete the line"
-    elif isinstance(given, dict) and overridden and any(typing.get_origin(each) in {list, tuple} for each in wanted):
+    elif isinstance(given, dict) and overridden and any(origin_of(each) in {list, tuple} for each in wanted):
         hint = "a list is replaced as a whole: key=[…]"
     return hint
 
