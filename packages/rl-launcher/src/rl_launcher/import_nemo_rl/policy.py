@@ -92,7 +92,7 @@ def optimizer(source: Source, *, steps: int) -> dict[str, Any]:
         ours = _torch_optimizer(source)
     if clip is not None:
         ours["max_grad_norm"] = clip or None
-    if ours.get("warmup_steps", 0) >= steps:
+    if "warmup_steps" in ours and ours["warmup_steps"] >= steps:
         reason = f"a warm-up of {ours.pop('warmup_steps')} steps does not end within {steps}; left out"
         source.note("untranslated", "policy.scheduler", reason)
     return ours
