@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_generation import Sampling
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process
 from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import load_policy, load_teacher, named_by_key
+from rl_launcher.load_model import load_policy, load_teacher, named_by_key, pad_token_id
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GenerationConfig, Recipe
 from rl_launcher.seeding import SeededEngine
@@ -52,7 +52,7 @@ def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
         recipe,
         model_name=recipe.policy.model_name,
         stop_token_ids=tokenized.chat.stop_token_ids,
-        pad_token_id=tokenized.pad_token_id,
+        pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
         dtypes=dtypes_of(policy.shards()),
     )
     made = make_in_process(spec, model=own)
@@ -68,7 +68,7 @@ def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
         tokenizer=tokenizer,
         prompts=tokenized.prompts,
         held_out=tokenized.held_out,
-        unasked=tokenized.unasked,
+        unasked=tokenized.held_out_too_long,
         demonstrations=tokenized.demonstrations,
         held_out_demonstrations=tokenized.held_out_demonstrations,
         pairs=tokenized.pairs,

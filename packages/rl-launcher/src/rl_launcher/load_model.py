@@ -3,7 +3,7 @@
 Knows counts and the recipe; injects nothing that is trained, and knows no mesh.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ __all__ = [
     "load_policy",
     "load_teacher",
     "named_by_key",
+    "pad_token_id",
     "stop_token_ids",
 ]
 
@@ -94,6 +95,11 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
+    """The tokenizer's padding token; without one, the first stop token, since padding is never attended to."""
+    return int(stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def _built(text: str, seed: int, key: str) -> tuple[Any, Any]:

@@ -95,7 +95,8 @@ def _data(recipe: Recipe) -> str:
     """How many rows there are; a data set of the hub is left where it is."""
     from pathlib import Path
 
-    from rl_launcher.inputs import ConversationData, PreferenceData, load_dataset
+    from rl_algorithms.data import ConversationData, PreferenceData
+    from rl_launcher.inputs import load_dataset
     from rl_launcher.user_code import is_import_string
 
     source = recipe.data.source

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.inputs import Inputs, TokenizedData, closing, read_inputs, tokenize
-from rl_launcher.load_model import check_teacher
+from rl_algorithms.tokenized_data import TokenizedData
+from rl_launcher.inputs import Inputs, closing, read_inputs, tokenize
+from rl_launcher.load_model import check_teacher, pad_token_id
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import check_turns
 from rl_launcher.ray.failures import RemoteError
@@ -60,7 +61,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
             policy,
             model_name=outline.name,
             stop_token_ids=tokenized.chat.stop_token_ids,
-            pad_token_id=tokenized.pad_token_id,
+            pad_token_id=pad_token_id(outline.tokenizer, tokenized.chat.stop_token_ids),
             on_event=events.add,
         )
         taught = _load_teacher(recipe, served, teacher)
@@ -110,7 +111,7 @@ def _parts(
         tokenizer=outline.tokenizer,
         prompts=tokenized.prompts,
         held_out=tokenized.held_out,
-        unasked=tokenized.unasked,
+        unasked=tokenized.held_out_too_long,
         demonstrations=tokenized.demonstrations,
         held_out_demonstrations=tokenized.held_out_demonstrations,
         pairs=tokenized.pairs,
