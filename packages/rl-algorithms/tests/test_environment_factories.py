@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_algorithms.contracts import Conversation, EnvironmentReturn, ResettingEnvironment
+from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 from rl_algorithms.environments import EnvironmentFactoryError, EpisodeEnvironment, counted, environment_from
 
 
@@ -31,7 +31,7 @@ class Batch:
 
 class Resetting(Batch):
     def reset(self, rows, *, seeds):
-        return [f"start of {row}" for row in rows]
+        return [EpisodeStart(messages=({"role": "user", "content": row["prompt"]},)) for row in rows]
 
 
 class Awaited:
@@ -69,4 +69,4 @@ def test_failed_conversations_are_counted_and_reset_is_there_only_if_the_environ
     assert plain.errors == 2
     assert not isinstance(plain, ResettingEnvironment)
     assert isinstance(resetting, ResettingEnvironment)
-    assert resetting.reset([1], seeds=[0]) == ["start of 1"]
+    assert resetting.reset([{"prompt": "1"}], seeds=[0]) == [EpisodeStart(messages=({"role": "user", "content": "1"},))]

@@ -72,7 +72,8 @@ def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJ
 
 
 def _of_rewards(reward: Any, options: EnvironmentConfig | _Defaults) -> Judge:
-    return RewardFunctionEnvironment(reward=reward, weights=options.weights, on_error=options.on_error)
+    limit = {} if options.timeout_s is None else {"timeout_s": options.timeout_s}
+    return RewardFunctionEnvironment(reward=reward, weights=options.weights, on_error=options.on_error, **limit)
 
 
 def _named_functions(reward: Any) -> Any:

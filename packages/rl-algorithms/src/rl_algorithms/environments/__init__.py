@@ -18,7 +18,7 @@ from rl_algorithms.environments.counted_environment import CountedEnvironment, c
 from rl_algorithms.environments.episodes import Episode, EpisodeEnvironment, EpisodeError
 from rl_algorithms.environments.factory import EnvironmentFactoryError, environment_from
 from rl_algorithms.environments.games import GuessNumber, Recall
-from rl_algorithms.environments.reward_function import RewardError, RewardFunctionEnvironment
+from rl_algorithms.environments.reward_function import RewardError, RewardFunctionEnvironment, RewardTimeoutError
 from rl_algorithms.environments.scores import Score
 from rl_algorithms.environments.tools import ToolEnvironment, ToolError
 
@@ -34,6 +34,7 @@ __all__ = [
     "Recall",
     "RewardError",
     "RewardFunctionEnvironment",
+    "RewardTimeoutError",
     "Score",
     "ToolEnvironment",
     "ToolError",

@@ -1,6 +1,6 @@
 """The single-turn environment that plain reward functions make: one, or several by name and weight.
 
-Knows no verifier. A reward function is anything that can be called with keyword lists, one item per answer, as in TRL:
+A reward function is anything that can be called with keyword lists, one item per answer, as in TRL:
 
     def reward(prompts, completions, answer, **columns) -> list[float]
 
@@ -15,6 +15,10 @@ awaited together. For each answer a function returns
     R = sum over functions k that apply of w_k r_k
 
 An answer to which no function applies has no reward, and is reported as failed: it is not trained on.
+
+Every call has a deadline, `timeout_s`. On the main thread a plain function is interrupted at its deadline, wherever it
+sleeps or waits, and ends. On other threads, as in asynchronous GRPO, Python cannot interrupt it: it is abandoned on a
+daemon thread, where it may go on until the process ends; see `rl_algorithms.environments.interruption`.
 """
 
 import inspect
@@ -28,9 +32,15 @@ from typing import Any, Literal
 from rl_algorithms.choices import check_choices
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.environments.calling import ALWAYS_GIVEN, NAMED, RewardError, call_all, name_of
+from rl_algorithms.environments.deadlines import TimedOutError
 from rl_algorithms.environments.scores import Score
 
-__all__ = ["RewardError", "RewardFunctionEnvironment"]
+__all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError"]
+
+
+class RewardTimeoutError(RewardError):
+    """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
+
 
 ONLY = ""
 """The name of a function that is the only one: its number is the reward and has no parts."""
@@ -41,6 +51,7 @@ class RewardFunctionEnvironment:
     """A single-turn environment made of reward functions; every conversation ends after one answer.
 
     Raises, from `step`:
+        RewardTimeoutError: a function took longer than `timeout_s`, unless `on_error` says otherwise.
         RewardError: a function raised, returned another number of rewards than it got answers, or a reward that is
             neither finite nor None, unless `on_error` says otherwise; or the columns of the data do not fit.
         CannotJudgeError: a verifier can judge nothing on this machine, whatever `on_error` says.
@@ -59,9 +70,8 @@ class RewardFunctionEnvironment:
     """What becomes of an answer that cannot be judged: `"zero"` counts it as reward 0, `"fail"` leaves it out of
     training and of every baseline; both add it to `errors`."""
 
-    timeout_s: float | None = 60.0
-    """Seconds that coroutine functions get for a batch; None waits for ever. Plain functions cannot be interrupted and
-    are not."""
+    timeout_s: float | None = 300.0
+    """Seconds that a function, plain or coroutine, may take for one batch; None waits for ever."""
 
     errors: int = field(default=0, init=False)
     """Answers that could not be judged, so far."""
@@ -135,10 +145,9 @@ class RewardFunctionEnvironment:
     def _one_by_one(
         self, function: Callable[..., Any] | Environment, error: Exception, conversations: Sequence[Conversation]
     ) -> list[Any]:
-        # Asking again would wait as long again, for every answer.
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimedOutError):  # calling again would wait as long again, for every answer
             if self.on_error == "stop":
-                raise RewardError(_describe(function, None, f"it took more than timeout_s={self.timeout_s}")) from error
+                raise RewardTimeoutError(self._timed_out(function, conversations)) from error
             return [error] * len(conversations)
         alone: list[Any] = []
         for conversation in conversations:
@@ -159,20 +168,31 @@ class RewardFunctionEnvironment:
             return reward
         if math.isfinite(number := _number(reward)):
             return reward if isinstance(reward, Score) else Score(number)
-        what = reward if isinstance(reward, Exception) else f"it returned {reward!r}, which is not a finite number"
+        cause = reward if isinstance(reward, Exception) else None
+        what = cause if cause is not None else f"it returned {reward!r}, which is not a finite number"
         reason = _describe(function, conversation, what)
         if self.on_error == "stop":
-            raise RewardError(reason)
+            raise RewardError(reason) from cause
         self.errors += 1
         return Score(0.0) if self.on_error == "zero" else Score.failure(reason)
+
+    def _timed_out(self, function: Callable[..., Any] | Environment, conversations: Sequence[Conversation]) -> str:
+        first = conversations[0]
+        batch = f"a batch of {len(conversations)} answers, the first: " * (len(conversations) > 1)
+        return (
+            f"the reward function {name_of(function)} took longer than timeout_s={self.timeout_s:g} (env.timeout_s in "
+            f"a recipe) for {batch}prompt {first.messages[-1]['content']!r}, answer {first.answer!r}. Make it faster, "
+            f"raise timeout_s, or leave such answers out of training by on_error='fail' (env.on_error in a recipe)"
+        )
 
     def _return(self, scores: Mapping[str, Score | None]) -> EnvironmentReturn:
         applied = {name: score for name, score in scores.items() if score is not None}
         measured = {name for name in scores if self.weights.get(name, 1.0) == 0.0}
         reasons = [score.failed for name, score in applied.items() if score.failed is not None and name not in measured]
         if not applied or (scores.keys() > measured >= applied.keys()):
-            names = ", ".join(name_of(each) for name, each in self._functions().items() if name not in measured)
-            reasons = [f"no reward function applies to this answer: {names} returned None"]
+            asked = [name_of(each) for name, each in self._functions().items() if name not in measured]
+            who = f"the reward function `{asked[0]}`" if len(asked) == 1 else f"each of {', '.join(asked)}"
+            reasons = [f"no reward function applies to this answer: {who} returned None for it"]
         parts = {
             name: 0.0 if reasons or name not in applied else self.weights.get(name, 1.0) * applied[name]
             for name in scores

@@ -75,8 +75,8 @@ class EnvironmentConfig:
     """What `environment` is called with, by name."""
 
     timeout_s: float | None = None
-    """Seconds that an environment may take over one answer; then that rollout counts as failed and no other. Only with
-    an `environment` made of episodes or coroutines; null is 60."""
+    """Seconds after which a call counts as failed: of a reward function on one batch (null is 300), or of one
+    conversation's environment on one response (null is 60). An `environment` that scores whole batches has none."""
 
     on_error: Literal["stop", "zero", "fail"] = "stop"
     """What happens to an answer that the function raises on or returns NaN for. `stop` stops; `zero` counts it as 0,
@@ -90,8 +90,8 @@ class EnvironmentConfig:
                 f"{said}: an answer is judged by one of `reward`, a function, `rewards`, several by name, and "
                 f"`environment`, of several turns; give one, and set the others to null or {{}}"
             )
-        if self.environment is None and (self.options or self.timeout_s is not None):
-            raise ValueError("options and timeout_s are of an environment, and env.environment names none")
+        if self.environment is None and self.options:
+            raise ValueError("options are what an environment is made with, and env.environment names none")
         refuse_below(self, above={"timeout_s": 0})
         if unknown := sorted(set(self.weights) - set(self.rewards)):
             raise ValueError(
