@@ -1,6 +1,7 @@
 """Claims about reward functions: how they are called, and what becomes of those that fail."""
 
 import asyncio
+import contextlib
 import functools
 import math
 import signal
