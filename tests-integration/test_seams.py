@@ -31,8 +31,7 @@ from rl_launcher.ray.policy import RayModel, RayPolicy
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.schema import PolicyConfig
 from rl_launcher.seeding import SeededEngine
-from rl_launcher.weight_sync import WeightSync
-from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
+from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
 if TYPE_CHECKING:
     from rl_backends import MegatronBackend
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     def rollout_of(rollout: Rollout) -> contracts.Rollout:
         return rollout
 
-    def weight_sync_of(weight_sync: WeightSync) -> contracts.WeightSync:
+    def weight_sync_of(weight_sync: CountedRefit) -> contracts.WeightSync:
         return weight_sync
 
     def policies_over_ray(a: RayPolicy, b: TurnPolicy) -> tuple[contracts.Policy, contracts.Policy]:
@@ -82,7 +81,7 @@ if TYPE_CHECKING:
         return a, b
 
     def parts_in_process(
-        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: WeightSync
+        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
     ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
         return a, b, c, d
 

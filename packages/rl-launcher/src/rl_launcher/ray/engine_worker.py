@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling
+from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
 from rl_generation.requests import Limits
-from rl_launcher.engines import EngineSpec, make_engine
+from rl_launcher.engines import make_engine
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.refit_rendezvous import RefitMeeting
 from rl_refit import Refit, RefitError, RefitReport
@@ -76,7 +76,7 @@ class EngineWorker:
         ValueError: whatever the engine refuses.
     """
 
-    def __init__(self, spec: EngineSpec, *, host: str, leftovers: Sequence[Process] = ()) -> None:
+    def __init__(self, spec: TrainingEngineSpec, *, host: str, leftovers: Sequence[Process] = ()) -> None:
         for process in leftovers:
             end_process(process)
         self._spec, self._host = spec, host
@@ -152,14 +152,14 @@ class EngineWorker:
 
     def sleep(self) -> None:
         """Give the device's memory away; the weights stay in the host's. On a CPU nothing but the cache is freed."""
-        if self._spec.generation.backend == "transformers":
+        if self._spec.vllm is None:
             self._in_turn(self._made.engine.close)  # gives the cache back; the engine goes on afterwards
         elif self._spec.device == "cuda":
             self._in_turn(lambda: self._made.engine.sleep(level=1))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: of "weights", of "kv_cache", or of both."""
-        if self._spec.generation.backend == "vllm" and self._spec.device == "cuda":
+        if self._spec.vllm is not None and self._spec.device == "cuda":
             self._in_turn(lambda: self._made.engine.wake_up(tags=tags))
 
     # -- Life ------------------------------------------------------------------------------------------------------

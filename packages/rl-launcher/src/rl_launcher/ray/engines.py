@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl_generation import TrainingEngineSpec
 from rl_generation.requests import Limits
-from rl_launcher.engines import EngineSpec
 from rl_launcher.errors import Refusal, RestartableError
 from rl_launcher.ray.engine_worker import Birth, EngineWorker, Process, end_process
 from rl_launcher.ray.failures import RemoteDiedError, RemoteError
@@ -96,7 +96,7 @@ def quiet(_: str, __: str, ___: str) -> None:
 class EngineGroup:
     """Data-parallel engines, all alike. May be used from any number of threads."""
 
-    spec: EngineSpec
+    spec: TrainingEngineSpec
     start_actor: Callable[[int], Actor]
     """Makes the actor of an engine's number, in its place."""
 

@@ -18,7 +18,6 @@ from rl_launcher.ray.engines import LOOPBACK, EngineGroup, RunningEngine
 from rl_launcher.ray.failures import RemoteDiedError, RemoteError
 from rl_launcher.ray.refit_rendezvous import RefitMeeting, way_between
 from rl_launcher.ray.remote_calls import Pending
-from rl_launcher.weight_sync import refit_metrics
 from rl_refit import RefitConfig, RefitError, RefitReport
 
 __all__ = ["RayWeightSync", "RefittingPolicy"]
@@ -100,7 +99,7 @@ class RayWeightSync:
         """Of the latest refit, and how many had to be done again, for the log."""
         if self.last is None:
             return {}
-        return {**refit_metrics(self.last), "refits_repeated": float(self._aborted)}
+        return {**self.last.metrics(), "refits_repeated": float(self._aborted)}
 
     def explain(self) -> str:
         """Who sends to whom, and by which way."""

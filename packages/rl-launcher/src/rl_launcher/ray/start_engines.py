@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_launcher.engines import EngineSpec, engine_spec
+from rl_generation import TrainingEngineSpec
+from rl_launcher.engines import engine_spec
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.colocation import TurnEngine, TurnPolicy, Turns, TurnSync, check_turns
 from rl_launcher.ray.engine_pool import RayEngine
@@ -89,7 +90,7 @@ def serve(
     )
 
 
-def _engines(runtime: RayRuntime, recipe: Recipe, spec: EngineSpec, *, on_event: OnEvent) -> EngineGroup:
+def _engines(runtime: RayRuntime, recipe: Recipe, spec: TrainingEngineSpec, *, on_event: OnEvent) -> EngineGroup:
     places = runtime.placement.engines
 
     def start_actor(index: int) -> Actor:
