@@ -1,7 +1,7 @@
-"""The parts of a run, from a recipe: policy, engine, refit, environment, data. Nothing runs yet.
+"""Make the parts of a run from a recipe: policy, engine, refit, environment, data. Nothing is trained yet.
 
-What can be refused cheaply is refused first: the reward and the data are read before any model is loaded. Here they are
-made in this process; on Ray, `rl_launcher.ray.build` makes them.
+What can be refused cheaply is refused first: the reward and the data are read before any model is loaded. This file
+makes the parts in this process; `rl_launcher.ray.build` makes them on Ray.
 """
 
 import copy
@@ -22,31 +22,32 @@ __all__ = ["build", "sampling"]
 
 
 def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
-    """Make every part, or refuse with the one reason.
+    """Make every part, or refuse with one reason.
 
     Args:
         recipe: of the run.
-        run_dir: where its processes write; None takes the recipe's.
-        objects: what was given as a Python object instead of a string of the recipe.
+        run_dir: where the processes of the run write; None takes the recipe's.
+        objects: Python objects instead of what the recipe names as strings.
 
     Raises:
-        ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
+        ValueError: what a part refuses: `ModelError`, `PlanError`, `DataError`, `ImportStringError` or `Refusal`.
     """
     if recipe.cluster.runtime == "ray":
         from rl_launcher.ray.build import build_on_ray
 
         return build_on_ray(recipe, run_dir=Path(recipe.run_dir) if run_dir is None else run_dir, objects=objects)
-    return _build_in_process(recipe, objects)
-
-
-def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
+    # Cheap: the backend is installed, rewards can be imported, rows can be read and have the columns they need.
     inputs = read_inputs(recipe, objects)
+
+    # The models and their tokens.
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
     tokenized = tokenize(recipe, inputs, model=model, tokenizer=tokenizer)
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
-    own = copy.deepcopy(model)  # the policy takes the model over, and the engine has weights of its own
+    engine_model = copy.deepcopy(model)  # the policy takes `model` over, and the engine has weights of its own
     with named_by_key():
         policy = inputs.selection.make(model, seed=recipe.seed)
+
+    # The engine, and the way of the policy's weights into it.
     spec = engine_spec(
         recipe,
         model_name=recipe.policy.model_name,
@@ -54,13 +55,14 @@ def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
         pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
         dtypes=dtypes_of(policy.shards()),
     )
-    made = make_in_process(spec, model=own)
+    made = make_in_process(spec, model=engine_model)
     refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
+    adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit
     return Parts(
         policy=policy,
         selection=inputs.selection,
         engine=SeededEngine(made.engine, seed=recipe.seed),
-        weight_sync=CountedRefit(refit, refresh=None if inputs.selection.adapters is None else policy.shards),
+        weight_sync=CountedRefit(refit, refresh=policy.shards if adapts else None),
         environment=inputs.environment,
         teacher=teacher,
         chat=tokenized.chat,
@@ -78,6 +80,6 @@ def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
 
 
 def sampling(config: GenerationConfig, *, greedy: bool = False, seed: int | None = None) -> Sampling:
-    """How the engine chooses tokens: as in training, or the likeliest ones."""
+    """How the engine samples: as in training, or greedily."""
     temperature = 0.0 if greedy else config.temperature
     return Sampling(max_new_tokens=config.max_new_tokens, temperature=temperature, seed=seed)
