@@ -191,6 +191,21 @@ def test_a_part_that_does_not_apply_counts_nothing_and_every_answer_names_the_sa
     assert set(neither.rewards) == {"a", "b"}
 
 
+def test_a_list_of_functions_is_named_after_them():
+    def right(completions):
+        return [1.0] * len(completions)
+
+    def short(completions):
+        return [2.0] * len(completions)
+
+    (item,) = judge(RewardFunctionEnvironment(reward=[right, short], weights={"short": 0.5}), ("x",))
+    assert item.rewards == {"right": 1.0, "short": 1.0}
+    with pytest.raises(RewardError, match="several functions named right; give a dict"):
+        RewardFunctionEnvironment(reward=[right, right])
+    with pytest.raises(RewardError, match="has no function"):
+        RewardFunctionEnvironment(reward=[])
+
+
 def test_one_part_that_failed_fails_the_answer():
     environment = RewardFunctionEnvironment(
         reward={"a": lambda completions: [Score.failure("the sandbox died")], "b": lambda completions: [1.0]}

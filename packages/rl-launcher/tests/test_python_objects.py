@@ -94,7 +94,7 @@ def test_conversations_and_their_held_out_ones_are_objects_too(recipe, stages):
     ],
 )
 def test_data_of_a_wrong_kind_are_refused_by_name(plain, data, said):
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(DataError, match=said):
         load_dataset(plain, Objects(data=data))
 
 
@@ -134,7 +134,7 @@ def test_several_reward_functions_are_named_and_weighted(plain, reward):
     ],
 )
 def test_a_reward_of_a_wrong_kind_is_refused_by_name(reward, said):
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(RewardError, match=said):
         load_environment(None, Objects(reward=reward))
 
 

@@ -7,7 +7,7 @@ weights. The same code runs in this process and in an engine's actor on Ray.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_backends import select_backend
@@ -71,19 +71,10 @@ def engine_spec(
             trust_remote_code=config.trust_remote_code,
             dtype=backend.precision if options.precision == "auto" else options.precision,
             for_training=True,
-            tensor_parallel_size=options.tensor_parallel_size,
-            pipeline_parallel_size=options.pipeline_parallel_size,
-            enable_expert_parallel=options.enable_expert_parallel,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
-            enforce_eager=options.enforce_eager,
-            enable_prefix_caching=options.enable_prefix_caching,
             enable_sleep_mode=sleeps and backend.device == "cuda",
             worker_extension_cls=WORKER_EXTENSION,
             seed=recipe.seed,
-            vllm_kwargs=dict(options.vllm_kwargs),
+            **{name: value for name, value in asdict(options).items() if name not in {"async_engine", "precision"}},
         )
     async_grpo = None if recipe.grpo is None else recipe.grpo.async_grpo
     return TrainingEngineSpec(

@@ -1,11 +1,10 @@
 """The environment that a recipe names in `env`, or that is given as Python objects."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
+from rl_algorithms.contracts import Conversation, EnvironmentReturn
 from rl_algorithms.environments import (
     EnvironmentFactoryError,
     RewardFunctionEnvironment,
@@ -20,14 +19,8 @@ from rl_launcher.user_code import NO_OBJECTS, Objects, load_function
 __all__ = ["NoEnvironment", "load_environment"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    """The options of Python objects in a recipe without `env`."""
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float | None = None
-    on_error: Literal["stop", "zero", "fail"] = "stop"
+DEFAULTS = EnvironmentConfig(reward="given:object")
+"""Whose options apply to Python objects in a recipe without `env`."""
 
 
 def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJECTS) -> Judge:
@@ -43,7 +36,7 @@ def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJ
         ValueError: a reward is not a function, an environment cannot be made or is none, or `env.weights` has a name
             that no reward has.
     """
-    options = config or _Defaults()
+    options = config or DEFAULTS
     if objects.reward is not None and objects.environment is not None:
         raise Refusal("reward and environment are both given, and one of them scores a response; leave one out")
     if objects.environment is not None:
@@ -55,7 +48,7 @@ def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJ
             )
         return _of_several_turns(made, f"environment={getattr(made, '__qualname__', type(made).__name__)}", options)
     if objects.reward is not None:
-        return _of_rewards(_named_functions(objects.reward), options)
+        return _of_rewards(objects.reward, options)
     if config is None:
         return NoEnvironment()
     if config.environment is not None:
@@ -71,37 +64,12 @@ def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJ
     return _of_rewards(functions, config)
 
 
-def _of_rewards(reward: Any, options: EnvironmentConfig | _Defaults) -> Judge:
+def _of_rewards(reward: Any, options: EnvironmentConfig) -> Judge:
     limit = {} if options.timeout_s is None else {"timeout_s": options.timeout_s}
     return RewardFunctionEnvironment(reward=reward, weights=options.weights, on_error=options.on_error, **limit)
 
 
-def _named_functions(reward: Any) -> Any:
-    """One function as it is; several as a dict, those of a list under their own names."""
-    if isinstance(reward, Mapping):
-        named = [(f"reward[{name!r}]", str(name), function) for name, function in reward.items()]
-    elif isinstance(reward, list | tuple):
-        named = [
-            (f"reward[{index}]", getattr(function, "__name__", type(function).__name__), function)
-            for index, function in enumerate(reward)
-        ]
-    else:
-        named = [("reward", "", reward)]
-    for place, _, function in named:
-        if not callable(function) and not isinstance(function, Environment):
-            raise Refusal(
-                f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
-                f"{function!r:.60}"
-            )
-    names = [name for _, name, _ in named]
-    if not named:
-        raise Refusal(f"reward={reward!r} has no function; give one, or several")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise Refusal(f"reward has several functions named {', '.join(twice)}; give a dict, name -> function")
-    return reward if names == [""] else {name: function for _, name, function in named}
-
-
-def _of_several_turns(factory: Callable[..., Any], name: str, options: EnvironmentConfig | _Defaults) -> Judge:
+def _of_several_turns(factory: Callable[..., Any], name: str, options: EnvironmentConfig) -> Judge:
     if options.on_error == "zero":
         raise Refusal(
             f"env.on_error=zero scores a response as 0, and {name} scores conversations; set stop, or fail, which "

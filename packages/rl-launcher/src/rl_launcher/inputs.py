@@ -17,7 +17,7 @@ from rl_algorithms.chat import Chat
 from rl_algorithms.data import DataError, Dataset, SkippedRows, Source
 from rl_algorithms.data import held_out_demonstrations as held_out_responses
 from rl_algorithms.data import load_dataset as read_dataset
-from rl_algorithms.data.datasets import Form, are_conversations
+from rl_algorithms.data.datasets import Form, are_conversations, check_rows
 from rl_algorithms.tokenized_data import TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
@@ -28,7 +28,7 @@ from rl_launcher.run_parts import Judge
 from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
-__all__ = ["Inputs", "closing", "columns_of", "load_dataset", "read_inputs", "tokenize"]
+__all__ = ["Inputs", "closing", "load_dataset", "read_inputs", "tokenize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
             )
     environment = load_environment(recipe.env, objects)
     dataset, skipped = load_dataset(recipe, objects)
-    environment.check(columns_of(dataset))
+    environment.check(dataset.columns)
     return Inputs(selection=selection, environment=environment, dataset=dataset, skipped=skipped)
 
 
@@ -108,8 +108,9 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
 
     Raises:
         DataError: the data cannot be read, or one of the rows is bad; the message names file, line and field.
-        Refusal: an object is of no kind that can be read; the function of `data.source` fails; a package is missing
-            that reads the format; or nothing that is held out could measure the run.
+            Or an object is of no kind that can be read.
+        Refusal: the function of `data.source` fails; a package is missing that reads the format; or nothing that is
+            held out could measure the run.
     """
     config = recipe.data
     if isinstance(objects.data, str | Path):
@@ -119,7 +120,7 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
     if isinstance(held_out, str | Path):
         held_out = Source(path=str(held_out))
     elif held_out is not None:
-        held_out = _rows_of_object("held_out", held_out)
+        held_out = check_rows("held_out", held_out)
     skipped = SkippedRows()
     if isinstance(given, Dataset):
         dataset = given
@@ -133,7 +134,7 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
             raise Refusal(f"data.source={config.source} is a function, which holds out its own rows; omit held_out")
         dataset = _made_by_function(config)
     else:
-        source = _source(config) if given is None else _rows_of_object("data", given)
+        source = _source(config) if given is None else check_rows("data", given)
         try:
             dataset = _read(recipe, config, source=source, held_out=held_out, skipped=skipped)
         except ImportError as error:
@@ -145,11 +146,6 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
             f"nothing would be measured; give them answers, or {HOW_TO_JUDGE}"
         )
     return dataset, skipped
-
-
-def columns_of(dataset: Dataset) -> set[str]:
-    """The columns of the rows that are learnt from: what a reward function may use."""
-    return {name for row in dataset.train or dataset.demonstrations for name in row.columns}
 
 
 Rows: TypeAlias = Source | Sequence[Mapping[str, object]]
@@ -190,33 +186,10 @@ def _read(recipe: Recipe, config: DataConfig, *, source: Rows, held_out: Rows | 
         raise
 
 
-def _rows_of_object(name: str, rows: Any) -> Sequence[Mapping[str, object]]:
-    """`rows`, if they can be read more than once, each one a mapping of columns."""
-    said = f"{name} must be a list of dicts, a datasets.Dataset or a path"
-    if isinstance(rows, Mapping):  # a datasets.DatasetDict is one
-        splits = ", ".join(map(repr, rows))
-        raise Refusal(f"{said}, found {type(rows).__name__} with {splits or 'nothing'}; give one of its values")
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
-        raise Refusal(f"{said}, found {type(rows).__name__}; give its rows, {name}.to_dict('records')")
-    if not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")) or isinstance(rows, bytes):
-        hint = "; call it and give what it returns" if callable(rows) else "; give list(...) of it"
-        raise Refusal(
-            f"{said}, found {type(rows).__name__}{hint if callable(rows) or hasattr(rows, '__iter__') else ''}"
-        )
-    sequence: Sequence[Mapping[str, object]] = rows
-    return sequence
-
-
 def _made_by_function(config: DataConfig) -> Dataset:
-    for name, unset in (
-        ("held_out_share", None),
-        ("columns", {}),
-        ("on_bad_row", "stop"),
-        ("split", None),
-        ("name", None),
-        ("revision", None),
-    ):
-        if (value := getattr(config, name)) != unset:
+    defaults = DataConfig(source=config.source)
+    for name in ("held_out_share", "columns", "on_bad_row", "split", "name", "revision"):
+        if (value := getattr(config, name)) != getattr(defaults, name):
             raise Refusal(
                 f"data.{name}={value} is for rows that are read from a file or a data set, and data.source="
                 f"{config.source} is a function, which reads, checks and holds out its own; leave data.{name} out"

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from rl_algorithms.contracts import TokenBatch, TopKLogp
 from rl_algorithms.distill import require_same_tokenizer
 from rl_backends import (
     BackendSelection,
@@ -25,7 +23,6 @@ from rl_launcher.schema import PolicyConfig, Recipe, TeacherConfig
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
 __all__ = [
-    "FrozenTeacher",
     "NamedModel",
     "adapters_of",
     "check_teacher",
@@ -105,23 +102,8 @@ def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
 # -- The teacher ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenTeacher:
-    """A backend that is queried and never trained; satisfies `rl_algorithms.contracts.Teacher`."""
-
-    backend: Backend
-
-    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
-        """The top-k tokens at each trainable position and their log-probabilities, at the policy's temperature."""
-        return self.backend.topk_logits(examples, k)
-
-    def close(self) -> None:
-        """Free its memory."""
-        self.backend.close()
-
-
-def load_teacher(recipe: Recipe, *, selection: BackendSelection, tokenizer: Any) -> FrozenTeacher | None:
-    """Load the teacher of the distill stage; None without such a stage.
+def load_teacher(recipe: Recipe, *, selection: BackendSelection, tokenizer: Any) -> Backend | None:
+    """Load the teacher of the distill stage, which is queried and never trained; None without such a stage.
 
     Raises:
         ValueError: there is no such model, or its tokenizer gives the same ids other meanings.
@@ -140,7 +122,7 @@ def load_teacher(recipe: Recipe, *, selection: BackendSelection, tokenizer: Any)
         num_steps=recipe.distill.max_num_steps,
         temperature=recipe.policy.generation.temperature,
     )
-    return FrozenTeacher(backend)
+    return backend
 
 
 def check_teacher(config: TeacherConfig, *, student: Any, teacher: Any) -> None:

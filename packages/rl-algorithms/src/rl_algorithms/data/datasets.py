@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from rl_algorithms.choices import check_choice
 from rl_algorithms.data.reading import SkippedRows, read_rows, stream_rows
@@ -26,6 +26,7 @@ __all__ = [
     "PreferenceData",
     "RowSource",
     "are_conversations",
+    "check_rows",
     "held_out_demonstrations",
     "load_dataset",
     "split_held_out",
@@ -53,6 +54,11 @@ class Dataset:
 
     demonstrations: Sequence[Row | ConversationRow]
     """What SFT imitates: prompts with their `answer`, often `train` itself, or conversations."""
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns of the rows that are learnt from: what a reward function may use."""
+        return {name for row in self.train or self.demonstrations for name in row.columns}
 
     def __post_init__(self) -> None:
         for name in ("train", "held_out"):
@@ -157,6 +163,25 @@ def load_dataset(
         held_out_pairs=held_out_pairs,
         held_out_demonstrations=[_chosen_response(row) for row in held_out_pairs] if imitate_chosen else [],
     )
+
+
+def check_rows(name: str, rows: Any) -> Sequence[Mapping[str, object]]:
+    """Return `rows` if they are a list of dicts, a `datasets.Dataset` or alike: they can be read more than once.
+
+    Raises:
+        DataError: they are not; the message says what to give instead of them.
+    """
+    wanted = f"{name} must be a list of dicts, a datasets.Dataset or a path, found {type(rows).__name__}"
+    if isinstance(rows, Mapping):  # a datasets.DatasetDict is one
+        raise DataError(f"{wanted} with {', '.join(map(repr, rows)) or 'nothing'}; give one of its values")
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        raise DataError(f"{wanted}; give its rows, {name}.to_dict('records')")
+    if callable(rows):
+        raise DataError(f"{wanted}; call it and give what it returns")
+    if not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")) or isinstance(rows, bytes):
+        raise DataError(wanted + "; give list(...) of it" * hasattr(rows, "__iter__"))
+    sequence: Sequence[Mapping[str, object]] = rows
+    return sequence
 
 
 def are_conversations(source: RowSource, *, columns: Mapping[str, str] | None = None) -> bool | None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
@@ -41,6 +41,9 @@ __all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError"]
 class RewardTimeoutError(RewardError):
     """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
 
+
+RewardFunction: TypeAlias = Callable[..., Any] | Environment
+"""A function of keyword lists, or a single-turn environment that stands for one."""
 
 ONLY = ""
 """The name of a function that is the only one: its number is the reward and has no parts."""
@@ -57,9 +60,9 @@ class RewardFunctionEnvironment:
         CannotJudgeError: a verifier can judge nothing on this machine, whatever `on_error` says.
     """
 
-    reward: Callable[..., Any] | Environment | Mapping[str, Callable[..., Any] | Environment]
-    """The reward function; or several by name, whose weighted rewards are the parts of the reward
-    (`EnvironmentReturn.rewards`). A judge that is itself a single-turn environment may stand for a function. Numbers
+    reward: RewardFunction | Mapping[str, RewardFunction] | Sequence[RewardFunction]
+    """The reward function; or several, by name or as a list under their own names, whose weighted rewards are the parts
+    of the reward (`EnvironmentReturn.rewards`). A judge that is itself a single-turn environment may stand for a function. Numbers
     may be Python's, numpy's or one-element tensors."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -78,8 +81,7 @@ class RewardFunctionEnvironment:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if isinstance(self.reward, Mapping) and not self.reward:
-            raise ValueError("reward={} has no function; give one, or several by name")
+        self._check_functions()
         if unknown := sorted(set(self.weights) - set(self._functions())):
             raise ValueError(
                 f"weights name {', '.join(map(repr, unknown))}, and the reward functions are "
@@ -128,12 +130,36 @@ class RewardFunctionEnvironment:
                     f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
                 )
 
-    def _functions(self) -> Mapping[str, Callable[..., Any] | Environment]:
-        return self.reward if isinstance(self.reward, Mapping) else {ONLY: self.reward}
+    def _functions(self) -> Mapping[str, RewardFunction]:
+        if isinstance(self.reward, Mapping):
+            return self.reward
+        if isinstance(self.reward, Sequence):
+            return {_short_name(function): function for function in self.reward}
+        return {ONLY: self.reward}
+
+    def _check_functions(self) -> None:
+        """Refuse what is no function, and a list in which two have the same name."""
+        if isinstance(self.reward, Mapping):
+            given = {f"reward[{name!r}]": function for name, function in self.reward.items()}
+        elif isinstance(self.reward, Sequence):
+            given = {f"reward[{index}]": function for index, function in enumerate(self.reward)}
+        else:
+            given = {"reward": self.reward}
+        if not given:
+            raise RewardError(f"reward={self.reward!r} has no function; give one, or several by name")
+        for place, function in given.items():
+            if not callable(function) and not isinstance(function, Environment):
+                raise RewardError(
+                    f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
+                    f"{function!r:.60}"
+                )
+        names = [_short_name(function) for function in given.values()]
+        if not isinstance(self.reward, Mapping) and (twice := {name for name in names if names.count(name) > 1}):
+            raise RewardError(f"reward has several functions named {', '.join(sorted(twice))}; give a dict by name")
 
     def _settled(
         self,
-        function: Callable[..., Any] | Environment,
+        function: RewardFunction,
         returned: list[Any] | Exception,
         conversations: Sequence[Conversation],
     ) -> list[Score | None]:
@@ -143,7 +169,7 @@ class RewardFunctionEnvironment:
         return [self._score(function, *pair) for pair in zip(conversations, returned, strict=True)]
 
     def _one_by_one(
-        self, function: Callable[..., Any] | Environment, error: Exception, conversations: Sequence[Conversation]
+        self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation]
     ) -> list[Any]:
         if isinstance(error, TimedOutError):  # calling again would wait as long again, for every answer
             if self.on_error == "stop":
@@ -159,9 +185,7 @@ class RewardFunctionEnvironment:
             raise RewardError(_describe(function, None, error)) from error
         return alone
 
-    def _score(
-        self, function: Callable[..., Any] | Environment, conversation: Conversation, reward: Any
-    ) -> Score | None:
+    def _score(self, function: RewardFunction, conversation: Conversation, reward: Any) -> Score | None:
         if reward is None:
             return None
         if isinstance(reward, Score) and reward.failed is not None:
@@ -176,7 +200,7 @@ class RewardFunctionEnvironment:
         self.errors += 1
         return Score(0.0) if self.on_error == "zero" else Score.failure(reason)
 
-    def _timed_out(self, function: Callable[..., Any] | Environment, conversations: Sequence[Conversation]) -> str:
+    def _timed_out(self, function: RewardFunction, conversations: Sequence[Conversation]) -> str:
         first = conversations[0]
         batch = f"a batch of {len(conversations)} answers, the first: " * (len(conversations) > 1)
         return (
@@ -207,6 +231,10 @@ class RewardFunctionEnvironment:
         )
 
 
+def _short_name(function: RewardFunction) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _metrics(applied: Mapping[str, Score], measured: AbstractSet[str]) -> dict[str, float]:
     """Each function's own number, unweighted, and what it says besides; only where it applies."""
     metrics: dict[str, float] = {}
@@ -220,9 +248,7 @@ def _metrics(applied: Mapping[str, Score], measured: AbstractSet[str]) -> dict[s
     return metrics
 
 
-def _describe(
-    function: Callable[..., Any] | Environment, conversation: Conversation | None, error: Exception | str
-) -> str:
+def _describe(function: RewardFunction, conversation: Conversation | None, error: Exception | str) -> str:
     what = error if isinstance(error, str | RewardError) else f"it raised {type(error).__name__}: {error}"
     sample = (
         "the batch as a whole, though each answer alone"

@@ -29,7 +29,7 @@ from rl_launcher.checkpoints.disk import NAME as CLAIM
 from rl_launcher.checkpoints.disk import STATE_PER_WEIGHT, check_space
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
-from rl_launcher.inputs import columns_of, load_dataset
+from rl_launcher.inputs import load_dataset
 from rl_launcher.load_model import NamedModel, adapters_of, copies_reference
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
@@ -464,7 +464,7 @@ def check_rows(recipe: Recipe) -> None:
     judge = None if recipe.env is None or recipe.env.environment is not None else load_environment(recipe.env)
     dataset, _ = load_dataset(recipe)
     if judge is not None:
-        judge.check(columns_of(dataset))
+        judge.check(dataset.columns)
 
 
 def check(recipe: Recipe, *, new_run: bool) -> None:
