@@ -62,8 +62,7 @@ class RewardFunctionEnvironment:
 
     reward: RewardFunction | Mapping[str, RewardFunction] | Sequence[RewardFunction]
     """The reward function; or several, by name or as a list under their own names, whose weighted rewards are the parts
-    of the reward (`EnvironmentReturn.rewards`). A judge that is itself a single-turn environment may stand for a function. Numbers
-    may be Python's, numpy's or one-element tensors."""
+    of the reward (`EnvironmentReturn.rewards`). Numbers may be Python's, numpy's or one-element tensors."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     """What the functions count for; 1 for those that are not named. At 0 a function is measured and not
