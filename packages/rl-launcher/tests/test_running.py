@@ -183,7 +183,7 @@ def test_rows_that_the_model_cannot_read_are_left_out_of_all_stages_when_asked_f
 def test_data_of_which_no_row_can_be_read_is_refused_even_where_bad_rows_are_left_out(recipe, tmp_path):
     rows = [{"prompt": f"{digit}" * 40, "answer": "1"} for digit in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    with pytest.raises(ValueError, match=r"left out all \d held-out prompts; the first: .*:\d: the prompt has"):
+    with pytest.raises(ValueError, match=r"none of the \d held-out prompts can be used; the first: .*:\d: the prompt has"):
         run_recipe(recipe, "data.on_bad_row=skip")
     assert not (tmp_path / "run").exists()
 

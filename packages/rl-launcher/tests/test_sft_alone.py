@@ -240,7 +240,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(alone, tmp_p
         ([{"messages": [{"role": "bot", "content": "3"}]}] * 2, ["talks.jsonl:1", "messages[0].role"]),
         ([{"prompt": "1+0="}, {"prompt": "2+0="}], ["talks.jsonl:1", "'prompt' + 'answer'"]),
         ([{"prompt": "1+0=", "answer": "1"}, said("2+0=", "2")], ["talks.jsonl:2", "field 'prompt' is missing"]),
-        ([said("1+0=", "1" * 40), said("2+0=", "2")], ["the conversation has", "context 32"]),
+        ([said("1+0=", "1" * 40), said("2+0=", "2")], ["the conversation has", "context is 32"]),
     ],
 )
 def test_a_bad_row_is_refused_by_file_line_and_field(alone, tmp_path, rows, reasons):

@@ -19,7 +19,7 @@ from rl_observe.health import EventQueue
 from rl_refit import RefitReport
 
 if TYPE_CHECKING:
-    from rl_launcher.inputs import DataPairs
+    from rl_algorithms.tokenized_data import PreferenceExamples
 
 __all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
 
@@ -118,7 +118,7 @@ class Parts:
     """Empty without an sft stage."""
     held_out_demonstrations: list[Demonstration | TokenizedConversation]
     """What its loss is measured by; as empty, and where held-out rows have no answer."""
-    pairs: "DataPairs | None"
+    pairs: "PreferenceExamples | None"
     """Given pairs of answers; None where the data have none, or nobody learns from them."""
     skipped: SkippedRows
     """Which rows of the data were left out."""

@@ -28,7 +28,7 @@ from rl_generation import estimate_memory
 from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_space
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
-from rl_launcher.inputs import columns_of, load_dataset
+from rl_launcher.inputs import load_dataset
 from rl_launcher.load_model import adapters_of, copies_reference
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
@@ -375,4 +375,4 @@ def check_rows(recipe: Recipe, objects: Objects = NO_OBJECTS) -> None:
     judge = load_environment(recipe.env, objects) if has_reward else None
     dataset, _ = load_dataset(recipe, objects)
     if judge is not None:
-        judge.check(columns_of(dataset))
+        judge.check(dataset.columns)
