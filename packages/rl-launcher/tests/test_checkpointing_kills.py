@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rl_launcher.checkpoints import unfinished_of
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import resume, run
+from rl_launcher.run import resume, run
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory, read_events
 
@@ -24,12 +24,12 @@ PROGRAM = """
     from rl_launcher.recipe_files import load_recipe
     from rl_launcher.schema import Recipe
     from rl_launcher.run.record import Recorder
-    from rl_launcher.run.run import run
+    from rl_launcher.run import run
     from rl_backends import DTensorBackend
 
     places = {
         "a step": (DTensorBackend, "optim_step"),
-        "after a step is logged": (Recorder, "_look_and_save"),
+        "after a step is logged": (Recorder, "_check_and_save"),
         "the progress of a checkpoint": (saving, "save_file"),
         "the marker of a checkpoint": (saving, "mark_complete"),
         "the name of a checkpoint": (files, "_sync_tree"),
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, tmp_path, curve, place, count,
     summary = resume(directory.path)
     said = read_events(directory)[0]["message"]
     if resumed_from is None:
-        assert said.startswith("begins anew, since no checkpoint was whole")
+        assert said.startswith("starts from its beginning, since no checkpoint was whole")
     else:
         assert f"from step_{resumed_from:08d}" in said
     assert all(f"{name} is torn, and was not read" in said for name in torn)

@@ -12,7 +12,7 @@ from rl_launcher.bundled_recipes import SCHEMA_FILE, about, copy_recipe, shipped
 from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
 from rl_launcher.recipe_files import json_schema, load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 RECIPES = shipped_recipes()

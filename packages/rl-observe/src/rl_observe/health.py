@@ -240,7 +240,9 @@ class Watch:
         self._under_way: set[str] = set()
         self._errors = 0
 
-    def observe(self, stage: str, values: Mapping[str, float], *, errors: int = 0) -> list[Noticed]:
+    def observe(
+        self, stage: str, values: Mapping[str, float], *, errors: int = 0, samples: object = None
+    ) -> list[Noticed]:
         """Take in the figures of one step.
 
         Args:
