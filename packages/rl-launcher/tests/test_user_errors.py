@@ -70,11 +70,18 @@ def test_a_bug_of_ours_shows_its_traceback(recipe, tmp_path, monkeypatch):
         broken.__globals__["__name__"] = name
 
 
-def test_a_run_that_was_mended_and_resumed_leaves_no_error_behind(recipe, tmp_path, reward):
-    reward("raise OSError('the judge is away')")
+def test_a_run_that_was_mended_and_resumed_leaves_no_error_behind(recipe, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "from pathlib import Path\n"
+        "def score(completions):\n"
+        "    if Path(__file__).with_name('away').exists():\n"
+        "        raise OSError('the judge is away')\n"
+        "    return [float(len(set(text))) for text in completions]\n"
+    )
+    (tmp_path / "away").touch()
     with pytest.raises(RunStoppedError, match="the judge is away"):
         run_with(recipe)
-    reward("return [float(len(set(text))) for text in completions]")
+    (tmp_path / "away").unlink()
     assert resume(tmp_path / "run")["steps"] == 8
     assert not (tmp_path / "run" / "error.txt").exists()
 
