@@ -27,7 +27,7 @@ FAILED, TO_BE_RESUMED, INTERRUPTED = 1, 75, 130
 """Exit codes of runs that ended early. 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, resume it."""
 
 
-class Refusal(ValueError):
+class Refusal(ValueError):  # noqa: N818 - the word that users read
     """A run that cannot be made as requested; the message says why and what to do."""
 
 
