@@ -109,12 +109,12 @@ def evaluate(
 ) -> None:
     """Ask a model the held-out prompts: mean reward and pass@k, sampled and greedy, with intervals."""
     from rl_launcher.bundled_recipes import find_recipe
-    from rl_launcher.run import evaluated_recipe
+    from rl_launcher.run.evaluate import measured_recipe
 
-    resolved = or_refuse(lambda: evaluated_recipe(find_recipe(subject), overrides=overrides or (), model=model))
-    from rl_launcher.run import evaluate as evaluate_recipe
+    resolved = or_refuse(lambda: measured_recipe(find_recipe(subject), overrides=overrides or (), model=model))
+    from rl_launcher.run.evaluate import measure
 
-    measured = or_refuse(lambda: evaluate_recipe(resolved))
+    measured = or_refuse(lambda: measure(resolved))
     show(measured.text())
     if json:
         print_json(measured.figures())

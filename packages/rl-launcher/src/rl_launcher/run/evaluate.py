@@ -29,7 +29,7 @@ from rl_launcher.seeding import SeededEngine
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
-__all__ = ["Evaluation", "Evaluator", "HeldOut", "Outcome", "evaluate", "evaluated_recipe"]
+__all__ = ["Evaluator", "HeldOut", "Measured", "Outcome", "measure", "measured_recipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ def _with_interval(estimate: Estimate) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Measured:
     """How a model does on held-out prompts."""
 
     model: str
@@ -256,7 +256,7 @@ class Evaluation:
         }
 
 
-def evaluated_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str | None = None) -> Resolved[Recipe]:
+def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str | None = None) -> Resolved[Recipe]:
     """The recipe to evaluate `subject` by: a recipe or a run, with `model` instead of the recipe's.
 
     Raises:
@@ -282,7 +282,7 @@ def evaluated_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str
     return load_recipe(file, schema=Recipe, overrides=[*overrides, *named])
 
 
-def evaluate(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> Evaluation:
+def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measured:
     """Sample responses to the held-out prompts of a recipe, and score them.
 
     Raises:
@@ -290,7 +290,7 @@ def evaluate(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> Ev
     """
     recipe = resolved.value
     if recipe.env is None:
-        raise Refusal(f"evaluate scores responses to held-out prompts, and the recipe has no env; {HOW_TO_JUDGE}")
+        raise Refusal(f"measuring scores responses to held-out prompts, and the recipe has no env; {HOW_TO_JUDGE}")
     preflight.check(replace(recipe, sft=None, grpo=None, dpo=None, distill=None), new_run=False)
     with tempfile.TemporaryDirectory(prefix="rl-launcher-evaluate-") as folder:
         # On Ray the parts write logs, which nobody reads here. Of the stages only the limits of turns are used.
@@ -301,7 +301,7 @@ def evaluate(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> Ev
             held_out = evaluator.both()
         finally:
             parts.close()
-    return Evaluation(
+    return Measured(
         model=recipe.policy.model_name,
         held_out=held_out,
         num_prompts=evaluator.size,
