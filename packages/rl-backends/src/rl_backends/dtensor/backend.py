@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rl_backends.batching.microbatch import moved
+from rl_backends.batching.microbatches import moved
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.choices import require_temperature
 from rl_backends.dtensor.accumulation import GradientAccumulation
@@ -44,7 +44,7 @@ from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.ranks import raise_together
+from rl_backends.rank_agreement import raise_together
 from rl_backends.readers import (
     Head,
     Reader,
