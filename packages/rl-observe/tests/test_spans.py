@@ -120,17 +120,6 @@ def test_refits_are_appended_as_they_were_reported(run):
     assert (second["version"], second["verified"], second["digest"]) == (2, "nothing", None)
 
 
-def test_what_rl_refit_reports_is_what_is_logged():
-    import typing
-
-    from rl_observe.log_files import RefitFigures
-    from rl_refit import RefitReport
-
-    asked = {name for name, value in vars(RefitFigures).items() if isinstance(value, property)}
-    assert asked
-    assert asked <= set(typing.get_type_hints(RefitReport))
-
-
 def check_trace(events):
     """The rules of the Trace Event Format for the phases that are used here."""
     pids = {event["pid"] for event in events}

@@ -35,7 +35,7 @@ class RestartableError(RuntimeError):
     """A process of the run died; with new ones the run can continue from its last checkpoint."""
 
     condition: ClassVar[str] = "trainer_died"
-    """The name in `rl_observe.health.CONDITIONS` of what happened."""
+    """The name in `rl_launcher.conditions.CONDITIONS` of what happened."""
 
     weights_lost: ClassVar[bool] = True
     """Whether the policy's weights died with it, so that only checkpoints are left."""

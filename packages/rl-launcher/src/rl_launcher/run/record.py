@@ -13,13 +13,14 @@ from torch import Tensor
 
 from rl_algorithms.phases import PhaseTimer
 from rl_launcher.checkpoints import Keeper, Progress
+from rl_launcher.conditions import name_of
 from rl_launcher.errors import ConditionError, user_location
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.signals import Interruption
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
-from rl_observe import LiveView, RunDirectory, RunLog, Sample, read_metrics
-from rl_observe.health import Reporter, Watch, count_events, name_of
+from rl_observe import LiveView, RunDirectory, RunLog, Sample, ScoredResponse, read_metrics
+from rl_observe.health import Reporter, Watch, count_events
 
 __all__ = ["PHASE", "TOKENS", "Recorder", "has_trained", "summarize"]
 
@@ -75,7 +76,7 @@ class Recorder:
         *,
         order: Mapping[str, int] | None = None,
         state: Callable[[], Any] | None = None,
-        samples: Sequence[Sample] | None = None,
+        samples: Callable[[], Sequence[ScoredResponse]] | None = None,
     ) -> None:
         """Log one step of `stage`, look for conditions, save if a checkpoint is due, and end the run if it must end.
 
@@ -86,7 +87,7 @@ class Recorder:
             order: the position in the prompts, if the step alone does not determine it.
             state: returns what else a checkpoint needs, as nested mappings, lists, numbers and tensors; called only
                 when a checkpoint is saved.
-            samples: two responses of this batch with their rewards, for messages about conditions.
+            samples: returns two responses of this batch with their rewards, for messages about conditions.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM came since the last step.
@@ -105,13 +106,13 @@ class Recorder:
         figures = {**metrics, "tokens_per_s": tokens_per_s, **phases, **parts.figures()}
         logged = self.log.step(stage, step, figures)
         parts.reached(stage, step)
-        self._view.update(stage, step, logged)
         sync = parts.weight_sync
         if sync.last is not None and sync.count != self._refits:
             self.log.refits.write(sync.last, stage=stage, step=step)
         self._refits = sync.count
         before = progress.total
         progress.reach(stage, step, parts=parts, order=order)
+        self._view.update(stage, step, logged, skipped=progress.total - progress.version)
         progress.keep_state = state
         progress.metric = logged.get(self._metric_name, progress.metric)
         self._check_and_save(stage, step, logged, before=before, samples=samples)
@@ -145,7 +146,13 @@ class Recorder:
             self._events.report(each.name, each.message, reaction=each.reaction, stage=stage, step=step)
 
     def _check_and_save(
-        self, stage: str, step: int, values: Mapping[str, float], *, before: int, samples: Sequence[Sample] | None
+        self,
+        stage: str,
+        step: int,
+        values: Mapping[str, float],
+        *,
+        before: int,
+        samples: Callable[[], Sequence[ScoredResponse]] | None,
     ) -> None:
         self.report_events(stage, step)
         stop: ConditionError | None = None

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from rl_launcher.checkpoints.folders import appearing, root_of, write_text
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
 from rl_launcher.checks.explain import describe_backend
+from rl_launcher.conditions import name_of, reaction_to
 from rl_launcher.errors import (
     ConditionError,
     Refusal,
@@ -71,7 +72,7 @@ from rl_observe import (
     write_origins,
     write_report,
 )
-from rl_observe.health import Reporter, Watch, is_disk_full, name_of, reaction_to
+from rl_observe.health import Reporter, Watch, is_disk_full
 
 __all__ = ["Resumption", "Run", "find_resumption", "resume", "run"]
 
@@ -182,7 +183,7 @@ class Run:
                 self._open_log()
                 with long_lived():
                     try:
-                        with self.log, self.view:
+                        with closing(self.log), self.view:
                             after = self._train()
                         self.state = "saving"
                         self.interruption.hold()

@@ -15,7 +15,7 @@ from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GRPOStage, Recipe
-from rl_observe import Sample, SpanLog
+from rl_observe import ScoredResponse, SpanLog
 
 __all__ = ["run"]
 
@@ -80,25 +80,22 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
             {**metrics, **extra},
             order=prompts.state() if buffer is None else None,
             state=None if buffer is None else buffer.state_dict,
-            samples=None if metrics.get("groups_with_signal") else _two_samples(latest[0], parts),
+            samples=lambda: _two_samples(latest[0], parts),
         )
         learning_rate = policy.learning_rate
 
 
-def _two_samples(rollouts: Rollouts, parts: Parts) -> list[Sample]:
+def _two_samples(rollouts: Rollouts, parts: Parts) -> list[ScoredResponse]:
     """Two responses to one prompt with their rewards, for a person who asks why there is no signal."""
     rows = (rollouts.groups == rollouts.groups[0]).nonzero()[:2, 0].tolist()
+    starts = [int(rollouts.response[row].int().argmax()) for row in rows]  # where the first response begins
     return [
-        Sample(
-            when="before",
-            stage="grpo",
-            prompt=parts.tokenizer.decode(rollouts.tokens[row][~rollouts.response[row]][: rollouts.lengths[row]]),
-            expected=None,
+        ScoredResponse(
+            prompt=parts.tokenizer.decode(rollouts.tokens[row, :start]),
             response=rollouts.answers[row],
             reward=rollouts.rewards[row].item(),
-            truncated=bool(rollouts.truncated[row]),
         )
-        for row in rows
+        for row, start in zip(rows, starts, strict=True)
     ]
 
 
