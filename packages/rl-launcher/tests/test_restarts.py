@@ -15,8 +15,8 @@ from rl_launcher.checkpoints.save import Keeper
 from rl_launcher.errors import RestartableError, RunStoppedError
 from rl_launcher.ray.engines import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.record import Recorder
 from rl_launcher.run import resume, run
+from rl_launcher.run.record import Recorder
 from rl_launcher.schema import ClusterConfig, Recipe
 from rl_observe import RunDirectory, read_events
 
@@ -71,7 +71,8 @@ def test_a_run_that_could_not_start_again_is_there_to_be_resumed(start, dies_at,
             raise error
 
     dies_at(1)
-    with pytest.raises(RunStoppedError, match=r"stopped: rank 1 died; .*(?s:.*)\nContinue with: rl-launcher resume ") as stopped:
+    message = r"stopped: rank 1 died; (?s:.*)\nContinue with: rl-launcher resume "
+    with pytest.raises(RunStoppedError, match=message) as stopped:
         start(before=before)
     interrupted = isinstance(error, KeyboardInterrupt)
     assert stopped.value.exit_code == (130 if interrupted else 1)

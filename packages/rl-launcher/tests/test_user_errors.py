@@ -1,6 +1,7 @@
-"""Claims about errors in the user's own code: the place is on the screen, the traceback in a file, bugs are not hidden."""
+"""Claims about errors in the user's code: its place is on the screen, the traceback in a file, bugs are not hidden."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -96,7 +97,7 @@ def raised(action):
 def test_named_errors_files_and_stated_values_are_refusals_and_the_rest_are_bugs():
     assert is_refusal(Refusal("no"))
     assert is_refusal(DataError("no rows"))
-    assert is_refusal(raised(lambda: open("/no/such/file")))
+    assert is_refusal(raised(Path("/no/such/file").read_text))
     from rl_algorithms.grpo import GRPOConfig
 
     assert is_refusal(raised(lambda: GRPOConfig(max_num_steps=0)))
