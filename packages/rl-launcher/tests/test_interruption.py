@@ -154,7 +154,7 @@ def test_an_asynchronous_run_goes_on_with_its_buffer_and_says_that_it_is_not_the
     assert [line["step"] for line in curve(tmp_path / "run")] == [0, 2, 4, 6, 8]
     assert summary["steps"] == 8
     (told,) = [event for event in read_events(RunDirectory.open(tmp_path / "run")) if event["name"] == "resumed"]
-    assert "depends on clocks (grpo.async_grpo)" in told["message"]
+    assert "depends on timing (grpo.async_grpo)" in told["message"]
 
 
 def test_a_run_may_be_interrupted_twice(recipe, tmp_path, monkeypatch, newest, stop_after):

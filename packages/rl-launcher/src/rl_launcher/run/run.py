@@ -50,8 +50,6 @@ from rl_launcher.errors import (
 from rl_launcher.gc_freeze import long_lived
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.recipe_files.dataclass_schema import to_plain
-from rl_launcher.recipe_files.load import escape
-from rl_launcher.recipe_files.yaml_source import dump
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
@@ -132,7 +130,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, objects: Objec
         job = Run(resolved.value, directory, interruption=interruption, objects=objects, started=started)
         job.resumption = replace(found, message=message)
         if changes:
-            job.on_built = partial(write_text, directory.recipe, _recipe_text(resolved))
+            job.on_built = partial(write_text, directory.recipe, resolved.to_yaml(hide=redact))
         return job.execute()
 
 
@@ -588,10 +586,6 @@ def _build(recipe: Recipe, *, run_dir: Path, objects: Objects) -> Parts:
 
 def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:
     """Write recipe, origins and versions of the run, without credentials."""
-    write_text(directory.recipe, _recipe_text(resolved))
+    write_text(directory.recipe, resolved.to_yaml(hide=redact))
     write_origins(directory, resolved.origins, recipe=to_plain(resolved.value))
     directory.versions.write_text(json.dumps(collect_versions(), indent=2), encoding="utf-8")
-
-
-def _recipe_text(resolved: Resolved[Recipe]) -> str:
-    return dump(escape(redact(to_plain(resolved.value))))
