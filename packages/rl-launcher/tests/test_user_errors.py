@@ -58,6 +58,17 @@ def test_a_reward_that_exits_does_not_end_the_run_without_a_word(recipe, tmp_pat
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+def test_an_environment_that_cannot_be_called_is_refused_with_its_place_before_training(recipe, tmp_path):
+    (tmp_path / "env.py").write_text(
+        "class Env:\n"
+        "    def reset(self, rows):\n        return []\n"
+        "    def step(self, conversations):\n        return []\n"
+    )
+    with pytest.raises(Refusal, match=r"Env\.reset \(.*env\.py:2\) cannot be called as reset\(rows, \*, seeds\)"):
+        run_with(recipe, "env.reward=null", f"env.environment={tmp_path}/env.py:Env")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_bug_of_ours_shows_its_traceback(recipe, tmp_path, monkeypatch):
     def broken(*_arguments, **_named):
         return {}["no such key"]

@@ -4,6 +4,7 @@
 writes the summary. When a worker dies it restarts from the last checkpoint; whatever else ends it early is saved first.
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -581,7 +582,37 @@ def _build(recipe: Recipe, *, run_dir: Path, objects: Objects) -> Parts:
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would break the live view
-    return build(recipe, run_dir=run_dir, objects=objects)
+    parts = build(recipe, run_dir=run_dir, objects=objects)
+    try:
+        _check_signatures(parts.environment)
+    except BaseException:
+        parts.close()
+        raise
+    return parts
+
+
+def _check_signatures(environment: object) -> None:
+    """Refuse an environment of the user's whose methods cannot be called as a run calls them.
+
+    Such a call would raise a TypeError in our code, far from the method that is to be corrected.
+    """
+    inner = getattr(environment, "inner", environment)  # within the one that counts failures
+    calls: dict[str, dict[str, Any]] = {"step": {}, "reset": {"seeds": []}}
+    for name, named in calls.items():
+        method: Any = getattr(inner, name, None)
+        if method is None:
+            continue
+        try:
+            inspect.signature(method).bind([], **named)
+        except ValueError:
+            continue  # written in C
+        except TypeError as error:
+            code = getattr(method, "__code__", None)
+            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            wanted = "step(conversations)" if name == "step" else "reset(rows, *, seeds)"
+            raise Refusal(
+                f"env.environment: {getattr(method, '__qualname__', name)}{place} cannot be called as {wanted}: {error}"
+            ) from error
 
 
 def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:
