@@ -83,7 +83,7 @@ def measure(num_steps: int) -> StepProfile:
                 raise
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
     return profile
 
 
