@@ -30,7 +30,7 @@ def test_steps_are_numbered_and_the_end_writes_summary_and_report(tmp_path):
         log.summary["accuracy"] = 0.75
     run = RunDirectory.open(tmp_path / "runs" / "mine")
     rows = [(row["stage"], row["step"], row.get("loss"), row.get("held_out/math")) for row in read_metrics(run)]
-    assert rows == [("train", 1, 2.0, None), ("train", 2, 1.0, None), ("evaluate", 1, None, 0.5)]
+    assert rows == [("training", 1, 2.0, None), ("training", 2, 1.0, None), ("evaluate", 1, None, 0.5)]
     summary = json.loads(run.summary.read_text())
     assert (summary["steps"], summary["interrupted"], summary["ended_by"]) == (3, False, None)
     assert (summary["accuracy"], summary["conditions"]) == (0.75, {})
@@ -60,9 +60,17 @@ def test_phases_are_timed_within_their_step_and_the_rest_is_other(tmp_path):
     assert math.isclose(sum(shares.values()), 1.0, abs_tol=1e-3)
 
 
+def test_a_tensor_of_one_element_is_logged_as_a_number(tmp_path):
+    import torch
+
+    with RunLog(tmp_path / "run", QUIET) as log:
+        assert log.step(loss=torch.tensor(0.5))["loss"] == 0.5
+    assert [row["loss"] for row in read_metrics(log.run)] == [0.5]
+
+
 def test_an_evaluation_at_step_0_is_the_figure_of_before(tmp_path):
     with RunLog(tmp_path / "run", QUIET) as log:
-        log.step("train", 0, {"held_out_greedy": 0.25})
+        log.step("training", 0, {"held_out_greedy": 0.25})
         log.step(loss=1.0)
         log.step(loss=0.5, held_out_greedy=0.75)
     summary = json.loads(log.run.summary.read_text())
@@ -116,7 +124,9 @@ def test_a_directory_that_holds_a_run_is_refused_and_an_open_one_is_continued(tm
         RunLog(tmp_path / "run", QUIET)
     with RunLog(RunDirectory.open(tmp_path / "run"), QUIET, recipe={"lr": 2}) as log:
         log.step(loss=0.5)
-    assert [row["step"] for row in read_metrics(log.run)] == [1, 2]
+    first, second = read_metrics(log.run)
+    assert (first["step"], second["step"]) == (1, 2)
+    assert first["time_s"] <= second["time_s"]
     assert json.loads(log.run.recipe.read_text()) == {"lr": 1}
 
 
@@ -126,6 +136,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp
     with pytest.raises(ZeroDivisionError) as raised:
         loop_that_raises(log, ZeroDivisionError())
     assert "summary.json cannot be written" in raised.value.__notes__[0]
+    assert log.run.report.exists()
 
 
 def test_importing_it_loads_neither_torch_nor_a_sibling():

@@ -97,7 +97,7 @@ def test_events_are_appended_without_the_secrets_of_the_recipe(run):
         "message": "cannot log in with <redacted>",
         "reaction": "restarted",
     }
-    assert (second["step"], second["reaction"], log.count) == (None, "stopped", 2)
+    assert (second["step"], second["reaction"]) == (None, "stopped")
 
 
 def refit(version, digest="9f2a", verified="every byte"):

@@ -6,7 +6,7 @@ Exit codes: 0 it holds; 1 it does not hold (`check`); 2 refused or misused, and 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -107,12 +107,8 @@ def _or_refuse(action: Callable[[], T]) -> T:
     try:
         return action()
     except (OSError, ValueError) as error:
-        _refuse(error)
-
-
-def _refuse(reason: object) -> NoReturn:
-    typer.echo(f"rl-observe: {reason}", err=True)
-    raise typer.Exit(2)
+        typer.echo(f"rl-observe: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _print_json(figures: dict[str, Any]) -> None:

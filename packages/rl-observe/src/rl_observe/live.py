@@ -23,7 +23,7 @@ from rich.text import Text
 from rl_observe.glossary import METRICS, PHASES, phase_seconds
 from rl_observe.number_format import format_bytes, format_clock, format_count, format_duration, format_value
 
-__all__ = ["History", "LineWriter", "LiveView", "RunProgress", "StageProgress", "StageTotal", "render"]
+__all__ = ["LineWriter", "LiveView", "RunProgress", "StageProgress", "StageTotal", "render", "resampled"]
 
 _MIN_INTERVAL_S = 1 / 8
 # The panel is drawn so rarely that drawing takes at most this share of the time.
@@ -142,42 +142,6 @@ class StageTotal:
             raise ValueError(f"stage {self.name!r} is announced with steps={self.steps}; a stage has at least 1 step")
 
 
-# The panel is at most 100 columns wide, so a longer history could not be shown.
-_HISTORY_CAPACITY = 512
-
-
-class History:
-    """All values of one metric, averaged over equally many steps so that few means remain."""
-
-    def __init__(self) -> None:
-        self.means: list[float] = []
-        self.last = math.nan
-        self._pending: list[float] = []
-        self._stride = 1
-
-    def append(self, value: float) -> None:
-        """Add the next step's value; a value that is not finite is ignored."""
-        if not math.isfinite(value):
-            return
-        self.last = value
-        self._pending.append(value)
-        if len(self._pending) < self._stride:
-            return
-        self.means.append(sum(self._pending) / self._stride)
-        self._pending.clear()
-        if len(self.means) == _HISTORY_CAPACITY:
-            self.means = [(left + right) / 2 for left, right in zip(self.means[::2], self.means[1::2], strict=True)]
-            self._stride *= 2
-
-    def resampled(self, width: int) -> list[float]:
-        """Return the whole history as at most `width` means, oldest first."""
-        values = self.means or ([self.last] if math.isfinite(self.last) else [])
-        if len(values) <= width:
-            return values
-        edges = [round(index * len(values) / width) for index in range(width + 1)]
-        return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-
-
 @dataclass(slots=True)
 class StageProgress:
     """The progress of one stage, and its latest metrics."""
@@ -194,8 +158,9 @@ class StageProgress:
     first: dict[str, float] = field(default_factory=dict)
     """The first value of each metric."""
     headline: str | None = None
-    """The metric that `history` follows."""
-    history: History = field(default_factory=History)
+    """The metric that `history` holds."""
+    history: list[float] = field(default_factory=list)
+    """The finite values of `headline`."""
     phase_s: dict[str, float] = field(default_factory=dict)
     """Total seconds of each phase."""
 
@@ -252,8 +217,8 @@ class RunProgress:
             progress.phase_s[name] = progress.phase_s.get(name, 0.0) + seconds
         if progress.headline is None:
             progress.headline = next((name for name in ("reward", "margin", "loss") if name in values), None)
-        if progress.headline is not None and progress.headline in values:
-            progress.history.append(values[progress.headline])
+        if progress.headline is not None and math.isfinite(value := values.get(progress.headline, math.nan)):
+            progress.history.append(value)
         self.current = progress
         return progress
 
@@ -398,10 +363,10 @@ def _stage_row(stage: StageProgress, progress: RunProgress, *, now_s: float, wid
 
 def _detail_rows(progress: RunProgress, stage: StageProgress, width: int) -> list[Text]:
     values, rows = stage.values, []
-    if stage.headline is not None and not math.isnan(stage.history.last):
+    if stage.headline is not None and stage.history:
         metric = METRICS[stage.headline]
-        number = format_value(stage.history.last, metric.unit)
-        curve = stage.history.resampled(max(8, width - _LABEL_WIDTH - len(number) - 2))
+        number = format_value(stage.history[-1], metric.unit)
+        curve = resampled(stage.history, max(8, width - _LABEL_WIDTH - len(number) - 2))
         low, high = min(curve), max(curve)
         scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
         blocks = "".join(_BLOCKS[round((value - low) * scale)] for value in curve)
@@ -443,6 +408,14 @@ def _detail_rows(progress: RunProgress, stage: StageProgress, width: int) -> lis
         counts = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in progress.event_counts.items())
         rows.append(_row("events", (counts, f"bold {_HELD_OUT}"), f"  {progress.last_event}"))
     return rows
+
+
+def resampled(values: Sequence[float], width: int) -> Sequence[float]:
+    """Average the values so that at most `width` means remain, oldest first."""
+    if len(values) <= width:
+        return values
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
 
 
 def _phase_rows(phase_s: Mapping[str, float], columns: int) -> list[Text]:

@@ -115,8 +115,6 @@ class EventLog:
 
     def __init__(self, run: RunDirectory, *, secrets: Secrets | None = None) -> None:
         self._run, self._secrets = run, secrets or Secrets()
-        self.count = 0
-        """Events written by this process."""
 
     def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None:
         """Append one event.
@@ -135,7 +133,6 @@ class EventLog:
         row = {"name": name, "message": message, "reaction": reaction}
         with JsonLinesWriter(self._run.events) as lines:
             lines.append({"time": moment, "stage": stage, "step": step, **self._secrets.scrub(row)})
-        self.count += 1
 
 
 class RefitFigures(Protocol):

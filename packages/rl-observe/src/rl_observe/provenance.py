@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rl_observe.redaction import Secrets
-from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
+from rl_observe.run_directory import RunDirectory, write_text
 
 __all__ = ["collect_versions", "write_origins"]
 
@@ -76,10 +76,7 @@ def write_origins(run: RunDirectory, origins: Mapping[str, object], *, recipe: o
     """
     secrets = Secrets.of(recipe)
     written = {key: secrets.scrub(str(origin)) for key, origin in origins.items()}
-    try:
-        run.origins.write_text(json.dumps(written, indent=1, ensure_ascii=False), encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{run.origins} cannot be written: {describe(error)}") from error
+    write_text(run.origins, json.dumps(written, indent=1, ensure_ascii=False))
 
 
 def _proc_field(path: str, name: str) -> str | None:

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["RunDirectory", "RunDirectoryError", "describe"]
+__all__ = ["RunDirectory", "RunDirectoryError", "describe", "write_text"]
 
 _REASONS = {
     errno.EACCES: "permission denied",
@@ -146,6 +146,22 @@ class RunDirectory:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink()
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file of a run completely or not at all, and return its path.
+
+    Raises:
+        RunDirectoryError: the disk refused it; an earlier version of the file is still there.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error
+    return path
 
 
 def describe(error: OSError) -> str:

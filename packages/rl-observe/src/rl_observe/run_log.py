@@ -12,14 +12,14 @@ from typing import Self
 from rl_observe.config import HealthConfig, LoggerConfig
 from rl_observe.glossary import PHASE_PREFIX, phase_seconds
 from rl_observe.health import HealthError, Reporter, Watch, count_events, name_of
-from rl_observe.json_lines import JsonLinesWriter, JsonValue
+from rl_observe.json_lines import JsonLinesWriter, JsonValue, finite_number
 from rl_observe.live import LiveView
 from rl_observe.log_files import TRAINER, EventLog, MetricsLog, RefitLog, SpanLog, read_metrics
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions
 from rl_observe.redaction import Secrets, redact
 from rl_observe.report import write_report
-from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
+from rl_observe.run_directory import RunDirectory, write_text
 from rl_observe.samples import Sample
 from rl_observe.trace import write_trace
 from rl_observe.trackers import Delivery, enabled_trackers, start_tracker
@@ -53,7 +53,7 @@ class RunLog:
         health: the conditions to watch for inside the context.
         view: a live view that shows each step and event.
         warn: called once if a tracker fails, possibly from another thread; by default the view, or stderr.
-        elapsed_s: seconds that earlier processes of the run took.
+        elapsed_s: seconds that earlier processes of the run took; by default the time of the last logged step.
         rank: of this process, for the profiler's file.
 
     Raises:
@@ -70,7 +70,7 @@ class RunLog:
         health: HealthConfig | None = None,
         view: LiveView | None = None,
         warn: Callable[[str], None] | None = None,
-        elapsed_s: float = 0.0,
+        elapsed_s: float | None = None,
         rank: int = 0,
     ) -> None:
         self.run = run = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.create(run_dir)
@@ -83,6 +83,8 @@ class RunLog:
         self._view = view or _Stderr()
         self._health = health or HealthConfig()
         self._watch: Watch | None = None
+        if elapsed_s is None:
+            elapsed_s = max((finite_number(row.get("time_s")) or 0.0 for row in read_metrics(run)), default=0.0)
         self.metrics = MetricsLog(run, elapsed_s=elapsed_s, tensorboard=self._config.tensorboard_enabled)
         """Writes the metrics of each step."""
         self.spans = SpanLog(run, elapsed_s=elapsed_s)
@@ -105,7 +107,7 @@ class RunLog:
 
     def step(
         self,
-        stage: str = "train",
+        stage: str = "training",
         step: int | None = None,
         values: Mapping[str, float] | None = None,
         /,
@@ -119,7 +121,7 @@ class RunLog:
             stage: the stage of the step.
             step: its number, from 1; one more than the stage's last step if not given.
             values: metrics by name, for names that are no identifiers such as `held_out/math`.
-            **metrics: more metrics.
+            **metrics: more metrics. A tensor of one element is a number too.
 
         Returns:
             What was logged: the metrics, the memory in use, and the seconds of each `phase` since the last step.
@@ -131,7 +133,9 @@ class RunLog:
         """
         step = self._last_steps.get(stage, 0) + 1 if step is None else step
         self._last_steps[stage] = step
-        logged = {**memory_metrics(), **self._phase_metrics(stage, step), **(values or {}), **metrics}
+        given = {**(values or {}), **metrics}
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in given.items()}
+        logged = {**memory_metrics(), **self._phase_metrics(stage, step), **numbers}
         self.metrics.write(stage, step, logged)
         for delivery in self._deliveries.values():
             delivery.log(stage, step, logged)
@@ -148,7 +152,10 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step, such as `train` or `evaluate`; the next `step` logs its seconds."""
+        """Time a part of the current step, such as `train` or `evaluate`; the next `step` logs its seconds.
+
+        Phases must not be nested: their seconds are added up.
+        """
         start_s = self.spans.now()
         try:
             yield
@@ -194,9 +201,10 @@ class RunLog:
     def __enter__(self) -> Self:
         """Record settings and versions, and start to watch for conditions."""
         if not self.run.recipe.exists():
-            _write(self.run.recipe, json.dumps(self._recipe, indent=2, ensure_ascii=False, default=str))
+            write_text(self.run.recipe, json.dumps(self._recipe, indent=2, ensure_ascii=False, default=str))
         if not self.run.versions.exists():
-            _write(self.run.versions, json.dumps(collect_versions(), indent=2))
+            write_text(self.run.versions, json.dumps(collect_versions(), indent=2))
+        self.run.samples.touch()  # a loop without samples lacks nothing: the report does not miss the file
         rows = read_metrics(self.run)
         self._watch = watch = Watch(self._health)
         watch.replay(rows, errors=0)
@@ -206,18 +214,25 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Write summary and report. If that fails, the error that ended the run is raised, if there is one."""
+        """Write summary and report, also if one of them fails; an error that ended the run stays the one raised."""
         ended_by = None if error is None else name_of(error)
         status: Status = "finished" if error is None else "interrupted" if ended_by == "interrupted" else "failed"
-        try:
-            summary = {**self._figures(ended_by), **self.summary}
-            summary.update(self.finish(summary, status=status))
-            _write(self.run.summary, json.dumps(self.secrets.scrub(summary), indent=2, default=str))
-            write_report(self.run)
-        except (OSError, ValueError) as second:
-            if error is None:
-                raise
-            error.add_note(f"{second}")
+        summary = {**self._figures(ended_by), **self.summary}
+        failures: list[Exception] = []
+        for action in (
+            lambda: summary.update(self.finish(summary, status=status)),
+            lambda: write_text(self.run.summary, json.dumps(self.secrets.scrub(summary), indent=2, default=str)),
+            lambda: write_report(self.run),
+        ):
+            try:
+                action()
+            except (OSError, ValueError) as failure:
+                failures.append(failure)
+        if error is not None:
+            for each in failures:
+                error.add_note(str(each))
+        elif failures:
+            raise failures[0]
 
     def _start_trackers(self, warn: Callable[[str], None]) -> dict[str, Delivery]:
         trackers = enabled_trackers(self._config)
@@ -228,7 +243,7 @@ class RunLog:
         for tracker in trackers:
             earlier = known.get(tracker.name)
             known[tracker.name] = start_tracker(tracker, self._recipe, self.run, known_as=earlier, secrets=self.secrets)
-        _write(path, json.dumps(known, indent=2))
+        write_text(path, json.dumps(known, indent=2))
         return {tracker.name: Delivery(tracker, warn=warn, secrets=self.secrets) for tracker in trackers}
 
     def _phase_metrics(self, stage: str, step: int) -> dict[str, float]:
@@ -283,10 +298,3 @@ class _Stderr:
 
     def message(self, text: str) -> None:
         sys.stderr.write(f"rl-observe: {text}\n")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error

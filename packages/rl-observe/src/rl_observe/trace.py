@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_observe.json_lines import JsonValue, finite_number
 from rl_observe.log_files import TRAINER, read_events, read_metrics, read_spans
-from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
+from rl_observe.run_directory import RunDirectory, write_text
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -29,14 +29,7 @@ def write_trace(run: RunDirectory) -> Path:
     """
     events = trace_events(read_spans(run), metrics=read_metrics(run), conditions=read_events(run), title=run.path.name)
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, ensure_ascii=False, allow_nan=False)
-    unfinished = run.trace.with_suffix(".json.unfinished")
-    try:
-        unfinished.write_text(content, encoding="utf-8")
-        unfinished.replace(run.trace)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise RunDirectoryError(f"{run.trace} cannot be written: {describe(error)}") from error
-    return run.trace
+    return write_text(run.trace, content)
 
 
 def trace_events(
