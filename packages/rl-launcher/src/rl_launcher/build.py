@@ -15,7 +15,7 @@ from rl_launcher.load_model import load_policy, load_teacher, named_by_key
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GenerationConfig, Recipe
 from rl_launcher.seeding import SeededEngine
-from rl_launcher.user_code import NO_OBJECTS, Objects
+from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
 from rl_launcher.weight_sync import WeightSync, weight_source
 from rl_refit import Refit
 
@@ -33,6 +33,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     Raises:
         ValueError: whatever a part refuses: see `ModelError`, `PlanError`, `DataError`, `ImportStringError`.
     """
+    refuse_missing_objects(recipe, objects, remedy="rl_launcher.train(recipe, {})")
     if recipe.cluster.runtime == "ray":
         from rl_launcher.ray.build import build_on_ray
 

@@ -1,6 +1,6 @@
 """What a run refuses by itself; what its parts refuse has their own types."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = ["TO_BE_RESUMED", "ConditionError", "Refusal", "RestartableError", "RunStoppedError"]
 
@@ -36,6 +36,8 @@ class RunStoppedError(Refusal):
     def __init__(self, message: str, *, interrupted: bool = False, to_be_resumed: bool = False) -> None:
         super().__init__(message)
         self.interrupted, self.to_be_resumed = interrupted, to_be_resumed
+        self.result: Any = None
+        """The `rl_launcher.RunResult` of what there is, where `rl_launcher.train` or `resume` was called."""
 
     @property
     def exit_code(self) -> int:

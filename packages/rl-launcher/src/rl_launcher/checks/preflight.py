@@ -34,7 +34,7 @@ from rl_launcher.load_model import NamedModel, adapters_of, copies_reference
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
-from rl_launcher.user_code import is_import_string, named_code
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, is_python_object, named_code
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 
@@ -77,12 +77,12 @@ class KnownModel:
 
 
 def known_model(named: NamedModel) -> KnownModel | None:
-    """What the model's configuration says; None where a function makes it, or the hub does not answer.
+    """What the model's configuration says; None where Python code makes it, or the hub does not answer.
 
     Raises:
         ModelError: the folder that is named holds no configuration of a language model.
     """
-    if is_import_string(named.model_name):
+    if is_import_string(named.model_name) or is_python_object(named.model_name):
         return None
     try:
         return open_known(named)

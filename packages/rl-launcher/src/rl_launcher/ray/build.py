@@ -46,6 +46,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         key="policy.model_name",
         padded_vocabulary=recipe.policy.padded_vocabulary,
         folder=run_dir / "initial_model",
+        objects=objects,
     )
     tokenized = tokenize(recipe, inputs, model=outline.model, tokenizer=outline.tokenizer)
     teacher = _teacher_outline(recipe, outline, folder=run_dir / "initial_teacher")

@@ -26,7 +26,7 @@ from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.refit_rendezvous import RefitMeeting
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
 from rl_launcher.ray.training_worker import POLICY, Reply, TrainerSpec, TrainingWorker, pack
-from rl_launcher.user_code import is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 from rl_parallel_plans import TopKLogp
 from rl_refit import RefitReport
 
@@ -371,7 +371,15 @@ class Outline:
     tokenizer: Any
 
 
-def outline_of(named: NamedModel, *, seed: int, key: str, padded_vocabulary: bool, folder: Path) -> Outline:
+def outline_of(
+    named: NamedModel,
+    *,
+    seed: int,
+    key: str,
+    padded_vocabulary: bool,
+    folder: Path,
+    objects: Objects = NO_OBJECTS,
+) -> Outline:
     """Look at the model that a recipe names under `key`.
 
     Args:
@@ -379,18 +387,24 @@ def outline_of(named: NamedModel, *, seed: int, key: str, padded_vocabulary: boo
         seed: of the weights of a model that a function makes.
         key: of the recipe, for errors.
         padded_vocabulary: accept more embeddings than tokens.
-        folder: where a model that a function makes is written to; what an earlier start left there is replaced.
+        folder: where a model that a function makes, or that is given as an object, is written for the ranks to read;
+            what an earlier start left there is replaced.
+        objects: a model and a tokenizer that were given in Python.
 
     Raises:
         ValueError: there is no such model, its function fails, or the tokenizer is of another vocabulary.
     """
     model: Any
-    if is_import_string(named.model_name):
-        model, tokenizer = load_model(named, seed=seed, key=key, padded_vocabulary=padded_vocabulary)
+    if objects.model is not None or is_import_string(named.model_name):
+        model, tokenizer = load_model(
+            named, seed=seed, key=key, padded_vocabulary=padded_vocabulary, objects=objects
+        )
         _write(model, tokenizer, folder)
         return Outline(name=str(folder.absolute()), revision=None, model=model, tokenizer=tokenizer)
     origin, trust = named.revision, named.trust_remote_code
-    tokenizer = load_tokenizer(named.model_name, revision=origin, trust_remote_code=trust)
+    tokenizer = objects.tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(named.model_name, revision=origin, trust_remote_code=trust)
     model = open_model(named.model_name, revision=origin, trust_remote_code=trust).skeleton()
     check_vocabulary(
         model_vocab_size=model.get_input_embeddings().num_embeddings,
