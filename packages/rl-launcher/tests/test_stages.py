@@ -146,8 +146,8 @@ def test_an_environment_of_a_batch_and_one_of_coroutines_judge_too(games, name, 
     [
         ({"environment": "{}:Nothing"}, "which has no step"),
         ({"environment": "{}:Batch", "options": {"rewrad": 1}}, "called with env.options (rewrad=1), raised TypeError"),
-        ({"environment": "{}:Batch", "timeout_s": 3.0}, "judges whole batches at once"),
-        ({"environment": "{}:Slow", "on_error": "zero"}, "say stop, or fail"),
+        ({"environment": "{}:Batch", "timeout_s": 3.0}, "scores whole batches at once"),
+        ({"environment": "{}:Slow", "on_error": "zero"}, "set stop, or fail"),
     ],
 )
 def test_what_is_no_environment_is_refused(games, config, said):

@@ -1,14 +1,13 @@
-"""The environment that a recipe names.
+"""Make the environment that a recipe names, or that is given as Python objects.
 
-Judges nothing itself.
-
-Runs the user's factory once, to see what it makes; asks no policy anything.
+The user's factory is run once when the environment is made, to see which kind it makes.
 """
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 from rl_algorithms.environments import (
@@ -21,7 +20,7 @@ from rl_algorithms.environments import (
 from rl_launcher.errors import Refusal
 from rl_launcher.run_parts import Judge
 from rl_launcher.schema import HOW_TO_JUDGE, EnvironmentConfig
-from rl_launcher.user_code import load_function
+from rl_launcher.user_code import NO_OBJECTS, Objects, load_function
 
 __all__ = ["CountingEnvironment", "CountingResettingEnvironment", "Unjudged", "counting", "load_environment"]
 
@@ -87,33 +86,92 @@ class Unjudged:
         raise Refusal(f"{len(conversations)} answers are to be judged, and env is missing; {HOW_TO_JUDGE}")
 
 
-def load_environment(config: EnvironmentConfig | None) -> Judge:
-    """What judges answers: a reward function, several by name, or an environment of several turns; None is nobody.
+def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJECTS) -> Judge:
+    """The environment that scores responses: reward functions, or an environment of several turns.
+
+    Args:
+        config: the recipe's `env`; None without one.
+        objects: `reward` (a function, or a list or dict of functions) replaces `env.reward` and `env.rewards`;
+            `environment` (a class or function that makes one) replaces `env.environment`. The other keys of `env`
+            apply to them too.
 
     Raises:
-        ValueError: one of them is no function, cannot be made, or is no environment; `weights` names none of them.
+        ValueError: a reward is not a function, an environment cannot be made or is none, or `env.weights` has a name
+            that no reward has.
     """
+    if objects.reward is not None and objects.environment is not None:
+        raise Refusal("reward and environment are both given, and one of them scores a response; leave one out")
+    if objects.environment is not None:
+        if not callable(objects.environment):
+            raise Refusal(
+                f"environment must be a class or function that makes an environment, found an object of type "
+                f"{type(objects.environment).__name__}; give its class, or lambda: environment"
+            )
+        name = f"environment={getattr(objects.environment, '__qualname__', type(objects.environment).__name__)}"
+        return counting(_of_several_turns(objects.environment, name, config or _Defaults()))
+    if objects.reward is not None:
+        return _of_rewards(_reward_functions(objects.reward), config or _Defaults())
     if config is None:
         return Unjudged()
     if config.environment is not None:
-        return counting(_of_several_turns(config.environment, config))
+        factory = load_function(
+            config.environment, wanted="a class or function that makes an environment (env.environment)"
+        )
+        return counting(_of_several_turns(factory, f"env.environment={config.environment}", config))
     if config.reward is not None:
-        reward: Any = load_function(config.reward, wanted="a reward function (env.reward)")
-    else:
-        reward = {
+        return _of_rewards(load_function(config.reward, wanted="a reward function (env.reward)"), config)
+    return _of_rewards(
+        {
             name: load_function(text, wanted=f"a reward function (env.rewards.{name})")
             for name, text in config.rewards.items()
-        }
+        },
+        config,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What applies to Python objects where the recipe has no `env`."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
+    on_error: Literal["stop", "zero", "fail"] = "stop"
+
+
+def _of_rewards(reward: Any, config: EnvironmentConfig | _Defaults) -> Judge:
     return RewardFunctionEnvironment(reward=reward, weights=config.weights, on_error=config.on_error)
 
 
-def _of_several_turns(text: str, config: EnvironmentConfig) -> Environment:
+def _reward_functions(reward: Any) -> Any:
+    """One function as it is; several by name, those of a list by their own names."""
+    if isinstance(reward, Mapping):
+        named = [(str(name), function) for name, function in reward.items()]
+    elif isinstance(reward, list | tuple):
+        named = [(getattr(each, "__name__", type(each).__name__), each) for each in reward]
+    else:
+        named = [("", reward)]
+    for index, (name, function) in enumerate(named):
+        if not callable(function) and not isinstance(function, Environment):
+            which = f"[{name!r}]" if isinstance(reward, Mapping) else f"[{index}]" * (reward is not function)
+            raise Refusal(
+                f"reward{which} must be a function (or a list or dict of functions), found {type(function).__name__} "
+                f"{function!r:.60}"
+            )
+    names = [name for name, _ in named]
+    if not named:
+        raise Refusal(f"reward={reward!r} has no function; give one, or several")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise Refusal(f"reward has several functions named {', '.join(twice)}; give a dict, name -> function")
+    return reward if names == [""] and not isinstance(reward, Mapping) else dict(named)
+
+
+def _of_several_turns(factory: Callable[..., Any], name: str, config: EnvironmentConfig | _Defaults) -> Environment:
     if config.on_error == "zero":
         raise Refusal(
-            "env.on_error=zero counts an answer as 0, and env.environment judges conversations; say stop, or fail, "
-            "which leaves a conversation that broke out of training"
+            f"env.on_error=zero scores a response as 0, and {name} scores conversations; set stop, or fail, which "
+            f"leaves a conversation that failed out of training"
         )
-    factory = load_function(text, wanted="a class or function that makes an environment (env.environment)")
 
     def make() -> Any:
         return factory(**config.options)
@@ -121,10 +179,9 @@ def _of_several_turns(text: str, config: EnvironmentConfig) -> Environment:
     try:
         first = make()
     except Exception as error:
-        said = ", ".join(f"{name}={value!r}" for name, value in config.options.items())
+        said = ", ".join(f"{key}={value!r}" for key, value in config.options.items())
         raise Refusal(
-            f"env.environment={text}, called with env.options ({said or 'none'}), raised {type(error).__name__}: "
-            f"{error}"
+            f"{name}, called with env.options ({said or 'none'}), raised {type(error).__name__}: {error}"
         ) from error
     if _is_episode(first):
         _let_go(first)
@@ -132,21 +189,21 @@ def _of_several_turns(text: str, config: EnvironmentConfig) -> Environment:
         return EpisodeEnvironment(make, timeout_s=timeout_s, on_error=config.on_error)
     if not callable(getattr(first, "step", None)):
         raise Refusal(
-            f"env.environment={text} made {type(first).__name__}, which has no step; it must be an environment (step "
-            f"of conversations) or an episode (reset, step of an answer, close)"
+            f"{name} made {type(first).__name__}, which has no step; it must be an environment (step of conversations) "
+            f"or an episode (reset, step of a response, close)"
         )
     if inspect.iscoroutinefunction(first.step):
         return _concurrent(first, config)
     if config.timeout_s is not None:
         raise Refusal(
-            f"env.timeout_s={config.timeout_s} bounds one conversation, and env.environment={text} judges whole "
-            f"batches at once; leave it out, or write an episode"
+            f"env.timeout_s={config.timeout_s} limits one conversation, and {name} scores whole batches at once; leave "
+            f"it out, or write an episode"
         )
     batch: Environment = first
     return batch
 
 
-def _concurrent(environment: Any, config: EnvironmentConfig) -> Environment:
+def _concurrent(environment: Any, config: EnvironmentConfig | _Defaults) -> Environment:
     timeout_s = EPISODE_TIMEOUT_S if config.timeout_s is None else config.timeout_s
     wrap: Any = ConcurrentResettingEnvironment if hasattr(environment, "reset") else ConcurrentEnvironment
     wrapped: Environment = wrap(environment, timeout_s=timeout_s, on_error=config.on_error)

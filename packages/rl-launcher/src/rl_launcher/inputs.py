@@ -13,11 +13,12 @@ In two steps, since the first costs little, and should refuse before a model is 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -50,8 +51,8 @@ __all__ = [
     "ConversationData",
     "DataPairs",
     "Inputs",
-    "TokenizedData",
     "PreferenceData",
+    "TokenizedData",
     "TokenizedPair",
     "closing",
     "columns_of",
@@ -114,6 +115,17 @@ def cut_preferences(rows: Sequence[PreferenceRow], *, share: float, seed: int, i
         DataError: there are fewer than two distinct prompts, or a held-out one stands within an answer to imitate.
     """
     train, held_out = split_held_out(rows, share=share, seed=seed)
+    return preference_data(train, held_out, imitate=imitate)
+
+
+def preference_data(
+    train: Sequence[PreferenceRow], held_out: Sequence[PreferenceRow], *, imitate: bool
+) -> PreferenceData:
+    """Pairs to learn from and pairs to hold out.
+
+    Raises:
+        DataError: there are none, or a prompt is in both.
+    """
     return PreferenceData(
         train=_prompts(train),
         held_out=_prompts(held_out),
@@ -177,6 +189,15 @@ def cut_conversations(rows: Sequence[ConversationRow], *, share: float, seed: in
         DataError: there are fewer than two of them, or a held-out one is trained on in the middle of another row.
     """
     train, held_out = split_held_out(rows, share=share, seed=seed)
+    return conversation_data(train, held_out)
+
+
+def conversation_data(train: Sequence[ConversationRow], held_out: Sequence[ConversationRow]) -> ConversationData:
+    """Conversations to learn from and conversations to hold out.
+
+    Raises:
+        DataError: a held-out one is trained on in the middle of another row.
+    """
     return ConversationData(
         train=_prompts_loading_conversations(train),
         held_out=_prompts_loading_conversations(held_out),
@@ -216,16 +237,25 @@ RowT = TypeVar("RowT", Row, ConversationRow, PreferenceRow)
 HELD_OUT_SHARE = 0.1
 
 
-def load_dataset(recipe: Recipe) -> tuple[Dataset, SkippedRows]:
-    """The data set that `data.source` names, as the recipe's stages need it, and which of its rows were left out.
+def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset, SkippedRows]:
+    """Read the data set in the form that the recipe's stages need; also return which of its rows were left out.
+
+    Args:
+        recipe: names the data by `data.source`, unless `objects.data` is given.
+        objects: `data` and `held_out` may each be a list of dicts, a `datasets.Dataset` or a path. Rows replace
+            `data.source` and what selects a part of it (`split`, `name`, `revision`); held-out ones replace
+            `data.held_out_share`.
 
     Raises:
-        DataError: it cannot be read, or one of its rows is bad; the message names file, line and field.
-        Refusal: the function is none, or fails; a package is missing that reads the format; or nothing that is
-            held out could measure the run.
+        DataError: the data cannot be read, or one of the rows is bad; the message names file, line and field.
+        Refusal: an object is of no kind that can be read; the function of `data.source` fails; a package is missing
+            that reads the format; or nothing that is held out could measure the run.
     """
-    dataset, skipped = _load(recipe)
-    if recipe.env is None and [*recipe.stages] == ["sft"] and not held_out_demonstrations(dataset):
+    recipe, rows = _data_object(recipe, objects.data)
+    held_out = _held_out_object(objects.held_out)
+    dataset, skipped = (rows, SkippedRows()) if isinstance(rows, Dataset) else _load(recipe, rows, held_out)
+    judged = recipe.env is not None or objects.reward is not None or objects.environment is not None
+    if not judged and [*recipe.stages] == ["sft"] and not held_out_demonstrations(dataset):
         raise Refusal(
             f"env is missing, and no held-out row of data.source={recipe.data.source} has an answer that counts, so "
             f"that nothing would be measured; give them answers, or {HOW_TO_JUDGE}"
@@ -238,50 +268,113 @@ def columns_of(dataset: Dataset) -> set[str]:
     return {name for row in dataset.train or dataset.demonstrations for name in row.columns}
 
 
-def _load(recipe: Recipe) -> tuple[Dataset, SkippedRows]:
+Rows: TypeAlias = Source | Sequence[Mapping[str, object]]
+"""Rows that were not read yet: where they are, or the rows themselves."""
+
+
+def _data_object(recipe: Recipe, data: Any) -> tuple[Recipe, Rows | Dataset | None]:
+    """The recipe with the path that `data` may be, and its rows; None where a function of `data.source` makes them."""
+    config = recipe.data
+    if data is None or isinstance(data, str | Path):
+        if data is not None:
+            recipe = replace(recipe, data=replace(config, source=str(data)))
+        return recipe, None if is_import_string(recipe.data.source) else _source(recipe.data)
+    if isinstance(data, Dataset):
+        return recipe, data
+    return recipe, _rows_of_object("data", data)
+
+
+def _held_out_object(held_out: Any) -> Rows | None:
+    if held_out is None:
+        return None
+    if isinstance(held_out, str | Path):
+        return Source(path=str(held_out))
+    return _rows_of_object("held_out", held_out)
+
+
+def _rows_of_object(name: str, rows: Any) -> Sequence[Mapping[str, object]]:
+    """`rows`, if they can be read more than once, each one a mapping of columns."""
+    said = f"{name} must be a list of dicts, a datasets.Dataset or a path"
+    if isinstance(rows, Mapping):  # a datasets.DatasetDict is one
+        splits = ", ".join(map(repr, rows))
+        raise Refusal(f"{said}, found {type(rows).__name__} with {splits or 'nothing'}; give one of its values")
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        raise Refusal(f"{said}, found {type(rows).__name__}; give its rows, {name}.to_dict('records')")
+    if not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")) or isinstance(rows, bytes):
+        hint = "; call it and give what it returns" if callable(rows) else "; give list(...) of it"
+        raise Refusal(
+            f"{said}, found {type(rows).__name__}{hint if callable(rows) or hasattr(rows, '__iter__') else ''}"
+        )
+    sequence: Sequence[Mapping[str, object]] = rows
+    return sequence
+
+
+def _load(recipe: Recipe, source: Rows | None, held_out: Rows | None) -> tuple[Dataset, SkippedRows]:
     config = recipe.data
     share = config.held_out_share or HELD_OUT_SHARE
     if recipe.dpo is not None and recipe.dpo.pairs == "data":
-        if is_import_string(config.source):
+        if source is None:
             raise Refusal(
                 f"dpo.pairs=data reads columns chosen and rejected, and data.source={config.source} is a function, "
                 f"which returns prompts; name a file or a data set, or say dpo.pairs=sampled"
             )
-        pairs, skipped = _read(config, kind=PreferenceRow)
-        return cut_preferences(pairs, share=share, seed=recipe.seed, imitate=recipe.sft is not None), skipped
-    if is_import_string(config.source):
+        pairs, skipped = _read(config, source, kind=PreferenceRow)
+        imitate = recipe.sft is not None
+        if held_out is not None:
+            return preference_data(
+                pairs, _read_held_out(config, held_out, kind=PreferenceRow), imitate=imitate
+            ), skipped
+        return cut_preferences(pairs, share=share, seed=recipe.seed, imitate=imitate), skipped
+    if source is None:
+        if held_out is not None:
+            raise Refusal(
+                f"data.source={config.source} is a function, which holds out rows of its own; leave held_out out"
+            )
         return _made_by_function(config), SkippedRows()
     asking = [name for name in HEADLINES if name in recipe.stages]
-    if not asking and _are_conversations(config, unreadable=recipe.sft is not None):
-        conversations, skipped = _read(config, kind=ConversationRow)
+    if not asking and _are_conversations(config, source, unreadable=recipe.sft is not None):
+        conversations, skipped = _read(config, source, kind=ConversationRow)
+        if held_out is not None:
+            return conversation_data(conversations, _read_held_out(config, held_out, kind=ConversationRow)), skipped
         return cut_conversations(conversations, share=share, seed=recipe.seed), skipped
     try:
-        rows, skipped = _read(config, kind=Row)
+        rows, skipped = _read(config, source, kind=Row)
     except DataError as error:
-        if asking and _are_conversations(config, unreadable=False):
+        if asking and _are_conversations(config, source, unreadable=False):
             raise DataError(
                 f"{error}; {asking[0]} asks prompts, and conversations are for a recipe whose only stage is sft: give "
                 f"rows with a prompt, or set {asking[0]}=null"
             ) from error
         raise
-    train, held_out = split_held_out(rows, share=share, seed=recipe.seed)
-    return Dataset(train=train, held_out=held_out, demonstrations=train), skipped
+    if held_out is not None:
+        return Dataset(train=rows, held_out=_read_held_out(config, held_out, kind=Row), demonstrations=rows), skipped
+    train, measured = split_held_out(rows, share=share, seed=recipe.seed)
+    return Dataset(train=train, held_out=measured, demonstrations=train), skipped
 
 
-def _read(config: DataConfig, *, kind: type[RowT]) -> tuple[list[RowT], SkippedRows]:
+def _read(config: DataConfig, source: Rows, *, kind: type[RowT]) -> tuple[list[RowT], SkippedRows]:
     skipped = SkippedRows()
     report = skipped if config.on_bad_row == "skip" else None
+    name = f"data.source={config.source}" if isinstance(source, Source) else "data"
     try:
-        return read_rows(_source(config), kind=kind, columns=config.columns, skipped=report), skipped
+        return read_rows(source, kind=kind, columns=config.columns, skipped=report, name="data"), skipped
     except ImportError as error:
-        raise Refusal(f"data.source={error}") from error
+        raise Refusal(f"{name}: {error}") from error
+
+
+def _read_held_out(config: DataConfig, source: Rows, *, kind: type[RowT]) -> list[RowT]:
+    """Held-out rows are never left out silently: what is measured must not depend on `data.on_bad_row`."""
+    try:
+        return read_rows(source, kind=kind, columns=config.columns, name="held_out")
+    except ImportError as error:
+        raise Refusal(f"held_out: {error}") from error
 
 
 def _source(config: DataConfig) -> Source:
     return Source(path=config.source, split=config.split, name=config.name, revision=config.revision)
 
 
-def _are_conversations(config: DataConfig, *, unreadable: bool) -> bool:
+def _are_conversations(config: DataConfig, source: Rows, *, unreadable: bool) -> bool:
     """Whether the first good row says more than a prompt and its answer; `unreadable` where there is none.
 
     Then whoever reads the rows says what is wrong with them, and that is who will say most.
@@ -289,7 +382,7 @@ def _are_conversations(config: DataConfig, *, unreadable: bool) -> bool:
     if {"prompt", "answer"} <= config.columns.keys():
         return False
     try:
-        rows = stream_rows(_source(config), kind=ConversationRow, columns=config.columns, skipped=SkippedRows())
+        rows = stream_rows(source, kind=ConversationRow, columns=config.columns, skipped=SkippedRows())
         first = next(rows)
     except (DataError, ImportError):
         return unreadable
@@ -496,8 +589,8 @@ class TokenizedData:
     """A token for places that nobody sees."""
 
 
-def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:  # noqa: ARG001
-    """Read what costs little, or refuse.
+def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
+    """Read what costs little, or refuse; objects take precedence over what the recipe names.
 
     Raises:
         ValueError: the backend is not installed, the reward is none, the data are bad, or lack what the reward needs.
@@ -511,8 +604,8 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:  # noq
         raise Refusal(f"policy.dtensor_cfg.lora_cfg: {error}") from error
     if recipe.cluster.runtime == "in_process":
         _refuse_what_is_not_here(recipe, device=selection.config.device)
-    environment = load_environment(recipe.env)
-    dataset, skipped = load_dataset(recipe)
+    environment = load_environment(recipe.env, objects)
+    dataset, skipped = load_dataset(recipe, objects)
     environment.check(columns_of(dataset))
     return Inputs(selection=selection, environment=environment, dataset=dataset, skipped=skipped)
 

@@ -61,6 +61,7 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     adapter: Adapter | None = None,
     skipped: SkippedRows | None = None,
+    name: str | None = None,
 ) -> list[RowT]:
     """Read all rows of a file, a folder, a data set of the hub, or an iterable of columns.
 
@@ -72,6 +73,7 @@ def read_rows(
             column of objects, as in `"reward_model.ground_truth"`. Their columns stay, under their names, too.
         adapter: turns the columns of each row into others first, as `from_nemo_gym` does.
         skipped: None: the first bad row is an error. A report: bad rows are left out and counted in it.
+        name: what error messages call rows that come from no file, as in `name[3]`; their type's name by default.
 
     Raises:
         DataError: the source cannot be read or has no rows, `columns` has a name that the kind does not know, or a row
@@ -79,7 +81,7 @@ def read_rows(
         ValueError: there is no such kind.
         ImportError: reading it needs the extra `rl-algorithms[data]`.
     """
-    return list(stream_rows(source, kind=kind, columns=columns, adapter=adapter, skipped=skipped))
+    return list(stream_rows(source, kind=kind, columns=columns, adapter=adapter, skipped=skipped, name=name))
 
 
 def stream_rows(
@@ -89,6 +91,7 @@ def stream_rows(
     columns: Mapping[str, str] | None = None,
     adapter: Adapter | None = None,
     skipped: SkippedRows | None = None,
+    name: str | None = None,
 ) -> Iterator[RowT]:
     """As `read_rows`, row by row: for data larger than memory.
 
@@ -101,13 +104,13 @@ def stream_rows(
     if kind not in NAMES:
         raise ValueError(f"kind={kind!r} is not one of {', '.join(each.__name__ for each in NAMES)}")
     names = dict(columns or {})
-    for name in names:
-        if name not in NAMES[kind]:
+    for ours in names:
+        if ours not in NAMES[kind]:
             raise DataError(
-                f"columns={names}: a {kind.__name__} has no {name!r}; it has {', '.join(NAMES[kind])}"
-                f"{nearest(name, list(NAMES[kind]))}"
+                f"columns={names}: a {kind.__name__} has no {ours!r}; it has {', '.join(NAMES[kind])}"
+                f"{nearest(ours, list(NAMES[kind]))}"
             )
-    return _stream(open_records(source), kind=kind, names=names, adapter=adapter, skipped=skipped)
+    return _stream(open_records(source, name=name), kind=kind, names=names, adapter=adapter, skipped=skipped)
 
 
 def read_jsonl(path: str | Path) -> list[Row]:

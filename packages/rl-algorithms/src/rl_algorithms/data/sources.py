@@ -67,8 +67,8 @@ class Records:
     """Whether keys that some messages lack are there as None: so does Arrow."""
 
 
-def open_records(source: str | Path | Source | Iterable[Mapping[str, object]]) -> Records:
-    """Open `source`; nothing of it is read yet but its beginning.
+def open_records(source: str | Path | Source | Iterable[Mapping[str, object]], *, name: str | None = None) -> Records:
+    """Open `source` and read no more than its beginning; error messages call rows of an iterable `name[index]`.
 
     Raises:
         DataError: it cannot be read, is of no known kind, or has no such split.
@@ -80,7 +80,7 @@ def open_records(source: str | Path | Source | Iterable[Mapping[str, object]]) -
     if isinstance(source, str):
         source = Source(path=source)
     if not isinstance(source, Source):
-        name = type(source).__name__
+        name = type(source).__name__ if name is None else name
         records = ((f"{name}[{index}]", columns) for index, columns in enumerate(source))
         return Records(name=name, records=records, fills_none=hasattr(source, "features"))
     path = Path(source.path)

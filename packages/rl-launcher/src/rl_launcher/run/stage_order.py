@@ -61,7 +61,7 @@ def _introduce(recipe: Recipe, parts: Parts, recorder: Recorder) -> None:
             f"{parts.unasked} held-out prompts leave no room for an answer of policy.generation.max_new_tokens="
             f"{recipe.policy.generation.max_new_tokens}, and are not asked for one"
         )
-    recorder.tell_happenings()
+    recorder.report_events()
 
 
 def _conclude(recipe: Recipe, parts: Parts, recorder: Recorder, *, untrained: bool) -> None:
