@@ -308,11 +308,14 @@ class RunResult:
 
     def __repr__(self) -> str:
         """One short screen: where the run is, what came of it, and what to look at next."""
-        figures = {key: value for key, value in self.summary.items() if isinstance(value, int | float | str)}
-        lines = [f"RunResult({str(self.run_dir)!r})"]
-        lines += [f"  {key:<24} {value:.4g}" for key, value in figures.items() if isinstance(value, float)]
-        lines += [f"  {key:<24} {value}" for key, value in figures.items() if not isinstance(value, float)]
-        return "\n".join([*lines, "  .metrics  .dataframe  .model  .tokenizer  .summary  .report"])
+        shown = {key: value for key, value in self.summary.items() if key.startswith(("held_out_", "pair_"))}
+        shown |= {key: self.summary[key] for key in ("algorithm", "steps", "wall_s") if key in self.summary}
+        if self.summary.get("interrupted"):
+            shown["ended_by"] = self.summary.get("ended_by")
+        lines = [f"  {key:<26} {value:.4g}" for key, value in shown.items() if isinstance(value, int | float)]
+        lines += [f"  {key:<26} {value}" for key, value in shown.items() if isinstance(value, str)]
+        attributes = "  .metrics  .dataframe  .model  .tokenizer  .summary  .report"
+        return "\n".join([f"RunResult({str(self.run_dir)!r})", *lines, attributes])
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the summary of the report."""
@@ -385,8 +388,9 @@ def _take_objects(
     if held_out is not None and data is None:
         raise Refusal("held_out= replaces the rows that are held out of data=; give data= too")
     if data is not None:
-        for key in ("split", "name", "revision", "columns", "held_out_share"):  # they are about the recipe's own data
-            put(f"data.{key}", None if key != "columns" else {})
+        for key in ("split", "name", "revision", "held_out_share", "columns"):  # they are about the recipe's own data
+            put(f"data.{key}", None)
+        put("data.columns", {})  # after null, since a mapping would merge
         if is_name(data) and held_out is None and not load_strings:
             put("data.source", str(data))
             data = None

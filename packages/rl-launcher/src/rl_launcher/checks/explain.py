@@ -10,6 +10,7 @@ from rl_backends import BackendSelection, DTensorConfig, MegatronConfig, select_
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_launcher.recipe_files import Resolved
 from rl_launcher.schema import Recipe
+from rl_launcher.user_code import NO_OBJECTS, Objects
 
 __all__ = ["Explained", "describe_backend", "explain"]
 
@@ -32,8 +33,12 @@ class Explained:
         return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in self.sections.items())
 
 
-def explain(resolved: Resolved[Recipe]) -> Explained:
-    """Let each part of the run say what it would do.
+def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explained:
+    """Let each part of the run report what it would do.
+
+    Args:
+        resolved: the recipe with the origins of its keys.
+        objects: what is given as a Python object instead of a string of the recipe.
 
     Raises:
         ValueError: what the run itself would refuse before training, but for memory: that is in `refusal`.
@@ -46,10 +51,10 @@ def explain(resolved: Resolved[Recipe]) -> Explained:
     recipe = resolved.value
     refusal = preflight.explained(recipe)
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
-    predicted = predict_run(recipe, placement)
+    predicted = predict_run(recipe, placement, objects)
     sections = {
         "Recipe": _keys(resolved),
-        "Data": _data(recipe),
+        "Data": _data(recipe, objects),
         "Placement": placement.explain(),
         "Backend": describe_backend(recipe, selection) + _conversions(selection.config),
         "Policy": predicted.policy,
@@ -91,7 +96,7 @@ def _keys(resolved: Resolved[Recipe]) -> str:
     return secrets.scrub(resolved.explain(hide=redact))
 
 
-def _data(recipe: Recipe) -> str:
+def _data(recipe: Recipe, objects: Objects) -> str:
     """How many rows there are; a data set of the hub is left where it is."""
     from pathlib import Path
 
@@ -99,9 +104,9 @@ def _data(recipe: Recipe) -> str:
     from rl_launcher.user_code import is_import_string
 
     source = recipe.data.source
-    if not is_import_string(source) and not Path(source).expanduser().exists():
+    if objects.data is None and not is_import_string(source) and not Path(source).expanduser().exists():
         return f"{source} is read from the hub when the run starts"
-    dataset, skipped = load_dataset(recipe)
+    dataset, skipped = load_dataset(recipe, objects)
     lines = [f"{len(dataset.train)} prompts to learn from, {len(dataset.held_out)} held out"]
     if isinstance(dataset, ConversationData):
         measured_by = len(dataset.held_out_demonstrations)

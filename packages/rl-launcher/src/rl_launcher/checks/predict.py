@@ -17,7 +17,7 @@ from rl_launcher.checks.preflight import device_bytes, host_bytes
 from rl_launcher.load_model import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 
 __all__ = ["Prediction", "predict_run"]
 
@@ -34,14 +34,14 @@ class Prediction:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def predict_run(recipe: Recipe, placement: Placement) -> Prediction:
+def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJECTS) -> Prediction:
     """Predict memory and refit of `recipe`.
 
     Raises:
         ValueError: what the backend or the engine would refuse.
     """
     try:
-        skeleton = _skeleton(recipe)
+        skeleton = _skeleton(recipe, objects)
     except ModelError as error:
         if not is_hub_id(recipe.policy.model_name):
             raise
@@ -79,9 +79,11 @@ def is_hub_id(name: str) -> bool:
     return not is_import_string(name) and local_folder(name) is None
 
 
-def _skeleton(recipe: Recipe) -> nn.Module:
-    """The model without weights; a function's is made whole, for nobody else knows what it makes."""
+def _skeleton(recipe: Recipe, objects: Objects) -> nn.Module:
+    """The model without weights; a function's is made with its weights, since only the function knows the model."""
     policy = recipe.policy
+    if objects.model is not None:
+        return without_weights(objects.model)
     if is_import_string(policy.model_name):
         whole, _ = load_model(
             policy, seed=recipe.seed, key="policy.model_name", padded_vocabulary=policy.padded_vocabulary

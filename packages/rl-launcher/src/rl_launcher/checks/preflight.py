@@ -450,8 +450,8 @@ def check_prompt_format(recipe: Recipe) -> None:
         )
 
 
-def check_rows(recipe: Recipe) -> None:
-    """Read the rows that lie on this machine, and refuse bad ones, and a reward that asks for a column they lack.
+def check_rows(recipe: Recipe, objects: Objects = NO_OBJECTS) -> None:
+    """Read the rows on this machine, and refuse bad ones, and a reward with an argument that is not a column.
 
     An environment of several turns is not made: it asks nothing of the rows before an episode begins.
 
@@ -459,10 +459,11 @@ def check_rows(recipe: Recipe) -> None:
         ValueError: naming file, line and field; or the reward's argument, and the columns that there are.
     """
     source = recipe.data.source
-    if not is_import_string(source) and not Path(source).expanduser().exists():
+    if objects.data is None and not is_import_string(source) and not Path(source).expanduser().exists():
         return
-    judge = None if recipe.env is None or recipe.env.environment is not None else load_environment(recipe.env)
-    dataset, _ = load_dataset(recipe)
+    has_reward = recipe.env is not None and recipe.env.environment is None
+    judge = load_environment(recipe.env, objects) if has_reward else None
+    dataset, _ = load_dataset(recipe, objects)
     if judge is not None:
         judge.check(columns_of(dataset))
 

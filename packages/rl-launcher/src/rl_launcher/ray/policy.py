@@ -396,9 +396,7 @@ def outline_of(
     """
     model: Any
     if objects.model is not None or is_import_string(named.model_name):
-        model, tokenizer = load_model(
-            named, seed=seed, key=key, padded_vocabulary=padded_vocabulary, objects=objects
-        )
+        model, tokenizer = load_model(named, seed=seed, key=key, padded_vocabulary=padded_vocabulary, objects=objects)
         _write(model, tokenizer, folder)
         return Outline(name=str(folder.absolute()), revision=None, model=model, tokenizer=tokenizer)
     origin, trust = named.revision, named.trust_remote_code

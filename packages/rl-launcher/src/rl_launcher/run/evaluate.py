@@ -25,6 +25,7 @@ from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
 from rl_launcher.seeding import SeededEngine
+from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
 __all__ = ["Evaluator", "HeldOut", "Measured", "Outcome", "measure", "measured_recipe"]
@@ -285,8 +286,8 @@ def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str 
     return load_recipe(file, schema=Recipe, overrides=[*overrides, *named])
 
 
-def measure(resolved: Resolved[Recipe]) -> Measured:
-    """Ask the held-out prompts.
+def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measured:
+    """Sample responses to the held-out prompts and score them.
 
     Raises:
         ValueError: whatever a part refuses.
@@ -301,7 +302,7 @@ def measure(resolved: Resolved[Recipe]) -> Measured:
     preflight.check(replace(asked, sft=None, grpo=None, dpo=None, distill=None), new_run=False)
     with tempfile.TemporaryDirectory(prefix="rl-launcher-evaluate-") as folder:
         # Parts that must write, on Ray, write where nobody looks; the stages are asked for their turns alone.
-        parts = build(replace(asked, run_dir=folder, sft=None, distill=None))
+        parts = build(replace(asked, run_dir=folder, sft=None, distill=None), objects=objects)
         try:
             parts.weight_sync(version=0)
             evaluator = Evaluator(parts, asked)
