@@ -11,7 +11,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def run_recipe(name: str, run_dir: Path, *overrides: str) -> dict:
-    command = [sys.executable, "-m", "rl_launcher.cli", "run", str(RECIPES / name), f"run_dir={run_dir}", *overrides]
+    command = [sys.executable, "-m", "rl_launcher", "run", str(RECIPES / name), f"run_dir={run_dir}", *overrides]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])

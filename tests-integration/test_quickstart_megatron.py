@@ -35,7 +35,7 @@ def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def run_recipe(run_dir: Path, *overrides: str) -> tuple[dict, str]:
     short = ["evaluation.max_prompts=300", "evaluation.every=0", f"run_dir={run_dir}"]
-    finished = finish([sys.executable, "-m", "rl_launcher.cli", "run", str(RECIPE), *short, *overrides])
+    finished = finish([sys.executable, "-m", "rl_launcher", "run", str(RECIPE), *short, *overrides])
     return json.loads(finished.stdout.splitlines()[-1]), finished.stdout + finished.stderr
 
 

@@ -24,7 +24,7 @@ OF_THE_MACHINE = ("time_s", "tokens_per_s", "refit_s", "phase_s", "memory_")
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rl_launcher.cli", *arguments]
+    command = [sys.executable, "-m", "rl_launcher", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -18,7 +18,7 @@ class Launched:
     def __init__(self, *arguments, run_dir, cwd):
         self.run_dir = Path(run_dir)
         self._log = (Path(cwd) / f"{self.run_dir.name}-{time.monotonic_ns()}.log").open("w+")
-        command = [sys.executable, "-m", "rl_launcher.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "rl_launcher", *map(str, arguments)]
         self.process = subprocess.Popen(command, cwd=cwd, stdout=self._log, stderr=self._log, start_new_session=True)
 
     @property

@@ -51,7 +51,7 @@ def milliseconds(function: functools.partial) -> float:
 
 
 def bare_sum(logp: torch.Tensor, examples: grpo.Examples) -> torch.Tensor:
-    """The least that any loss does: mask and add up."""
+    """The minimum work of any loss: mask and sum."""
     return (logp * examples.trainable).sum()
 
 

@@ -272,7 +272,7 @@ def test_a_model_of_the_hub_is_read_from_one_commit_of_the_cache(folder, tmp_pat
     assert source.folder.name == commit
     assert open_model("people/tiny", revision=commit).folder == source.folder
     source.load_into(materialize(source.skeleton(), "cpu"))
-    with pytest.raises(ModelError, match="people/other is no folder here, and the Hub gave no model of this name"):
+    with pytest.raises(ModelError, match="people/other is not a local folder, and the Hub has no model of this name"):
         open_model("people/other")
     with pytest.raises(ModelError, match="at revision v2"):
         open_model("people/tiny", revision="v2")

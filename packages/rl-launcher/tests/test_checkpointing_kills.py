@@ -19,23 +19,25 @@ from rl_observe import RunDirectory, read_events
 # Runs a recipe, and is killed before the n-th call of a function.
 PROGRAM = """
     import functools, os, signal, sys
-    from rl_launcher.checkpoints import files, keeper, saving
-    from rl_launcher import ending, supervising
+    import importlib
     from rl_launcher.recipe_files import load_recipe
     from rl_launcher.schema import Recipe
     from rl_launcher.run.record import Recorder
     from rl_launcher.run.run import run
     from rl_backends import DTensorBackend
 
+    folders, save, run_file = map(importlib.import_module, (
+        "rl_launcher.checkpoints.folders", "rl_launcher.checkpoints.save", "rl_launcher.run.run"))
+
     places = {
         "a step": (DTensorBackend, "optim_step"),
         "after a step is logged": (Recorder, "_look_and_save"),
-        "the progress of a checkpoint": (saving, "save_file"),
-        "the marker of a checkpoint": (saving, "mark_complete"),
-        "the name of a checkpoint": (files, "_sync_tree"),
-        "the pruning of checkpoints": (keeper, "_remove"),
-        "the model": (supervising, "save_model"),
-        "the summary": (ending, "write_text"),
+        "the progress of a checkpoint": (save, "save_file"),
+        "the marker of a checkpoint": (save, "mark_complete"),
+        "the name of a checkpoint": (folders, "_sync_tree"),
+        "the pruning of checkpoints": (save, "_remove"),
+        "the model": (run_file, "save_model"),
+        "the summary": (run_file, "write_text"),
     }
     owner, name = places[sys.argv[1]]
     function, calls = getattr(owner, name), [int(sys.argv[2])]
@@ -59,7 +61,7 @@ MOMENTS = {
     "the name of a checkpoint": (5, 8),
     "the pruning of checkpoints": (3, 8),
     "the model": (1, 14),
-    "the summary": (1, 14),
+    "the summary": (2, 14),
 }
 
 

@@ -29,7 +29,7 @@ from rl_observe import RunDirectory, read_events
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_its_state_and_can_go_on(recipe, tmp_path, number, newest):
-    command = [sys.executable, "-m", "rl_launcher.cli", "run", str(recipe), "grpo.max_num_steps=100000"]
+    command = [sys.executable, "-m", "rl_launcher", "run", str(recipe), "grpo.max_num_steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:

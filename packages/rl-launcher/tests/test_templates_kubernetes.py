@@ -161,10 +161,10 @@ def test_the_script_waits_then_runs_or_resumes_whatever_the_words_hold(tmp_path,
     calls = [yaml.safe_load(line) for line in (tmp_path / "shared" / "calls").read_text().splitlines()]
     assert calls[0][:4] == ["-m", "rl_launcher.cluster_jobs.wait_for_nodes", "--address", "auto"]
     if run_dir_is_there:
-        assert calls[1] == ["-m", "rl_launcher.cli", "resume", str(run)]
+        assert calls[1] == ["-m", "rl_launcher", "resume", str(run)]
     else:
         recipe = str(tmp_path / "shared" / f"{NASTY}.yaml")
-        assert calls[1] == ["-m", "rl_launcher.cli", "run", recipe, NASTY, "cluster.address=auto"]
+        assert calls[1] == ["-m", "rl_launcher", "run", recipe, NASTY, "cluster.address=auto"]
     assert not (tmp_path / "shared" / "x").exists()
 
 

@@ -90,7 +90,7 @@ PYTHON = """
         if (folder / "started").read_text().count("ray.scripts.scripts") >= 2:
             sys.exit()
         time.sleep(0.05)
-    if module == "rl_launcher.cli":
+    if module == "rl_launcher":
         ends = os.environ.get("RUN_ENDS", "0")
         def save(*_):
             (folder / "saved").touch()
@@ -221,7 +221,7 @@ def test_a_run_gets_a_head_a_worker_its_arguments_and_its_exit_code_back(tmp_pat
     started = calls(tmp_path)
     (head,) = [words for words in started if "--head" in words]
     (worker,) = [words for words in started if words[0] == "ray.scripts.scripts" and "--head" not in words]
-    (run,) = [words for words in started if words[0] == "rl_launcher.cli"]
+    (run,) = [words for words in started if words[0] == "rl_launcher"]
     shared = str(tmp_path / "shared")
     assert head[head.index("--dashboard-host") + 1] == "127.0.0.1"
     assert worker[worker.index("--address") + 1] == f"127.0.0.1:{head[head.index('--port') + 1]}"
@@ -247,8 +247,8 @@ def test_the_limit_saves_and_queues_again_and_then_the_run_is_resumed(tmp_path, 
     run.mkdir()
     (run / "recipe.yaml").touch()
     assert finish(script, {**cluster, "SLURM_RESTART_COUNT": "1"}).returncode == 0
-    ran = [call for call in calls(tmp_path) if call[0] == "rl_launcher.cli"]  # Ray's own calls come in any order
-    assert ran[-1][:3] == ["rl_launcher.cli", "resume", str(run)]
+    ran = [call for call in calls(tmp_path) if call[0] == "rl_launcher"]  # Ray's own calls come in any order
+    assert ran[-1][:3] == ["rl_launcher", "resume", str(run)]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_two_real_rays_join_by_a_token_and_the_run_reaches_both(tmp_path, cluste
     python = tmp_path / "python"
     # Everything is real but the run, which only looks around.
     python.write_text(
-        f"#!/bin/bash\nif [[ $2 == rl_launcher.cli ]]; then exec {shlex.quote(sys.executable)} {shlex.quote(str(run))} "
+        f"#!/bin/bash\nif [[ $2 == rl_launcher ]]; then exec {shlex.quote(sys.executable)} {shlex.quote(str(run))} "
         f'"${{@:2}}"; fi\nexec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)

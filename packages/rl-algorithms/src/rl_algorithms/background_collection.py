@@ -73,7 +73,7 @@ class Gate:
 
 
 class StoppedError(Exception):
-    """The buffer is closed: what is being collected is for nobody. Ends a collector, and is seen by no one else."""
+    """The buffer is closed and the rollouts being collected will be discarded. Ends a collector; never leaves it."""
 
 
 @final

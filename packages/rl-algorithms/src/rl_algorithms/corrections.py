@@ -63,7 +63,7 @@ class CorrectionConfig:
     """What happens to a weight out of bounds: held at the bound (TIS), or made 0 (MIS, IcePop)."""
 
     geometric_low: float | None = None
-    """Answers whose typical token's weight is below it count nothing, 0.999 say; null is no bound."""
+    """Drop rollouts whose geometric-mean importance weight is below this value, for example 0.999; null disables it."""
 
     geometric_high: float | None = None
     """Answers whose typical token's weight is above it count nothing, 1.002 say; null is no bound."""

@@ -29,7 +29,7 @@ __all__ = [
     "read_logp_of_token_ids",
     "read_top_k",
     "read_value",
-    "reader_of_words",
+    "token_logp_reader",
     "value_reader",
 ]
 
@@ -120,7 +120,7 @@ def read_logp_of_token_ids(head: Head, temperature: float) -> Reader:
     return read
 
 
-def reader_of_words(output: str, head: Head, temperature: float) -> Reader:
+def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
     """What reads the `output` of a language model that a loss asks for.
 
     Raises:

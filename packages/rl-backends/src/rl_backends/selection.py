@@ -56,7 +56,7 @@ class BackendSelection:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nobody needs to be told: DTensor, as by default, and nothing was set in vain."""
+        """True if the default backend was selected and no setting is ignored, so that nothing needs to be reported."""
         return self.backend == "dtensor" and not self.unused
 
     @property

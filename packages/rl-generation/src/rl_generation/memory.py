@@ -185,7 +185,7 @@ def estimate_memory(
         max_num_seqs: Answers generated at once, for `explain`.
         max_num_batched_tokens: Tokens that one step computes at most; None is `max_model_len`, a prompt in one step.
         block_size: Tokens in a block of cache: vLLM's is 16 on a GPU and 128 on a CPU, unless told.
-        kv_cache_dtype: Of keys and values; None is `dtype`; `"fp8"` as of vLLM.
+        kv_cache_dtype: Of keys and values; None is `dtype`; `"fp8"` as in vLLM.
         kv_cache_memory_bytes: Size of the cache on each rank, where it is given.
         device_memory_bytes: Memory of the device, where the size of the cache is not given: it is then
             `gpu_memory_utilization` of this, without the weights.

@@ -61,13 +61,14 @@ def _made(mapping: Mapping[str, Any], model: nn.Module) -> "Made":
 
 
 def _refuse_unheard(mapping: Mapping[str, Any], asked: "Asked") -> None:
-    """A mapping is what it is: it cannot be asked for anything."""
+    """Refuse options for a mapping: it is fixed and takes none."""
     from rl_parallel_plans.placements import cuts_sequence
 
     cut = any(map(cuts_sequence, mapping.values()))
     if asked.ep > 1 or asked.output_projections != "rowwise" or (asked.sequence_parallel and not cut):
         raise PlanError(
-            f"a mapping of styles cannot do what was asked for ({asked}): pass a function that is told, or ask less"
+            f"a mapping of styles has no arguments, so {asked} has no effect on it; pass a function that accepts these "
+            f"options, or request fewer"
         )
 
 

@@ -82,7 +82,7 @@ def explain(config: DistillConfig) -> str:
         "words": f"S = the {config.k} words that the teacher finds most probable in each token's place",
         "tail": {
             "bucket": "all words outside of S are one more, of P and of Q",
-            "ignore": "words outside of S are left out; D is no divergence, and the student learns to have none",
+            "ignore": "tokens outside S are left out; D is then not a divergence, and the student would learn none",
             "renormalize": "P and Q are scaled to sum to 1 over S; words outside cost nothing",
         }[config.tail],
         "per token": f"D = {_divergence(config)},  P the teacher's, Q the student's, log P at least -100",

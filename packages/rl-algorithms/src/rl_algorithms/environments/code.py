@@ -170,7 +170,7 @@ def _parse_text(text: str) -> object:
         return parse_json(text)
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith(("[", "{")):
-            raise ValueError(f"it begins as JSON and is none ({error}): {text[:80]!r}") from error
+            raise ValueError(f"it starts like JSON but cannot be parsed ({error}): {text[:80]!r}") from error
         return [text]  # statements
 
 

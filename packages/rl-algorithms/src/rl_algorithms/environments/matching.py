@@ -99,7 +99,7 @@ def _choice(text: str, gold: object, choices: object) -> Score | None:
     texts = [normalise(str(choice)) for choice in choices]
     right = gold if isinstance(gold, int) and not isinstance(gold, bool) else _picked(str(gold), texts)
     if right is None or not 0 <= right < len(texts):
-        return Score.failure(f"the row's gold answer {gold!r:.80} is none of its choices {choices!r:.200}")
+        return Score.failure(f"the row's gold answer {gold!r:.80} is not one of its choices {choices!r:.200}")
     picked = _picked(text, texts)
     return Score(float(picked == right), metrics={"unparsed": float(picked is None)})
 

@@ -1,4 +1,4 @@
-"""Where a command speaks: results on stdout, everything else on stderr. Knows nothing of what is said."""
+"""Console output shared by all commands: results on stdout, everything else on stderr."""
 
 import json
 import sys

@@ -84,7 +84,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Peak memory of a step of the backend on one rank, predicted by running it on tensors without numbers."""
+    """Peak memory of a step of the backend on one rank, predicted by running it on fake tensors."""
 
     model: str
     """Class of the model."""

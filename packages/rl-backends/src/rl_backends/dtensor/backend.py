@@ -50,7 +50,7 @@ from rl_backends.readers import (
     read_entropy,
     read_logp,
     read_top_k,
-    reader_of_words,
+    token_logp_reader,
     value_reader,
 )
 from rl_backends.reference import ReferenceModel, without_weights
@@ -210,7 +210,9 @@ class DTensorBackend:
         self._away.require("forward_backward", PASSES)
         of_values = output in {"value", "score"}
         reader = (
-            value_reader(self.model) if of_values else reader_of_words(output, self._require_head(), self._temperature)
+            value_reader(self.model)
+            if of_values
+            else token_logp_reader(output, self._require_head(), self._temperature)
         )
         cut = self._sharded.cut(examples, with_token_ids=output == "logp_of_token_ids")
         asked = torch.ones_like(examples.lengths) if output == "score" else None

@@ -109,7 +109,7 @@ def _download(model_name: str, *, revision: str | None, patterns: list[str]) -> 
         return Path(snapshot_download(model_name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the Hub's errors are both
         raise ModelError(
-            f"{model_name} is no folder here, and the Hub gave no model of this name"
+            f"{model_name} is not a local folder, and the Hub has no model of this name"
             f"{'' if revision is None else f' at revision {revision}'}: {type(error).__name__}: {error}"
         ) from error
 

@@ -41,7 +41,7 @@ from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.ranks import on_every_rank
-from rl_backends.readers import Head, read_entropy, read_logp, read_top_k, reader_of_words
+from rl_backends.readers import Head, read_entropy, read_logp, read_top_k, token_logp_reader
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_backends.sameness import require_same_model
 from rl_parallel_plans import TopKLogp
@@ -207,7 +207,7 @@ class MegatronBackend:
                 f"output={output!r}: the Megatron backend has language models alone; train reward and value models "
                 f"with policy.dtensor_cfg.enabled=true"
             )
-        reader = reader_of_words(output, self._head, self._temperature)
+        reader = token_logp_reader(output, self._head, self._temperature)
         cut = self._model.cut(examples, with_token_ids=output == "logp_of_token_ids")
         with self._meter.forward_backward(examples, cut, asked=None):
             own = cut[self._model.rank_of_rows]

@@ -18,7 +18,7 @@ def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizer
         f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
         f"weights in {config.precision}, gradients and optimizer in float32",
         f"{architecture.model_type} of {architecture.num_layers} layers",
-        f"this rank holds {numbers:,} numbers, layers {layers[0]} to {layers[-1]}{head}",
+        f"this rank holds {numbers:,} elements, layers {layers[0]} to {layers[-1]}{head}",
         f"weights from {origin}",
         f"microbatches of at most {config.micro_batch_size} rows"
         + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")

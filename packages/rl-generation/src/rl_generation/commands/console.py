@@ -1,4 +1,4 @@
-"""Where a command speaks: results on stdout, everything else on stderr. Knows nothing of what is said."""
+"""Console output shared by all commands: results on stdout, everything else on stderr."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ __all__ = ["CommandError", "say", "show", "show_json"]
 
 @final
 class CommandError(ValueError):
-    """What a command was asked to do cannot be done, or not be gone on with."""
+    """The operation failed or cannot be continued."""
 
 
 def say(line: str) -> None:

@@ -57,7 +57,7 @@ class VllmOptions:
     half-size one, and the engine warns; "float32" is for tests that compare log-probabilities."""
 
     load_format: str | None = None
-    """How weights are read, as of vLLM ("auto", "safetensors", "dummy", …); None is "dummy" where `for_training` and
+    """How weights are read, as in vLLM ("auto", "safetensors", "dummy", …); None is "dummy" where `for_training` and
     the model admits it, else "auto". After "dummy" the engine refuses to generate until a version is committed."""
 
     for_training: bool = False
@@ -100,7 +100,7 @@ class VllmOptions:
     """True lets `sleep` free the device's memory for a trainer; vLLM refuses it on a CPU, which has no such memory."""
 
     quantization: str | None = None
-    """Method by which weights are quantised, as of vLLM; None takes what the checkpoint says."""
+    """Method by which weights are quantised, as in vLLM; None takes what the checkpoint says."""
 
     speculative_config: Mapping[str, object] | None = None
     """vLLM's dictionary for speculative decoding; None generates a token a step."""

@@ -6,7 +6,7 @@ process of the job, no weights. Knows torch and the plans of this package; knows
 `rl_parallel_plans.memory` is that. A trainer that would rather run its own step takes the pieces:
 
     fake_process_group      this process as rank 0 of ranks that exchange nothing
-    fake_floats             floating-point tensors without numbers, whole ones with theirs
+    fake_floats             fake floating-point tensors; integer tensors keep their values
     MemoryTracker, Ledger   count every storage from its birth to its death, and read peaks of phases afterwards
     gathered_labels         tell what FSDP gathers from what else a step makes
     fused_attention         let attention cost what a GPU's kernels cost

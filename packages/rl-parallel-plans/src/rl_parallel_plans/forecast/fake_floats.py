@@ -1,4 +1,4 @@
-"""Run a program on floating-point tensors without numbers, while its integers keep theirs.
+"""Run a program on fake floating-point tensors, while integer tensors keep their values.
 
 What a trainer does on the host (cut a batch, find places, check ids) depends on numbers, all of them integers; what its
 model computes does not, and is all floating point. So the program runs as it is: floats are fake tensors, which cost

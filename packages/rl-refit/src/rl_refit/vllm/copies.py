@@ -106,7 +106,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def box_within(place: Place, whole: Place) -> Region | None:
-    """The box of a tensor that lies at `whole` in its storage which `place` is; None where it is no box of it."""
+    """The box that `place` covers in the tensor stored at `whole`, or None if `place` is not a box of it."""
     starts, sizes, offset = [0] * len(whole.shape), [1] * len(whole.shape), place.offset - whole.offset
     free = [dim for dim, size in enumerate(whole.shape) if size > 1]
     for size, stride in zip(place.shape, place.strides, strict=True):
