@@ -70,6 +70,7 @@ for step in range(120):
     optimizer.zero_grad()
     value.backward()
     optimizer.step()
+    # One step on each batch is on-policy: the value of the loss is 0, and its gradient is not.
     if step % 20 == 0 or step == 119:
         entropy = sums["entropy"].item() / counts.tokens
-        print(f"step {step:3}: reward {rewards.mean():.3f}, loss {value.item():+.4f}, entropy {entropy:.3f}")
+        print(f"step {step:3}: reward {rewards.mean():.3f}, entropy {entropy:.3f}")

@@ -1,7 +1,8 @@
 """Your own environment of several turns: the policy guesses a number and is told "more" or "less". CPU, seconds.
 
 Each rollout has an episode of its own: `reset` returns what the policy reads first, `step` receives each response and
-returns the reward and, unless the episode is over, what the policy reads next. The loss sees only what the policy wrote.
+returns the reward and, unless the episode is over, what the policy reads next. Only what the policy wrote is trained
+on.
 """
 
 import rl_launcher

@@ -41,7 +41,9 @@ def train(rank, world_size, port):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(34).view(2, 17)
     for step in range(5):
-        loss = -model.logp(ids).sum() / 32  # divided by all tokens of the step: gradients are summed over dp, not averaged
+        loss = (
+            -model.logp(ids).sum() / 32
+        )  # divided by all tokens of the step: gradients are summed over dp, not averaged
         loss.backward()
         norm = plans.get_grad_norm(model.parameters())
         plans.clip_grad_by_total_norm_(model.parameters(), 1.0, norm)

@@ -12,10 +12,11 @@ from rl_generation import Sampling
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process
 from rl_launcher.inputs import closing, read_inputs, tokenize
 from rl_launcher.load_model import load_policy, load_teacher, named_by_key
+from rl_launcher.python_objects import refuse_missing_objects
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GenerationConfig, Recipe
 from rl_launcher.seeding import SeededEngine
-from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
+from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_launcher.weight_sync import WeightSync, weight_source
 from rl_refit import Refit
 

@@ -3,10 +3,8 @@
 What they raise is an error of the recipe key that names them, and no traceback.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rl_launcher.errors import Refusal
@@ -19,12 +17,9 @@ __all__ = [
     "call",
     "changed_code",
     "code_digests",
-    "describe_object",
     "is_import_string",
-    "is_python_object",
     "load_function",
     "named_code",
-    "refuse_missing_objects",
 ]
 
 
@@ -53,68 +48,6 @@ class Objects:
 
 NO_OBJECTS = Objects()
 """Everything is named by the recipe, as on the command line."""
-
-PYTHON_OBJECT = "<python object: "
-"""How the recorded recipe begins to name a value that was given as a Python object."""
-
-
-def describe_object(value: Any) -> str:
-    """What the recorded recipe says instead of a Python object: `<python object: function score at reward.py:3>`."""
-    if isinstance(value, str | Path):
-        text = str(value)
-    elif inspect.isclass(value) or inspect.isroutine(value):
-        kind = "class" if inspect.isclass(value) else "function"
-        text = f"{kind} {value.__qualname__}{_place(value)}"
-    elif isinstance(value, Sized) and not callable(value):
-        text = f"{type(value).__name__} of {len(value)} rows"
-    else:
-        text = f"{type(value).__name__}"
-    return f"{PYTHON_OBJECT}{text}>"
-
-
-def _place(value: Any) -> str:
-    """` at file:line` of a function or class; nothing for one without source."""
-    try:
-        file = Path(inspect.getsourcefile(value) or "")
-        line = inspect.getsourcelines(value)[1]
-    except (OSError, TypeError):
-        return ""
-    here = Path.cwd()
-    return f" at {file.relative_to(here) if file.is_relative_to(here) else file}:{max(line, 1)}"
-
-
-def is_python_object(source: str) -> bool:
-    """Whether a recipe says that its value was given as a Python object."""
-    return source.startswith(PYTHON_OBJECT)
-
-
-def refuse_missing_objects(recipe: Recipe, objects: Objects, *, remedy: str) -> None:
-    """Refuse a recipe that was recorded with Python objects which are not given now.
-
-    Args:
-        recipe: as a run directory holds it.
-        objects: what is given now.
-        remedy: the call to make, with `{}` where its arguments go.
-
-    Raises:
-        Refusal: naming each object, how the recipe describes it, and the call.
-    """
-    env = recipe.env
-    named = {
-        "model": [recipe.policy.model_name],
-        "data": [recipe.data.source],
-        "reward": [] if env is None else [env.reward or "", *env.rewards.values()],
-        "environment": [] if env is None else [env.environment or ""],
-    }
-    missing = {
-        name: next(filter(is_python_object, texts))
-        for name, texts in named.items()
-        if getattr(objects, name) is None and any(map(is_python_object, texts))
-    }
-    if missing:
-        told = " and ".join(f"{name} was a Python object ({text[1:-1]})" for name, text in missing.items())
-        again = remedy.format(", ".join(f"{name}=..." for name in missing))
-        raise Refusal(f"{told}, which a recipe cannot name; call {again}")
 
 
 def is_import_string(source: str) -> bool:

@@ -31,10 +31,11 @@ from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
 from rl_launcher.inputs import columns_of, load_dataset
 from rl_launcher.load_model import NamedModel, adapters_of, copies_reference
+from rl_launcher.python_objects import is_python_object
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
-from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, is_python_object, named_code
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, named_code
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 
