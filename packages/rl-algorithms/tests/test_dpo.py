@@ -8,7 +8,7 @@ import torch
 
 from rl_algorithms import dpo
 from rl_algorithms.data import DataError, PreferenceRow
-from rl_algorithms.padding import take_rows
+from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.losses import pair_loss
 from rl_algorithms.preferences.pairs import Pair, pad_pairs, pairs_from_rollouts, pairs_from_rows
 from rl_algorithms.rollouts import Rollouts

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl_algorithms import kto
 from rl_algorithms.data import LabelledRow
-from rl_algorithms.padding import take_rows
+from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.labelled import LabelledAnswer, answers_from_rows, mismatched, pad_answers
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms import orpo
-from rl_algorithms.padding import take_rows
+from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.pairs import Pair
 
 PAIRS = [

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_algorithms import grpo, presets
+from rl_algorithms.examples import prepare, shaped_rewards
 from rl_algorithms.objective import AdvantageConfig, KLConfig, Objective, OverlongConfig, RatioConfig, SelectionConfig
-from rl_algorithms.preparing import prepare, shaped_rewards
 from rl_algorithms.rollouts import Rollouts
 
 KEEP = SelectionConfig(groups_without_signal="keep")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl_algorithms import reward_model
 from rl_algorithms.contracts import ScoreModel
-from rl_algorithms.padding import take_rows
+from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.pairs import Pair
 from rl_algorithms.preferences.scored import PairExamples, ScoredAnswer, prepare_pairs, prepare_scored, score_sums
 

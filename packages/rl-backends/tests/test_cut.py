@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.batching.balance import row_cost, share_out
-from rl_backends.batching.cut import MicrobatchLimits, cut, cut_all
+from rl_backends.batching.microbatches import MicrobatchLimits, cut, cut_all, row_cost, share_out
 from rl_backends.errors import BatchError
 
 WIDTH = 13

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.batching.cut import MicrobatchLimits, cut_all
-from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits, cut_all
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.metrics import ModelFlops, StepMeter, memory_by_category
 from rl_backends.metrics.flops import AttentionFlops, TokenFlops

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.optimizers import OptimizerConfig, learning_rate_factor, schedules
+from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
+from rl_backends.optimizers import optimizers as schedules
 
 FALLING = ("linear", "cosine", "wsd")
 

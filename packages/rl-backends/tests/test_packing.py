@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backends.batching.inputs import make_inputs
+from rl_backends.batching.microbatches import make_inputs
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.errors import ModelError
 from rl_backends.packing import enable_packing

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_backends.batching.cut import MicrobatchLimits, cut_all
-from rl_backends.batching.inputs import make_inputs
+from rl_backends.batching.microbatches import MicrobatchLimits, cut_all, make_inputs
 from rl_backends.errors import ModelError
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.packing import enable_packing

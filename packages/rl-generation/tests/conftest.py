@@ -11,7 +11,7 @@ from torch import nn
 EMBEDDED = ["attention", "bare_generate", "batch", "cache", "proof", "slot_model", "whole_batches"]
 SHAPED = [
     "rl_generation.distribution",
-    "rl_generation.uniforms",
+    "rl_generation.distribution",
     "rl_generation.verify",
     *(f"rl_generation.embedded.{room}" for room in EMBEDDED),
 ]

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_generation import Sampling
-from rl_generation.distribution import SamplingTensors, choose, draw, raw_logp, sampled_logits, take_best
-from rl_generation.uniforms import exact_dtype
+from rl_generation.distribution import SamplingTensors, choose, draw, exact_dtype, raw_logp, sampled_logits, take_best
 
 # Of chi-square with 9 degrees of freedom: one fair sample in 10,000 lies above.
 CHI_SQUARE_9 = 33.72

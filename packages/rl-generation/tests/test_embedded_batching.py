@@ -227,7 +227,7 @@ def test_weights_that_change_underway_are_recorded_token_by_token(tiny):
 
 
 def test_long_prompts_do_not_keep_the_batch_from_filling(tiny, monkeypatch):
-    monkeypatch.setattr("rl_generation.embedded.continuous.MAX_PREFILL_TOKENS", 8)
+    monkeypatch.setattr("rl_generation.embedded.continuous_batching.MAX_PREFILL_TOKENS", 8)
     served = engine(tiny("llama", num_hidden_layers=1), stop_token_ids=[], max_batch_size=40)
     for index in range(40):
         served.add_request(str(index), [1, 5, 6, index], Sampling(max_new_tokens=50, seed=index))
@@ -237,7 +237,7 @@ def test_long_prompts_do_not_keep_the_batch_from_filling(tiny, monkeypatch):
 
 
 def test_no_forward_over_prompts_is_larger_than_its_budget(tiny, monkeypatch):
-    monkeypatch.setattr("rl_generation.embedded.continuous.MAX_PREFILL_TOKENS", 12)
+    monkeypatch.setattr("rl_generation.embedded.continuous_batching.MAX_PREFILL_TOKENS", 12)
     model, fed = tiny("llama", num_hidden_layers=1), []
     served = engine(model)
     model.register_forward_pre_hook(lambda _, __, inputs: fed.append(inputs["input_ids"].shape), with_kwargs=True)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_generation.uniforms import exact_dtype, uniforms
+from rl_generation.distribution import exact_dtype, uniforms
 
 SEEDS = st.integers(0, 2**63 - 1)
 MASK = 2**64 - 1

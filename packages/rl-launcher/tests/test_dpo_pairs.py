@@ -77,7 +77,7 @@ def test_the_policy_comes_to_prefer_held_out_answers_of_the_chosen_kind(preferen
     assert (summary["held_out_pair_accuracy_before"], summary["held_out_pair_accuracy_after"]) == (0.0, 1.0)
     assert (summary["held_out_margin_before"], summary["held_out_margin_after"]) == (0.0, margin[8])
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "made the chosen answer gain on the rejected one in <strong>100" in report
+    assert "made the chosen response gain on the rejected one in <strong>100" in report
     assert "of 2 held-out pairs" in report
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import json
 import math
 import random
@@ -9,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_observe import RunDirectory, RunDirectoryError, write_report
+from rl_observe.report import summary_html
+
+ATTACK = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
 RECIPE = """\
 task: sort_digits
@@ -178,6 +183,11 @@ class Elements(HTMLParser):
         self.close()
         assert self._open == []
 
+    @property
+    def text(self) -> str:
+        """The words with the white space between them as a browser shows it."""
+        return " ".join(self.words.split())
+
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         if tag != "meta":
@@ -197,17 +207,27 @@ class Elements(HTMLParser):
         return [attributes for tag, attributes in self.tags if tag == name]
 
 
+def charts_on(page: str) -> dict[str, dict]:
+    """The data of each chart by its title, as the page's script reads it."""
+    found = re.findall(
+        r'<figure class="chart(?: wide)?">\s*<figcaption><h4>(.*?)</h4>.*?"application/json">(.*?)</script>',
+        page,
+        re.DOTALL,
+    )
+    return {html.unescape(title): json.loads(data) for title, data in found}
+
+
 def test_the_page_says_what_came_of_the_run(tmp_path):
     page = Elements(page_of(synthetic_run(tmp_path / "run")))
     for words in (
-        "GRPO raised the share of right answers on 1000 held-out problems from 33.0 % to 90.9 %.",
-        "The whole run took 240 steps and ",
+        "GRPO raised the share of right responses on 1000 held-out problems from 33.0 % to 90.9 %.",
+        "The run took 240 steps and ",
         "+57.9 points · 1000 problems · ± 1.8 at 95 %",  # 1.96 sqrt(0.909 · 0.091 / 1000) = 0.0178
         "before: 71.8 %",
         "sort digits · run report",
         "2026-11-21, 09:30 UTC · run · rl_launcher.quickstart.sort_digits:dataset · torch 2.13.0+cpu · 2 cores",
         "Reward, grpo",
-        "3 of 10 right before, 9 of 10 right after training",
+        "3 of 10 right before, 9 of 10 right after training.",
         "cut off at the token limit",
         "Where the time went",
         "Groups with signal",
@@ -216,8 +236,9 @@ def test_the_page_says_what_came_of_the_run(tmp_path):
         "9f2a" * 16,
         "num_generations_per_prompt: 8",
         "4f1c0de9a7b35c2e8d6f4f1c0de9a7b35c2e8d6f",
+        "Made by rl-observe.",
     ):
-        assert words in page.words, words
+        assert words in page.text, words
     assert "What this report lacks" not in page.words
 
 
@@ -225,38 +246,55 @@ def test_the_page_is_whole_in_itself(tmp_path):
     page = page_of(synthetic_run(tmp_path / "run"))
     elements = Elements(page)
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in elements.tags}
-    assert not any(name in attributes for _, attributes in elements.tags for name in ("src", "href"))
-    assert not re.search(r"https?:|url\(|@import|@font-face", page)
+    assert not any("src" in attributes for _, attributes in elements.tags)
+    library = resources.files("rl_observe.report").joinpath("vendor/uplot/uPlot.iife.min.js").read_text()
+    assert not re.search(r"https?:|url\(|@import|@font-face", page.replace(library, ""))  # its banner names its home
     assert len(page) < 400_000
 
 
-def test_the_only_script_is_the_pages_own_and_its_policy_names_it_by_hash(tmp_path):
+def test_the_bar_at_the_top_leads_to_every_section_of_the_page(tmp_path):
+    elements = Elements(page_of(synthetic_run(tmp_path / "run")))
+    links = [link["href"] for link in elements.named("a")]
+    assert links == [f"#{section['id']}" for section in elements.named("section")]
+    assert links == ["#story", "#samples", "#time", "#curves", "#refit", "#repeat"]
+
+
+def test_the_only_script_that_runs_is_the_pages_own_and_its_policy_names_it_by_hash(tmp_path):
     page = page_of(synthetic_run(tmp_path / "run"))
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
     policy = next(meta["content"] for meta in Elements(page).named("meta") if "http-equiv" in meta)
     assert len(scripts) == 1
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert {script.get("type") for script in Elements(page).named("script")} == {None, "application/json"}
+
+
+def test_the_chart_library_keeps_its_license_on_the_page(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run"))
+    assert "The MIT License (MIT)" in page
+    assert "Leon Sorokin" in page
 
 
 def test_nothing_that_a_run_holds_becomes_markup(tmp_path):
-    attack = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
     run = synthetic_run(tmp_path / "run")
     tame = Elements(page_of(run))
-    sample = {"when": "after", "stage": attack, "prompt": attack, "expected": attack, "response": attack, "reward": 0.0}
+    sample = {"when": "after", "stage": ATTACK, "prompt": ATTACK, "expected": ATTACK, "response": ATTACK, "reward": 0.0}
     run.samples.write_text(json.dumps(sample) + "\n" + json.dumps({**sample, "when": "before"}) + "\n")
-    run.recipe.write_text(attack)
-    run.summary.write_text(json.dumps({"task": attack, "algorithm": attack, "refit": {"digest": attack}}))
-    run.versions.write_text(json.dumps({"collected_at": attack, "torch": attack, attack: attack}))
+    run.recipe.write_text(ATTACK)
+    run.summary.write_text(json.dumps({"task": ATTACK, "algorithm": ATTACK, "refit": {"digest": ATTACK}}))
+    run.versions.write_text(json.dumps({"collected_at": ATTACK, "torch": ATTACK, ATTACK: ATTACK}))
     with run.metrics.open("a") as lines:
         for step in (1, 2):
-            row = {"stage": attack, "step": step, "reward": 0.5, attack: step, f"phase_s/{attack}": 1.0}
+            row = {"stage": ATTACK, "step": step, "reward": 0.5, ATTACK: step, f"phase_s/{ATTACK}": 1.0}
             lines.write(json.dumps(row) + "\n")
-    wild = Elements(page_of(run))
-    assert wild.words.count(attack) > 10
+    page = page_of(run)
+    wild = Elements(page)
+    assert wild.words.count(ATTACK) > 10
     assert {tag for tag, _ in wild.tags} <= {tag for tag, _ in tame.tags}
-    assert len(wild.named("script")) == 1
+    assert len([script for script in wild.named("script") if "type" not in script]) == 1
     assert not any(name.startswith("on") for _, attributes in wild.tags for name in attributes)
+    assert ATTACK in [curve["label"] for chart in charts_on(page).values() for curve in chart["series"]]
+    assert ATTACK in Elements(summary_html(run)).words
 
 
 def test_right_and_wrong_are_said_in_words(tmp_path):
@@ -265,35 +303,70 @@ def test_right_and_wrong_are_said_in_words(tmp_path):
     assert words.count("✗ wrong") == 7 + 1
 
 
+def test_the_kinds_of_outcomes_are_bars_as_long_as_their_counts(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run"))
+    bars = re.findall(r'<span class="kind-([\w-]+)" style="flex-grow:(\d+)"', page)
+    assert bars == [("right", "3"), ("wrong", "7"), ("right", "9"), ("cut-off", "1")]
+
+
 def test_every_chart_says_in_words_what_it_shows(tmp_path):
     page = page_of(synthetic_run(tmp_path / "run"))
-    charts = re.findall(r"<svg[^>]*role=\"img\"><title>(.*?)</title>", page)
-    assert len(charts) == page.count("<svg") > 10
+    plots = [div["aria-label"] for div in Elements(page).named("div") if div.get("class") == "plot"]
+    assert len(plots) == page.count('type="application/json"') > 10
     assert any(
         re.match(r"Reward, grpo\. .*held-out, sampled: 33\.0 % at step 0, \d\d\.\d % at step 120\.", text)
-        for text in charts
+        for text in plots
     )
 
 
-def charts_of(tmp_path, name, values):
+def test_without_javascript_each_chart_still_gives_its_first_and_last_values(tmp_path):
+    page = page_of(synthetic_run(tmp_path / "run"))
+    remark, headline, *_ = re.findall(r"<noscript>(.*?)</noscript>", page, re.DOTALL)
+    assert "The charts need JavaScript" in remark
+    assert "<li>held-out, sampled: 33.0 % → " in headline
+    assert re.search(r'<h4>Entropy</h4><span class="change">0\.\d+ → 0\.\d+</span>', page)
+
+
+def report_of(tmp_path, name, values):
     run = RunDirectory.create(tmp_path / name)
     rows = [{"stage": "grpo", "step": step, "reward": step / 9, **values(step)} for step in range(1, 9)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return write_report(run).read_text()
 
 
-def test_what_a_run_does_not_have_gets_no_chart(tmp_path):
-    titles = ("Staleness", "Failed rollouts", "Turns", "KL to the reference", "Effective sample size")
-    rest = {"staleness": 0.0, "staleness_max": 0.0, "failed": 0.0, "turns": 1.0}
-    page = charts_of(tmp_path, "rest", lambda step: rest)
-    assert not [title for title in titles if title in page]
-    moved = {"staleness": 0.5, "staleness_max": 2.0, "failed": 0.1, "turns": 2.0}
-    page = charts_of(tmp_path, "moved", lambda step: {**moved, "kl_reference": 1e-3, "effective_sample_size": 0.9})
-    assert not [title for title in titles if title not in page]
+def test_a_metric_that_never_changes_is_a_line_of_text_and_not_a_chart(tmp_path):
+    titles = {"Staleness", "Failed", "Turns", "Learning rate"}
+    rest = {"staleness": 0.0, "staleness_max": 0.0, "failed": 0.0, "turns": 1.0, "learning_rate": 1e-3}
+    page = report_of(tmp_path, "rest", lambda step: rest)
+    assert not titles & charts_on(page).keys()
+    unchanged = "staleness 0, turns 1, failed 0.0 %, oldest token 0, learning rate 1·10⁻³."
+    assert f"Unchanged from the first step to the last: {unchanged}" in Elements(page).text
+    moved = report_of(tmp_path, "moved", lambda step: {name: step * (value + 1) for name, value in rest.items()})
+    assert titles <= charts_on(moved).keys()
+    assert "Unchanged" not in moved
+
+
+def test_counters_that_only_follow_the_step_get_no_chart(tmp_path):
+    page = report_of(tmp_path, "run", lambda step: {"steps_taken": step, "version": step, "loss": step / 2})
+    assert charts_on(page).keys() == {"Reward, grpo", "Loss"}
+
+
+def test_schedule_speed_and_memory_are_folded(tmp_path):
+    page = report_of(tmp_path, "run", lambda step: {"learning_rate": step, "memory_rss_bytes": step, "loss": step / 2})
+    folded = page[page.index("<summary>Schedule, speed and memory") :]
+    assert charts_on(folded).keys() == {"Learning rate", "Memory"}
+
+
+def test_the_ends_of_an_interval_are_a_band_of_the_headline_chart_and_no_chart_of_their_own(tmp_path):
+    ends = {"held_out_sampled": 0.5, "held_out_sampled/low": 0.4, "held_out_sampled/high": 0.6}
+    charts = charts_on(report_of(tmp_path, "run", lambda step: ends if step % 4 == 0 else {}))
+    assert charts.keys() == {"Reward, grpo"}
+    band = [(one["x"], one["y"]) for one in charts["Reward, grpo"]["series"] if one["role"] == "interval"]
+    assert band == [([4, 8], [0.4, 0.4]), ([4, 8], [0.6, 0.6])]
 
 
 def test_rewards_that_a_run_has_named_are_charted_under_their_names(tmp_path):
-    page = charts_of(tmp_path, "run", lambda step: {"reward/right": step / 9, "environment/right": step / 3})
+    page = report_of(tmp_path, "run", lambda step: {"reward/right": step / 9, "environment/right": step / 3})
     for text in ("Reward, right", "weighted as it counts", "Environment, right", "What the environment logs"):
         assert text in page
 
@@ -305,7 +378,7 @@ def test_rewards_that_a_run_has_named_are_charted_under_their_names(tmp_path):
         ("metrics", "Stage by stage"),
         ("samples", "Before and after"),
         ("summary", "digest of the last"),
-        ("versions", "git commit"),
+        ("versions", "Machine and versions"),
     ],
 )
 def test_a_missing_file_makes_a_smaller_report_that_says_so(tmp_path, missing, part):
@@ -331,11 +404,11 @@ def test_an_interrupted_run_is_reported_from_its_log(tmp_path):
     run.summary.unlink()
     log = run.metrics.read_text()
     run.metrics.write_text(log[: int(0.8 * len(log))])
-    words = Elements(page_of(run)).words
+    words = Elements(page_of(run)).text
     assert "This run ended early." in words
     assert "1 line of metrics.jsonl could not be read" in words
     # Evaluated at steps 20, 40 and 60 of grpo, and never before it: 0.31 + 0.63 (1 - exp(-60 · 3.2 / 120)) = 0.813.
-    assert re.search(r"share of right answers on held-out problems came to 8\d\.\d %", words)
+    assert re.search(r"share of right responses on held-out problems came to 8\d\.\d %", words)
     assert "before:" not in words
 
 
@@ -345,7 +418,7 @@ def test_an_evaluation_at_step_zero_is_the_figure_of_before(tmp_path):
         {"stage": "grpo", "step": step, "held_out_sampled": value} for step, value in ((0, 0.25), (5, None), (9, 0.5))
     ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = Elements(page_of(run)).words
+    words = Elements(page_of(run)).text
     assert "Training raised the mean reward on held-out problems from 25.0 % to 50.0 %." in words
 
 
@@ -359,7 +432,7 @@ def test_every_combination_of_stages_has_its_story(tmp_path, stages):
 
 def test_a_long_run_makes_no_heavy_page(tmp_path):
     page = page_of(synthetic_run(tmp_path / "run", stages=("grpo",), steps=3000))
-    assert len(page) < 1_200_000
+    assert len(page) < 600_000
     assert "3000" in page
 
 
@@ -403,7 +476,9 @@ names = st.sampled_from(
         st.tuples(st.sampled_from("ab"), st.integers(0, 5) | values, st.dictionaries(names, values)), max_size=8
     ),
     summary=st.dictionaries(
-        st.sampled_from(["task", "steps", "wall_s", "held_out_sampled_after", "held_out_sampled_before", "refit"]),
+        st.sampled_from(
+            ["task", "steps", "wall_s", "held_out_sampled_after", "held_out_sampled_before", "held_out_size", "refit"]
+        ),
         values,
     ),
     samples=st.lists(
@@ -416,7 +491,27 @@ def test_no_content_of_the_files_raises(tmp_path, rows, summary, samples):
     run.metrics.write_text("\n".join(lines))
     run.summary.write_text(json.dumps(summary))
     run.samples.write_text("\n".join(json.dumps({"when": "after", **sample}) for sample in samples))
-    Elements(page_of(run))
+    page = page_of(run)
+    Elements(page)
+    assert charts_on(page) is not None
+    Elements(summary_html(run))
+
+
+def test_the_summary_for_a_notebook_needs_no_script_and_no_style_sheet(tmp_path):
+    summary = summary_html(synthetic_run(tmp_path / "run"))
+    elements = Elements(summary)
+    assert not {"script", "style", "link", "img", "iframe"} & {tag for tag, _ in elements.tags}
+    assert "GRPO raised the share of right responses on 1000 held-out problems from 33.0 % to 90.9 %." in elements.text
+    assert "Optimizer steps240sft 120 · grpo 120" in elements.text
+    line = elements.named("polyline")[0]["points"].split()
+    assert len(line) == 120
+    assert all(0 <= float(place.split(",")[0]) <= 600 and 0 <= float(place.split(",")[1]) <= 100 for place in line)
+
+
+def test_the_summary_of_an_empty_run_says_what_is_missing(tmp_path):
+    words = Elements(summary_html(RunDirectory.create(tmp_path / "run"))).text
+    assert "This run ended early." in words
+    assert "metrics.jsonl is missing" in words
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_parallel_plans import PlanError, linear_logp
-from rl_parallel_plans.logp import fused, logp_of_token_ids, top_k_logp
-from rl_parallel_plans.logp.options import Options
+from rl_parallel_plans.logp import linear as fused
+from rl_parallel_plans.logp import logp_of_token_ids, top_k_logp
+from rl_parallel_plans.logp.chunks import Options
 
 
 def truth(hidden, head, targets, **transform):

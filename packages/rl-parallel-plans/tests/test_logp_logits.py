@@ -6,7 +6,8 @@ from parallel_plans_cases.logp_problem import ROWS, WORDS, distribution, gradien
 from torch.nn.functional import cross_entropy, log_softmax
 
 from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits
-from rl_parallel_plans.logp import fused, logp_of_token_ids, top_k_logp, top_k_logp_from_logits
+from rl_parallel_plans.logp import linear as fused
+from rl_parallel_plans.logp import logp_of_token_ids, top_k_logp, top_k_logp_from_logits
 
 
 @pytest.mark.parametrize("kept_bytes", [0, fused.KEPT_BYTES], ids=["logits made twice", "logits kept"])

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_refit.digest import CHUNK_BYTES, COST, LARGEST_STRIDE, Boxes, Sample, VerificationShare
 from rl_refit.layout import Region
-from rl_refit.sampling import CHUNK_BYTES, Boxes, Sample
-from rl_refit.verification_share import COST, LARGEST_STRIDE, VerificationShare
 
 
 @given(

@@ -11,13 +11,12 @@ from torch.distributed import HashStore
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, RefitError
 from rl_refit.bindings import Binding
-from rl_refit.digest import digest_regions
+from rl_refit.digest import VerificationShare, digest_regions
 from rl_refit.errors import AbortedError, DeadlineError, DigestError, PeerError
 from rl_refit.layout import Region
 from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.shared_memory import SharedMemoryRing
-from rl_refit.verification_share import VerificationShare
 from rl_refit.watch import Watch
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))

@@ -28,8 +28,8 @@ from rl_algorithms.contracts import Engine, Environment, Student, Sums, Teacher,
 from rl_algorithms.distillation.config import DistillConfig, explain, require_same_tokenizer
 from rl_algorithms.distillation.examples import Examples, NoReward, Rows, prepare
 from rl_algorithms.distillation.losses import advantage, divergence
+from rl_algorithms.examples import take_rows
 from rl_algorithms.metrics import describe, figures, mean_of_steps
-from rl_algorithms.padding import take_rows
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
 

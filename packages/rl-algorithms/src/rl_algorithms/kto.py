@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.padding import take_rows
+from rl_algorithms.examples import take_rows
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.preferences.answers import answer_logp, with_reference
 from rl_algorithms.preferences.labelled import LabelledAnswer, pad_answers, require_both_labels

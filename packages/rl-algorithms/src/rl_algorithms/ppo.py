@@ -17,14 +17,15 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rl_algorithms import grpo, preparing, presets, value_function
+from rl_algorithms import examples as preparing
+from rl_algorithms import grpo, presets, value_function
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, ValueModel, WeightSync
+from rl_algorithms.examples import take_rows
 from rl_algorithms.metrics import describe, mean_of_steps
 from rl_algorithms.objective import AdvantageConfig, Objective
-from rl_algorithms.padding import take_rows
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.policy_gradient import Examples
 from rl_algorithms.rollouts import Rollouts

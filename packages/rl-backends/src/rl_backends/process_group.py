@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from rl_backends.ranks import forget_host_group
+from rl_backends.rank_agreement import forget_host_group
 
 __all__ = ["Membership", "join_process_group", "once_per_process_group"]
 

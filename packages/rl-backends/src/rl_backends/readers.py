@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rl_backends.batching.inputs import ModelInputs
+from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp

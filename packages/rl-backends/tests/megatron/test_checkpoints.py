@@ -12,7 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_backends import DTensorBackend, DTensorConfig, MuonConfig, OptimizerConfig, ranks
+from rl_backends import DTensorBackend, DTensorConfig, MuonConfig, OptimizerConfig
+from rl_backends import rank_agreement as ranks
 from rl_backends.checkpoints import storage
 from rl_backends.checkpoints.flat_boxes import flat_boxes
 from rl_backends.checkpoints.pieces import Piece

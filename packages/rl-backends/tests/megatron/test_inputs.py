@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.batching.inputs import SequenceShard, make_inputs
+from rl_backends.batching.microbatches import SequenceShard, make_inputs
 from rl_parallel_plans.context_parallel.layout import chunk_positions
 
 WIDTH = 11

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 import rl_parallel_plans as plans
 from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint
 from rl_backends.errors import CheckpointError, RankError
-from rl_backends.ranks import gather_text, host_group, on_every_rank, on_rank_0
+from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 
 
 def load_world():

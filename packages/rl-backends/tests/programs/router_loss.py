@@ -52,8 +52,7 @@ def sharded(model, case):
 
 
 def run(world, case, rank):
-    from rl_backends.batching.cut import MicrobatchLimits, cut_all
-    from rl_backends.batching.inputs import SequenceShard, make_inputs
+    from rl_backends.batching.microbatches import MicrobatchLimits, SequenceShard, cut_all, make_inputs
     from rl_backends.moe import RouterWatch
     from rl_backends.packing import enable_packing
 

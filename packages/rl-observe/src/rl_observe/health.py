@@ -16,9 +16,9 @@ from rl_observe.config import HealthConfig
 __all__ = [
     "CONDITIONS",
     "Condition",
-    "Events",
     "Event",
     "EventQueue",
+    "Events",
     "Reporter",
     "RewardWindow",
     "View",

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import linear
 
-import rl_parallel_plans.logp as logp_module
+import rl_parallel_plans.logp.linear as linear_module
 from rl_parallel_plans import PlanError
 from rl_parallel_plans.logp import (
     get_logprobs_from_vocab_parallel_logits,
@@ -110,7 +110,7 @@ def parity(
     **transform,
 ):
     """linear_logp: values, gradients of all inputs, where they lie, and collectives."""
-    logp_module.fused.KEPT_BYTES = 2**20 if kept else 0
+    linear_module.KEPT_BYTES = 2**20 if kept else 0
     mesh = tp_mesh()
     hidden, weight, bias_values, targets = numbers(
         leading=leading, vocabulary=vocabulary, words=words, ignored=ignored, dtype=getattr(torch, dtype)
@@ -142,7 +142,7 @@ def parity(
 
 def top_k_parity(*, vocabulary, k, dtype="float32", hidden_placement="plain", kept=True, chunk_size=4, bias=False):
     """top_k_logp and top_k_logp_from_logits: values, words, gradients, collectives."""
-    logp_module.fused.KEPT_BYTES = 2**20 if kept else 0
+    linear_module.KEPT_BYTES = 2**20 if kept else 0
     mesh = tp_mesh()
     hidden, weight, bias_values, _ = numbers(
         leading=(9,), vocabulary=vocabulary, words=0, ignored=0, dtype=getattr(torch, dtype)
@@ -167,7 +167,7 @@ def top_k_parity(*, vocabulary, k, dtype="float32", hidden_placement="plain", ke
 
 def given_words(*, vocabulary, words, dtype="float32", hidden_placement="plain", kept=True, bias=False):
     """logp_of_token_ids: values, gradients, collectives; the first word of each row is asked for twice."""
-    logp_module.fused.KEPT_BYTES = 2**20 if kept else 0
+    linear_module.KEPT_BYTES = 2**20 if kept else 0
     mesh = tp_mesh()
     hidden, weight, bias_values, token_ids = numbers(
         leading=(9,), vocabulary=vocabulary, words=words, ignored=0, dtype=getattr(torch, dtype)

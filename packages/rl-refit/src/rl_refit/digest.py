@@ -1,4 +1,4 @@
-"""A fast fingerprint of a tensor's bytes, to tell whether a copy is the same; no cryptographic hash.
+"""Digests of tensors and the sampled verification of a refit.
 
 The bytes are read as 8-byte words, 256 to a row and 512 rows to a block; x[r, c] is a word of a block. Modulo 2**64,
 with fixed odd pseudo-random weights w,
@@ -16,23 +16,41 @@ tensors of the same digest will construct them easily.
 
 The weights are the outputs of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), made odd.
+
+Knows no tensors: a pure function that both sides compute. A chunk is at most a MiB, and chunks are counted through all
+boxes; the first of them moves on with the phase, so that k refits in a row see every byte.
+
+Knows seconds only. What it chooses changes a report, never a result.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from rl_refit.buckets import split
+from rl_refit.config import Verify
 from rl_refit.layout import Region
 
-__all__ = ["ROW_WORDS", "Digest", "combine_digests", "digest_regions", "digest_tensor"]
+__all__ = [
+    "CHUNK_BYTES",
+    "ROW_WORDS",
+    "Boxes",
+    "Digest",
+    "Sample",
+    "VerificationShare",
+    "combine_digests",
+    "digest_regions",
+    "digest_tensor",
+]
 
 ROW_WORDS = 256
 """8-byte words of a row."""
@@ -134,3 +152,85 @@ def _weights(device: torch.device) -> Tensor:
         z = (z ^ z >> 31) | 1
         weights.append(z - modulus if z >= modulus // 2 else z)
     return torch.tensor(weights, device=device)
+
+
+CHUNK_BYTES = 2**20
+
+
+@final
+class Boxes:
+    """The boxes that travel one way, none of them empty, and their chunks, cut once.
+
+    Args:
+        boxes: Each with the bytes of one of its elements.
+    """
+
+    def __init__(self, boxes: Iterable[tuple[Region, int]] = ()) -> None:
+        self._boxes = [(box, itemsize) for box, itemsize in boxes if box.numel]
+
+    @cached_property
+    def whole(self) -> tuple[Region, ...]:
+        """The boxes as they are."""
+        return tuple(box for box, _ in self._boxes)
+
+    @cached_property
+    def chunks(self) -> tuple[Region, ...]:
+        """The boxes cut into chunks, in order."""
+        return tuple(
+            chunk for box, itemsize in self._boxes for chunk in split(box, max_elements=CHUNK_BYTES // itemsize)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Every `stride`-th chunk, beginning with number `phase` modulo `stride`; 1 is every byte, 0 is nothing."""
+
+    stride: int = 1
+    phase: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stride < 0 or self.phase < 0:
+            raise ValueError(f"a sample needs a stride and a phase ≥ 0; got stride={self.stride}, phase={self.phase}")
+
+    def of(self, boxes: Boxes) -> tuple[Region, ...]:
+        """The chunks of `boxes` to digest; the boxes themselves where that is every byte."""
+        if self.stride == 0:
+            return ()
+        return boxes.whole if self.stride == 1 else boxes.chunks[self.phase % self.stride :: self.stride]
+
+    @property
+    def text(self) -> str:
+        """For reports: "every byte", "1/8 of the chunks", "nothing"."""
+        return {0: "nothing", 1: "every byte"}.get(self.stride, f"1/{self.stride} of the chunks")
+
+
+COST = 0.25
+"""Digests may take this share of the seconds that the move takes."""
+
+FREE_S = 0.005
+"""Digests that take less are never thinned out: nobody would notice what that saves."""
+
+SAMPLED = 16
+LARGEST_STRIDE = 64
+
+
+@final
+class VerificationShare:
+    """Chooses the sample of each refit; all parties use the one that the leader chose."""
+
+    def __init__(self, verify: Verify) -> None:
+        self._verify = verify
+        self._stride = {"auto": 1, "full": 1, "sampled": SAMPLED, "off": 0}[verify]
+
+    def sample(self, refit: int) -> Sample:
+        """The sample of refit number `refit`."""
+        return Sample(stride=self._stride, phase=refit if self._stride > 1 else 0)
+
+    def learn(self, seconds: dict[str, float]) -> None:
+        """Take note of a refit's seconds by phase: "transfer", "verify", "commit", and "confirm", a part of commit."""
+        if self._verify != "auto":
+            return
+        digests = (seconds["verify"] + seconds.get("confirm", 0.0)) * self._stride
+        moves = seconds["transfer"] + seconds["commit"] - seconds.get("confirm", 0.0)
+        needed = digests / max(COST * moves, FREE_S)
+        self._stride = min(LARGEST_STRIDE, 2 ** max(0, math.ceil(math.log2(max(needed, 1.0)))))

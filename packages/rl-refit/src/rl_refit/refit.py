@@ -1,7 +1,10 @@
-"""`Refit`: brings the weights of a source into a sink, all or nothing, in one process or over many.
+"""`Refit`: prepare, transfer, verify, commit; or abort with the old weights intact.
 
 The public face of `rl_refit.transaction`. Knows neither models nor engines nor wires: any `WeightSource`, `WeightSink`
 and `Transport`. Not safe to call from two threads at once.
+
+Knows no weights. A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use,
+here or at another rank of the sink, may be committed once more.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from typing import Any, final
 
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.digest import Sample, VerificationShare
 from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.report import RefitReport
-from rl_refit.sampling import Sample
 from rl_refit.schedule import make_schedule
 from rl_refit.transaction.agreement import agree, agree_in_process
 from rl_refit.transaction.control import Control
@@ -27,10 +30,9 @@ from rl_refit.transaction.party import Outcome, Party, abort_message
 from rl_refit.transaction.sides import Sides, check_sides, device_of
 from rl_refit.transports.base import Channel, Inbox, Outbox, Transport
 from rl_refit.transports.in_process import InProcess
-from rl_refit.verification_share import VerificationShare
 from rl_refit.watch import Watch
 
-__all__ = ["Refit"]
+__all__ = ["CommittedVersion", "Refit"]
 
 _DEFAULTS = RefitConfig()
 
@@ -370,3 +372,47 @@ def _annotate(error: BaseException, version: int | None, watch: Watch) -> None:
         outcome = "the old weights and the old version are intact, unless the sink writes in place, and is poisoned"
     wanted = "" if version is None else f" to version {version!r}"
     error.add_note(f"refit{wanted} aborted in {watch.where()}: {outcome}")
+
+
+@final
+class CommittedVersion:
+    """None before the first commit."""
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+        """The version last committed."""
+        self._before: int | None = None
+        self._again = False
+
+    @property
+    def floor(self) -> int | None:
+        """What the next version must be newer than."""
+        return self._before if self._again else self.value
+
+    def begin(self) -> None:
+        """A transaction opens: to withdraw is to go back to what holds now."""
+        self._before = self.floor
+
+    def require_newer(self, version: int) -> None:
+        """Pass if `version` may be committed.
+
+        Raises:
+            RefitError: It is not newer than `floor`.
+        """
+        if self.floor is not None and version <= self.floor:
+            raise RefitError(
+                f"version {version} is not newer than the committed {self.floor}; a version counts optimizer steps",
+                phase="commit",
+            )
+
+    def commit(self, version: int) -> None:
+        """From now on it is `version`."""
+        self._before, self.value, self._again = self.floor, version, False
+
+    def withdraw(self) -> None:
+        """What was committed last does not count."""
+        self.value, self._again = self._before, False
+
+    def repeat(self) -> None:
+        """What was committed last counts, and may be committed once more."""
+        self._again = True

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
-from rl_refit.committed_version import CommittedVersion
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions, digest_tensor
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns
+from rl_refit.refit import CommittedVersion
 from rl_refit.writable import check_writable
 
 __all__ = ["CommitMode", "ModuleSink"]

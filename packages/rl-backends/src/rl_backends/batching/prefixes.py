@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_backends.batching.inputs import ModelInputs, SharedPlaces
+from rl_backends.batching.microbatches import ModelInputs, SharedPlaces
 
 __all__ = ["make_shared_inputs"]
 

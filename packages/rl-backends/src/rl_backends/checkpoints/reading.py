@@ -32,7 +32,7 @@ from rl_backends.checkpoints.storage import CheckpointReader, metadata_of
 from rl_backends.checkpoints.together import on_all, told
 from rl_backends.checkpoints.writing import idle_group
 from rl_backends.errors import CheckpointError
-from rl_backends.ranks import gather_text
+from rl_backends.rank_agreement import gather_text
 
 __all__ = ["CheckpointState", "OpenCheckpoint", "Scheduled", "check_holds", "open_checkpoint", "read_pieces"]
 

@@ -17,7 +17,7 @@ from rl_backends.checkpoints.pieces import Piece, device_of, held_by, mesh_of, r
 from rl_backends.checkpoints.storage import Contents
 from rl_backends.checkpoints.together import fingerprint, on_all
 from rl_backends.checkpoints.writing import CheckpointWrite, as_json, write_checkpoint
-from rl_backends.ranks import gather_text
+from rl_backends.rank_agreement import gather_text
 
 __all__ = ["save_checkpoint"]
 

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_backends.checkpoints.pieces import Held
 from rl_backends.errors import CheckpointError, RankError
-from rl_backends.ranks import on_every_rank, on_rank_0
+from rl_backends.rank_agreement import on_every_rank, on_rank_0
 
 __all__ = ["fingerprint", "on_all", "on_first", "told"]
 

@@ -29,7 +29,7 @@ from rl_backends.checkpoints.planners import PieceSavePlanner
 from rl_backends.checkpoints.storage import CheckpointWriter, Contents
 from rl_backends.checkpoints.together import on_all, on_first, told
 from rl_backends.errors import CheckpointError
-from rl_backends.ranks import gather_text, host_group
+from rl_backends.rank_agreement import gather_text, host_group
 
 __all__ = ["CheckpointWrite", "as_json", "idle_group", "unfinished_name", "write_checkpoint"]
 

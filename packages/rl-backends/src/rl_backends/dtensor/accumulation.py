@@ -16,16 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backends.agreement import add_up
-from rl_backends.batching.inputs import ModelInputs
-from rl_backends.batching.microbatch import Microbatch, moved
+from rl_backends.batching.microbatches import Microbatch, ModelInputs, moved
 from rl_backends.batching.words import token_ids_of
 from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.losses import ROUTER_LOSS, LossFunction, Output, Sums, ask, last_tokens
 from rl_backends.moe import RouterWatch, router_metrics
-from rl_backends.ranks import raise_together
+from rl_backends.rank_agreement import add_up, raise_together
 from rl_backends.readers import Reader
 
 __all__ = ["GradientAccumulation"]

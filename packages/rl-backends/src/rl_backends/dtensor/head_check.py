@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backends.batching.inputs import ModelInputs
+from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
 from rl_backends.readers import Head, read_logp

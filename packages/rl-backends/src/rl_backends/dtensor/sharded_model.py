@@ -21,9 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
-from rl_backends.batching.cut import MicrobatchLimits, cut_all
-from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
-from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.microbatches import (
+    Microbatch,
+    MicrobatchLimits,
+    ModelInputs,
+    SequenceShard,
+    cut_all,
+    make_inputs,
+)
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.batching.words import require_token_ids
 from rl_backends.dtensor.config import DTensorConfig
@@ -34,9 +39,8 @@ from rl_backends.loading import materialize
 from rl_backends.metrics.modules import decoder_of
 from rl_backends.packing import enable_packing
 from rl_backends.process_group import Membership, join_process_group
-from rl_backends.ranks import on_every_rank
+from rl_backends.rank_agreement import on_every_rank, require_same_batch, require_same_model
 from rl_backends.readers import Reader
-from rl_backends.sameness import require_same_batch, require_same_model
 from rl_parallel_plans import (
     ParallelPlan,
     apply_activation_checkpointing,

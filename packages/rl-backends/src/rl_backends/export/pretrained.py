@@ -21,7 +21,7 @@ from rl_backends.export.layout import Group, as_in_files, plan_groups
 from rl_backends.loading.conversions import has_conversions
 from rl_backends.loading.shards_by_name import first_names
 from rl_backends.loading.skeleton import twin_of
-from rl_backends.ranks import on_rank_0
+from rl_backends.rank_agreement import on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
 
 __all__ = ["export_pretrained"]

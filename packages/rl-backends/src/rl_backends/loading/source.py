@@ -19,7 +19,7 @@ from rl_backends.loading.files import local_folder, model_folder, weight_files
 from rl_backends.loading.shards_by_name import Shard, shards_by_name
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, load_weights
-from rl_backends.ranks import gather_text, on_every_rank
+from rl_backends.rank_agreement import gather_text, on_every_rank
 
 __all__ = ["Head", "ModelSource", "open_model"]
 

@@ -17,7 +17,7 @@ from rl_backends.errors import CheckpointError
 from rl_backends.export.files import sync
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
-from rl_backends.ranks import on_every_rank, on_rank_0
+from rl_backends.rank_agreement import on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
 
 __all__ = ["load_adapter", "save_adapter"]

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_backends.agreement import add_up
-from rl_backends.batching.microbatch import Microbatch, moved
+from rl_backends.batching.microbatches import Microbatch, moved
 from rl_backends.batching.words import token_ids_of
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.losses import LossFunction, Output, Sums, ask
 from rl_backends.megatron.cpu_compat import user_code
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.passes import run_passes, told_by_last_stage
-from rl_backends.ranks import gather_text, on_every_rank, raise_together
+from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together
 from rl_backends.readers import Reader
 
 __all__ = ["GradientAccumulation"]

@@ -40,10 +40,9 @@ from rl_backends.megatron.weights import at_random, from_hugging_face, from_mega
 from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.optimizers import OptimizerConfig
-from rl_backends.ranks import on_every_rank
+from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Head, read_entropy, read_logp, read_top_k, token_logp_reader
 from rl_backends.reference import ReferenceModel, without_weights
-from rl_backends.sameness import require_same_model
 from rl_parallel_plans import TopKLogp
 
 __all__ = ["MegatronBackend"]

@@ -16,7 +16,7 @@ from rl_backends.errors import NonFiniteGradientError
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.optimizer import MegatronOptimizers
 from rl_backends.optimizers import GradientStep
-from rl_backends.ranks import gather_text
+from rl_backends.rank_agreement import gather_text
 
 __all__ = ["clip_and_step"]
 

@@ -18,9 +18,14 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from rl_backends.batching.cut import MicrobatchLimits, cut_all
-from rl_backends.batching.inputs import ModelInputs, SequenceShard, make_inputs
-from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.microbatches import (
+    Microbatch,
+    MicrobatchLimits,
+    ModelInputs,
+    SequenceShard,
+    cut_all,
+    make_inputs,
+)
 from rl_backends.batching.words import require_token_ids
 from rl_backends.examples import TokenBatch
 from rl_backends.loading.shards_by_name import first_names
@@ -32,9 +37,8 @@ from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
-from rl_backends.ranks import on_every_rank, raise_together
+from rl_backends.rank_agreement import on_every_rank, raise_together, require_same_batch
 from rl_backends.readers import Reader
-from rl_backends.sameness import require_same_batch
 
 __all__ = ["Fill", "MegatronModel"]
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rl_backends.batching.inputs import ModelInputs
+from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.ranks import gather_text
+from rl_backends.rank_agreement import gather_text
 from rl_backends.readers import Reader
 
 __all__ = ["OutputHead", "read_hidden", "run_passes", "told_by_last_stage"]

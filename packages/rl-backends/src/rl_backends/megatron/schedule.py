@@ -11,8 +11,8 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from rl_backends.megatron.config import MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
+from rl_backends.optimizers.optimizers import check_schedule
 from rl_backends.optimizers.report import explain_schedule
-from rl_backends.optimizers.schedules import check_schedule
 
 __all__ = ["MegatronSchedule", "NeutralSchedule", "Schedule"]
 

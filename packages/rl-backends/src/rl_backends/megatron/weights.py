@@ -8,7 +8,7 @@ from rl_backends.loading.initialise import initial_value
 from rl_backends.loading.shards_by_name import first_names, write_whole
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
-from rl_backends.ranks import on_every_rank
+from rl_backends.rank_agreement import on_every_rank
 
 __all__ = ["at_random", "from_files", "from_hugging_face", "from_megatron"]
 

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rl_backends.batching.inputs import Layout
-from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.microbatches import Layout, Microbatch
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.examples import TokenBatch
 from rl_backends.metrics.clock import Clock, Interval

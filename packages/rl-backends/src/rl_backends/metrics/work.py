@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rl_backends.batching.inputs import Layout
-from rl_backends.batching.microbatch import Microbatch
+from rl_backends.batching.microbatches import Layout, Microbatch
 from rl_backends.metrics.flops import ModelFlops
 
 __all__ = ["Work", "work_of"]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rl_backends.batching.inputs import ModelInputs
+from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
 from rl_backends.moe.routers import Router, find_routers
 from rl_parallel_plans import ParallelPlan

@@ -1,24 +1,101 @@
-"""The optimizers of a model and their learning rate, stepped as one.
+"""Optimizers of a backend: parameter groups, learning-rate schedule, clipping, refusal of non-finite steps.
+
+With w warm-up steps, n steps, r = final_lr_ratio and p = (i - w) / (n - w - 1), which is 1 at the last step n - 1:
+
+    warm-up    (i + 1) / w
+    linear     1 - (1 - r) p
+    cosine     r + (1 - r) (1 + cos(pi p)) / 2            arXiv:1608.03983
+    wsd        1, and 1 - (1 - r) k / d at the k-th of the last d = decay_steps steps    arXiv:2404.06395
+
+Steps after the last keep its share.
 
 Knows parameters, shards and steps; does not know losses, batches or clipping (`gradient_step`). One object for what is
 two in torch under Muon, and whose schedule is a number of steps instead of an object with state of its own.
+
+A rank that went on alone would wait for the others for ever, so each question is answered by all ranks of the
+parameters' meshes together. Collectives: every rank must ask.
+
+Knows gradients and optimizers; does not know what the loss was or what a batch is.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from rl_backends.errors import CheckpointError
+from rl_backends.errors import CheckpointError, NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.groups import ParameterGroup, group_parameters
 from rl_backends.optimizers.report import explain_optimizers, state_bytes
-from rl_backends.optimizers.schedules import check_schedule, learning_rate_factor
-from rl_parallel_plans import to_local_if_dtensor
+from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
+from rl_parallel_plans.export import reshard
 
-__all__ = ["Optimizers", "check_schedule_state", "make_optimizers"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "GradientStep",
+    "Optimizers",
+    "agree_that_finite",
+    "check_schedule",
+    "check_schedule_state",
+    "clip_and_step",
+    "learning_rate_factor",
+    "make_optimizers",
+    "nonfinite_gradients",
+]
+
+
+def check_schedule(config: OptimizerConfig, *, num_steps: int) -> None:
+    """ValueError where `num_steps` leave no room for what the schedule does."""
+    if config.warmup_steps >= num_steps:
+        raise ValueError(
+            f"warmup_steps={config.warmup_steps} must be less than the {num_steps} steps of the stage, or the learning "
+            f"rate never reaches lr={config.lr}"
+        )
+    decay_steps = config.decay_steps or 0
+    if config.warmup_steps + decay_steps > num_steps:
+        raise ValueError(
+            f"warmup_steps={config.warmup_steps} and decay_steps={decay_steps} together must be at most the "
+            f"{num_steps} steps of the stage, or the learning rate goes down before it is up"
+        )
+
+
+def learning_rate_factor(index: int, config: OptimizerConfig, *, num_steps: int) -> float:
+    """The share of `lr` that step `index` (from 0) of `num_steps` uses.
+
+    >>> config = OptimizerConfig(lr=1.0, warmup_steps=2, final_lr_ratio=0.0)
+    >>> [learning_rate_factor(index, config, num_steps=7) for index in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    >>> config = OptimizerConfig(lr=1.0, schedule="wsd", decay_steps=2, final_lr_ratio=0.0)
+    >>> [learning_rate_factor(index, config, num_steps=5) for index in range(5)]
+    [1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    if index < config.warmup_steps:
+        return (index + 1) / config.warmup_steps
+    progress = min(1.0, (index - config.warmup_steps) / max(1, num_steps - config.warmup_steps - 1))
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - (1.0 - config.final_lr_ratio) * progress
+        case "cosine":
+            return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        case "wsd":
+            return 1.0 - (1.0 - config.final_lr_ratio) * _decayed(index, config, num_steps=num_steps)
+
+
+def _decayed(index: int, config: OptimizerConfig, *, num_steps: int) -> float:
+    """How far the last `decay_steps` steps have come: 0 before them, 1 at the last."""
+    decay_steps = config.decay_steps or 1
+    return min(1.0, max(0, index - (num_steps - decay_steps) + 1) / decay_steps)
+
 
 COUNTED = ("num_steps_skipped", "num_steps_taken")
 """What the state of a schedule consists of."""
@@ -193,3 +270,106 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)  # torchao compiles its step with the learning rate as an input
         else:
             group["lr"] = lr
+
+
+@torch.no_grad()
+def agree_that_finite(norm: Tensor, parameters: Iterable[Tensor]) -> tuple[float, bool]:
+    """This rank's norm, and whether those of all ranks are finite. Waits for the device once.
+
+    Ranks reduce the same norm from their own copies of what is replicated, and copies can differ by a fault.
+    """
+    failed = (~torch.isfinite(norm)).to(torch.float64)
+    value, failures = torch.stack([norm.to(torch.float64), _sum_over_ranks(failed, parameters)]).tolist()
+    return value, failures == 0
+
+
+@torch.no_grad()
+def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Names of the parameters whose gradient has a NaN or an infinity on any rank; the same on every rank."""
+    finite = torch.ones((), dtype=torch.bool)
+    flags = [
+        (finite if each.grad is None else torch.isfinite(to_local_if_dtensor(each.grad)).all().cpu()).logical_not()
+        for each in parameters.values()
+    ]
+    failures = _sum_over_ranks(torch.stack(flags).to(torch.float64), parameters.values()).tolist()
+    return tuple(name for name, count in zip(parameters, failures, strict=True) if count)
+
+
+def _sum_over_ranks(counts: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """The sum over all ranks of the meshes that the parameters lie on; a rank may count more than once."""
+    meshes: dict[DeviceMesh, None] = {each.device_mesh: None for each in parameters if isinstance(each, DTensor)}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                group = mesh.get_group(axis)
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    if not groups:
+        return counts
+    device = next(iter(meshes)).device_type
+    total = counts.to(device, copy=True)
+    for group in groups.values():
+        dist.all_reduce(total, group=group)
+    return total.to(counts.device)
+
+
+NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientStep:
+    """What one step did."""
+
+    norm: float
+    """Global 2-norm of the gradient before clipping; not finite where the step was skipped."""
+    clipped: bool
+    """Whether the gradient was scaled down to `max_grad_norm`."""
+    skipped: bool
+    """Whether nothing was updated because the gradient was not finite."""
+    nonfinite: tuple[str, ...] = ()
+    """The first five parameters whose gradient was not finite; none where only the norm overflowed."""
+
+
+def clip_and_step(model: nn.Module, optimizers: Optimizers, config: OptimizerConfig, *, version: int) -> GradientStep:
+    """Clip the gradient by its global norm, update the weights, clear the gradient.
+
+    version: steps that the weights have seen, for the message. Every rank must call, and all do the same. Waits for
+        the device once.
+
+    Raises:
+        NonFiniteGradientError: the norm is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights and
+            optimizers are as they were, and the gradient is cleared.
+        RuntimeError: there is no gradient.
+    """
+    reshard(model)  # what a forward without a backward has left gathered would outlive this step
+    parameters = optimizers.named_parameters
+    if all(each.grad is None for each in parameters.values()):
+        raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
+    total = get_grad_norm(parameters.values())
+    norm, finite = agree_that_finite(total, parameters.values())
+    if not finite:
+        return _leave_out(optimizers, config, norm=norm, version=version)
+    clipped = config.max_grad_norm is not None and norm > config.max_grad_norm
+    if config.max_grad_norm is not None:
+        clip_grad_by_total_norm_(parameters.values(), config.max_grad_norm, total)
+    optimizers.step()
+    optimizers.zero_grad()
+    return GradientStep(norm=norm, clipped=clipped, skipped=False)
+
+
+def _leave_out(optimizers: Optimizers, config: OptimizerConfig, *, norm: float, version: int) -> GradientStep:
+    names = nonfinite_gradients(optimizers.named_parameters)
+    optimizers.zero_grad()
+    if config.on_nonfinite_gradient == "raise":
+        raise NonFiniteGradientError(
+            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow{_listed(names)}. "
+            f"The weights are as they were after step {version}; look at the rewards and the learning rate"
+        )
+    optimizers.num_steps_skipped += 1
+    return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    if not names:
+        return ", in the norm alone and in no parameter"
+    return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rl_generation.embedded.continuous import ContinuousBatching
+from rl_generation.embedded.continuous_batching import ContinuousBatching
 from rl_generation.embedded.inspection import Support
 from rl_generation.embedded.proof import why_not_continuous
 from rl_generation.embedded.runner import Runner

@@ -1,24 +1,300 @@
-"""Runs a model over a slot cache: prompts into it, then a token a row. Knows no requests and no sampling.
+"""The model as the embedded engine runs it: static key/value slots and the attention masks over them.
+
+Rows being decoded lie in slots 0 to N - 1, so that a layer attends to a view and copies nothing. What a slot holds
+beyond its row's length is left over from others and never visible.
+
+To a model this is a transformers `Cache`, as far as decoder-only models look at one.
+Axes: R slots, K key heads, M columns of a slot, D head dimension; N rows, P prompts, L their padded length.
+
+transformers looks both the attention and the mask of a model up by the name in its config. Under the name registered
+here, a model builds its own masks (causal, sliding windows, chunks) from the positions of each row, and attends to keys
+without repeating them for the query heads that share them.
+
+Axes: N rows, H query heads, K key heads, S queries a row, C cache columns, D head dimension.
 
 Axes: P distinct prompts, L their padded length, N rows, V vocabulary.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from rl_generation.embedded.attention import AttentionStep, attending, register_attention, stepping
-from rl_generation.embedded.cache import SlotCache
+from rl_generation.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SlotModel"]
+__all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "attending", "register_attention", "stepping"]
+
+
+@final
+class SlotCache:
+    """Keys and values of all layers, `slots` × `columns` tokens of each; storage appears with the first forward."""
+
+    # What generate would ask of a cache in order to compile the model.
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self.columns = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._token_bytes: dict[int, int] = {}
+        self._seen = 0
+        self._prefill: tuple[Tensor, Tensor] | None = None
+        self._rows = self._positions = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all layers; 0 before the first forward."""
+        return sum(self._token_bytes.values())
+
+    @property
+    def layer_indices(self) -> set[int]:
+        """Layers that have stored something."""
+        return set(self._layers)
+
+    def resize(self, *, slots: int, columns: int) -> None:
+        """Change the storage, layer by layer; what fits stays."""
+        self.slots, self.columns = slots, columns
+        for index, layer in self._layers.items():
+            self._layers[index] = (self._resized(layer[0]), self._resized(layer[1]))
+
+    def clear(self) -> None:
+        """Give the storage back."""
+        self._layers.clear()
+        self.slots = self.columns = 0
+
+    def move(self, *, to: Int[Tensor, " rows"], source: Int[Tensor, " rows"], columns: int) -> None:
+        """Copy the first `columns` of slots `source` to slots `to`, all at once."""
+        for kept in (kept for layer in self._layers.values() for kept in layer):
+            kept[to, :, :columns] = kept[source, :, :columns]
+
+    def begin_prefill(self, *, slots: Int[Tensor, " rows"], prompts: Int[Tensor, " rows"], columns: int) -> None:
+        """Expect a forward over whole prompts; `slots[i]` keeps a copy of prompt `prompts[i]`."""
+        self._prefill = (slots, prompts)
+        self._seen = columns
+
+    def begin_decode(self, *, positions: Int[Tensor, " N"], columns: int) -> None:
+        """Expect a forward over one token of each of the first N slots, at `positions`, all below `columns`."""
+        self._prefill = None
+        self._positions = positions
+        if len(self._rows) != len(positions):
+            self._rows = torch.arange(len(positions), device=positions.device)
+        self._seen = columns
+
+    # -- what models call
+
+    def update(
+        self,
+        key: Float[Tensor, "rows K S D"],
+        value: Float[Tensor, "rows K S E"],
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return those to attend to."""
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = (self._allocate(key), self._allocate(value))
+            self._token_bytes[layer_idx] = key[0, :, 0].nbytes + value[0, :, 0].nbytes
+        keys, values = self._layers[layer_idx]
+        if self._prefill is not None:
+            slots, prompts = self._prefill
+            keys[slots, :, : key.shape[2]] = key[prompts]
+            values[slots, :, : key.shape[2]] = value[prompts]
+            return key, value
+        num_rows = len(self._rows)
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        return keys[:num_rows, :, : self._seen], values[:num_rows, :, : self._seen]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this forward's; 0 for a prefill."""
+        return 0 if self._prefill is not None else self._seen - 1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The same, by its newer name."""
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:
+        """Columns that a mask covers, and the first of them."""
+        return self._seen, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer throws keys away: windows are masked."""
+        return [False] * max(1, len(self._layers))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        # Zeros: a NaN in what nobody has written yet would pass through the mask.
+        return like.new_zeros(self.slots, like.shape[1], self.columns, like.shape[3])
+
+    def _resized(self, kept: Tensor) -> Tensor:
+        larger = self._allocate(kept)
+        slots, columns = min(self.slots, kept.shape[0]), min(self.columns, kept.shape[2])
+        larger[:slots, :, :columns] = kept[:slots, :, :columns]
+        return larger
+
+
+ATTENTION = "rl_generation_slots"
+
+# Arguments of other attention functions that change the result, and that this one does not know.
+UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class AttentionStep:
+    """What one forward attends to."""
+
+    positions: Int[Tensor, "rows S"]
+    """Of the queries; one row stands for all of them where they are alike."""
+
+    columns: int
+    """C: columns of the cache that are looked at."""
+
+    dtype: torch.dtype
+    """Of the additive masks."""
+
+    softcap: bool
+    """Whether to cap scores where the model asks for it; some of transformers' own attention functions do not."""
+
+    from_start: bool
+    """Whether the queries, more than one, are at all columns from the first on: a prefill."""
+
+    mask_left_out: bool = False
+    """Whether the model was told to do without a mask, since it would be the triangle that kernels know."""
+
+    calls: int = 0
+    """Layers that have attended so far."""
+
+
+# Of the forward that runs in this thread: transformers calls the functions below by name, without a place for it.
+_STEP: ContextVar[AttentionStep] = ContextVar("rl_generation_attention_step")
+
+
+def register_attention() -> None:
+    """Make the functions below known to transformers; again is harmless."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+@contextmanager
+def attending(configs: Iterable[Any]) -> Iterator[None]:
+    """Let the models of `configs`, outer ones first, attend through this module; put back what was there."""
+    # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
+    before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
+    try:
+        for config, _ in before:
+            config._attn_implementation = ATTENTION  # noqa: SLF001
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation  # noqa: SLF001
+
+
+@contextmanager
+def stepping(step: AttentionStep) -> Iterator[None]:
+    """Tell the functions below what the forward inside attends to."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def _mask(
+    *, mask_function: Callable[..., Tensor], allow_is_causal_skip: bool = False, **_: object
+) -> Float[Tensor, "rows 1 S C"] | None:
+    """Return 0 where the model's own predicate (row, head, query position, column) lets a query look, else -inf."""
+    from transformers.masking_utils import causal_mask_function
+
+    causal: Any = causal_mask_function
+    step = _STEP.get()
+    if allow_is_causal_skip and mask_function is causal and step.from_start and not step.softcap:
+        step.mask_left_out = True
+        return None
+    queries = step.positions[:, None, :, None]
+    rows = torch.arange(len(queries), device=queries.device)[:, None, None, None]
+    columns = torch.arange(step.columns, device=queries.device)[None, None, None]
+    visible = mask_function(rows, rows.new_zeros(()), queries, columns)
+    return torch.zeros(visible.shape, dtype=step.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def _attention(  # noqa: PLR0917 - as transformers calls it
+    module: nn.Module,
+    query: Float[Tensor, "N H S D"],
+    key: Float[Tensor, "N K C D"],
+    value: Float[Tensor, "N K C E"],
+    attention_mask: Float[Tensor, "rows 1 S C"] | None,
+    **options: Any,
+) -> tuple[Float[Tensor, "N S H E"], None]:
+    """Attend as `transformers.AttentionInterface` asks for."""
+    step = _STEP.get()
+    unknown = [name for name in UNKNOWN if options.get(name) is not None]
+    if unknown or (attention_mask is None and not step.mask_left_out):
+        raise ModelError(
+            f"{type(module).__name__} attends with {', '.join(unknown)}"
+            if unknown
+            else f"{type(module).__name__} attends without the mask that transformers' mask functions build"
+        )
+    step.calls += 1
+    scale, softcap = options.get("scaling"), options.get("softcap") if step.softcap else None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if attention_mask is None:
+        return _triangle(query, key, value, scale=scale), None
+    num_rows, num_heads, num_queries, _ = query.shape
+    num_shared = num_heads // key.shape[1]
+    mask = attention_mask.to(query.dtype)
+    one_query = num_queries == 1
+    explicit = softcap is not None or (one_query and query.dtype == torch.float32 and query.device.type == "cpu")
+    if one_query or explicit:
+        # Heads that share a key become queries of one head, instead of copies of the cache.
+        query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
+        mask = mask if one_query else mask.repeat(1, 1, num_shared, 1)
+    if explicit:
+        attended = _explicit(query, key, value, mask=mask, scale=scale, softcap=softcap)
+    else:
+        grouped = query.shape[1] != key.shape[1]
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
+
+
+def _triangle(
+    query: Float[Tensor, "N H S D"], key: Float[Tensor, "N K S D"], value: Float[Tensor, "N K S E"], *, scale: float
+) -> Float[Tensor, "N S H E"]:
+    """Attend to what is not after each query; kernels skip the rest instead of masking it."""
+    grouped = query.shape[1] != key.shape[1]
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    return attended.transpose(1, 2).contiguous()
+
+
+def _explicit(
+    query: Float[Tensor, "N K Q D"],
+    key: Float[Tensor, "N K C D"],
+    value: Float[Tensor, "N K C E"],
+    *,
+    mask: Float[Tensor, "rows 1 queries C"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "N K Q E"]:
+    """Attend step by step, in float32; on the CPU faster than the fused kernel where each row has one query."""
+    scores = (query * scale @ key.transpose(2, 3)).float()
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    return (scores + mask).softmax(-1).to(value.dtype) @ value
 
 
 @final

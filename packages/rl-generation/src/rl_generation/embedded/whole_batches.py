@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_generation.embedded.bare_generate import bare_generate
-from rl_generation.embedded.batch import Batch, Ended
+from rl_generation.embedded.continuous_batching import Batch, Ended
 from rl_generation.embedded.proof import generate_cache_is_right
 from rl_generation.embedded.rows import Row
 from rl_generation.embedded.runner import Counters, Progress

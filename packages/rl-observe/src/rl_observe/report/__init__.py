@@ -1,6 +1,6 @@
-"""The report of a run, and of several beside one another: pages that need nothing else."""
+"""Self-contained HTML reports: of one run, of several runs compared, and a summary for a notebook."""
 
 from rl_observe.report.comparison import compare_runs
-from rl_observe.report.page import write_report
+from rl_observe.report.page import summary_html, write_report
 
-__all__ = ["compare_runs", "write_report"]
+__all__ = ["compare_runs", "summary_html", "write_report"]

@@ -1,257 +1,325 @@
-"""Which charts a run is worth: the one that tells its story, and those of each stage.
+"""The report's curves: which metrics get a chart, and each chart as the JSON that report.js hands to uPlot.
 
-A chart is drawn where its metric was logged, whatever the stage is called; a metric that nobody here has heard of gets
-a plain one. It does not know how a chart is drawn.
+`headline_chart` tells the story of the run, `stage_charts` shows the other metrics, `overlay_charts` compares runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 from rl_observe.glossary import PHASE_PREFIX, Metric, metric_of
 from rl_observe.number_format import format_duration
-from rl_observe.report.chart import Chart, Curve, Limit, draw
-from rl_observe.report.markup import Html, element
 from rl_observe.report.record import Row, RunRecord, number, text
-from rl_observe.report.series import Points, points, smooth
-from rl_observe.report.typography import typeset_value
+from rl_observe.report.typeset import typeset_value
 
-__all__ = ["curves_section", "headline_section"]
+__all__ = ["NUM_COLORS", "Chart", "Curve", "Points", "headline_chart", "overlay_charts", "points", "stage_charts"]
 
-_ENOUGH_TO_SMOOTH = 16
+Points = Sequence[tuple[float, float | None]]
+"""Steps in ascending order and values; None where a step has no finite value, which breaks the line."""
+
+NUM_COLORS = 8
+"""Colors that tell runs apart in a comparison; the next eight runs reuse them with dashed lines."""
+
+_MAX_POINTS = 600  # more points than a chart has pixels only make the page heavy
+_MIN_TO_SMOOTH = 16
 _AGREEMENT = "token_mult_prob_error"
-# The fp32 number after 1 lies this far above it.
-_AGREEMENT_FLOOR = 2**-23
 _AGREEMENT_FAULT = 0.05
-_NEVER_SMOOTHED = ("learning_rate", _AGREEMENT)
+_EPSILON_FP32 = 2**-23  # the distance from 1 to the next larger fp32 number
+
+_HEADLINES = ("reward", "held_out_greedy", "margin", "loss")
+# Charted first and in this order; metrics that are not listed follow, in the order in which they were logged.
+_ORDER = (
+    *("reward", "held_out_greedy", "held_out_sampled", "margin", "loss", "held_out_loss"),
+    *("pair_accuracy", "chosen_logratio", "groups_with_signal", "environment/generation_batches"),
+    *("environment/groups_too_many", "reward_std", "entropy", "kl_reference", "token_mult_prob_error", "kl_engine"),
+    *("staleness", "effective_sample_size", "importance_weight", "rejected_fraction", "clip_fraction", "ratio"),
+    *("grad_norm", "response_tokens", "turns", "truncated", "failed", "rows_without_tokens", "nll"),
+)
+# Schedule, speed and memory are shown on demand.
+_FOLDED = ["learning_rate", "response_tokens_max", "tokens_per_s", "refit_s", "memory_rss_bytes", "memory_gpu_bytes"]
+# Shown elsewhere on the page, or counters that only follow the step.
+_NOT_CHARTED = ["time_s", "step", "stage", "version", "steps_taken", "refit_bytes", "sampled_tokens", "trained_tokens"]
+# Metrics drawn in the chart of another: evaluations as marks, or a second line.
+_MARKS = {
+    "reward": {"held_out_greedy": "greedy", "held_out_sampled": "held-out"},
+    "held_out_greedy": {"held_out_sampled": "held-out"},
+    "margin": {"held_out_margin": "held-out"},
+    "loss": {"held_out_loss": "held-out"},
+    "pair_accuracy": {"held_out_pair_accuracy": "held-out"},
+}
+_SECOND = {
+    "chosen_logratio": "rejected_logratio",
+    "staleness": "staleness_max",
+    "memory_gpu_bytes": "memory_gpu_peak_bytes",
+}
+_LOGRATIO = ("Log-ratio to the reference", "Mean of log p(response) − log p_ref(response), over pairs.")
+
+
+class Curve(NamedTuple):
+    """One line of a chart."""
+
+    label: str
+    role: str  # its color and style: a CSS variable of report.css, such as `main`, `raw`, `held-out` or `run-3`
+    points: Points
 
 
 @dataclass(frozen=True, slots=True)
-class _Spec:
-    """One chart: the metric it is about, then those that are drawn with it."""
+class Chart:
+    """One chart, ready for the template."""
 
     title: str
-    metric: str
-    second: str | None = None
-    held_out: str | None = None
-    greedy: str | None = None
-    note: str | None = None
-    rest: float | None = None
-    """Where the metric stays if nothing of the kind happens in the run; such a line is not worth a chart."""
+    note: str  # what is measured, in one sentence
+    unit: str  # of the values: a unit of `glossary.Metric`
+    curves: Sequence[Curve]  # drawn in this order, the last one on top
+    _: KW_ONLY
+    group: str  # charts of one group read out the same step when the pointer is over one of them
+    change: str = ""  # first and last value, such as "0.60 → 0.09"
+    kind: Literal["linear", "log", "stacked"] = "linear"
+    wide: bool = False  # as wide as the page
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.metric, self.second, self.held_out, self.greedy) if name)
+    def data(self) -> dict[str, object]:
+        """The chart as JSON for report.js; values are rounded to five digits."""
+        series = [
+            {
+                "label": label,
+                "role": role,
+                "x": [int(step) if step.is_integer() and abs(step) < 2**53 else step for step, _ in curve],
+                "y": [None if value is None else float(f"{value:.5g}") for _, value in curve],
+            }
+            for label, role, curve in self.curves
+        ]
+        return {"unit": self.unit, "kind": self.kind, "group": self.group, "wide": self.wide, "series": series}
+
+    @property
+    def ends(self) -> list[tuple[str, tuple[float, float | None], tuple[float, float | None]]]:
+        """Label, first and last point of each curve, for a screen reader."""
+        lines = [curve for curve in self.curves if curve.role not in ("raw", "limit", "interval")]
+        known = [(line.label, [point for point in line.points if point[1] is not None]) for line in lines]
+        return [(label, curve[0], curve[-1]) for label, curve in known if curve]
 
 
-_HEADLINES = (
-    _Spec("Reward", "reward", held_out="held_out_sampled", greedy="held_out_greedy"),
-    _Spec("Held-out, greedy", "held_out_greedy", held_out="held_out_sampled"),
-    _Spec("Margin", "margin", held_out="held_out_margin"),
-    _Spec("Loss", "loss", held_out="held_out_loss"),
-)
-_SPECS = (
-    *_HEADLINES,
-    _Spec("Pair accuracy", "pair_accuracy", held_out="held_out_pair_accuracy"),
-    _Spec(
-        "Log-ratio to the reference",
-        "chosen_logratio",
-        second="rejected_logratio",
-        note="Mean of log p(answer) − log p_ref(answer), over pairs.",
-    ),
-    _Spec("Groups with signal", "groups_with_signal"),
-    _Spec("Batches asked", "environment/generation_batches"),
-    _Spec("Groups left out", "environment/groups_too_many", rest=0.0),
-    _Spec("Spread of rewards", "reward_std"),
-    _Spec("Entropy", "entropy"),
-    _Spec("KL to the reference", "kl_reference"),
-    _Spec("Trainer / engine agreement", _AGREEMENT),
-    _Spec("KL, engine to trainer", "kl_engine"),
-    _Spec("Staleness", "staleness", second="staleness_max", rest=0.0),
-    _Spec("Effective sample size", "effective_sample_size"),
-    _Spec("Importance weight", "importance_weight"),
-    _Spec("Rejected tokens", "rejected_fraction", rest=0.0),
-    _Spec("Clipped tokens", "clip_fraction"),
-    _Spec("Ratio", "ratio"),
-    _Spec("Gradient norm", "grad_norm"),
-    _Spec("Learning rate", "learning_rate"),
-    _Spec("Response length", "response_tokens"),
-    _Spec("Longest response", "response_tokens_max"),
-    _Spec("Turns", "turns", rest=1.0),
-    _Spec("Truncated responses", "truncated"),
-    _Spec("Failed rollouts", "failed", rest=0.0),
-    _Spec("Rows without tokens", "rows_without_tokens", rest=0.0),
-    _Spec("Likelihood loss", "nll"),
-    _Spec("Tokens per second", "tokens_per_s"),
-    _Spec("Refit time", "refit_s"),
-)
-_TOLD_ELSEWHERE = frozenset({"time_s", "step", "stage", "version", "refit_bytes", "sampled_tokens", "trained_tokens"})
-
-
-def headline_section(record: RunRecord) -> Html | None:
-    """The chart that tells the run's story, of its last stage that has one; None if nothing was logged."""
+def headline_chart(record: RunRecord) -> Chart | None:
+    """The chart that tells the story of the run, from the last stage that has one; None if nothing was logged."""
     found = _headline(record)
     if found is None:
         return None
-    stage, spec = found
+    stage, name = found
     rows = record.stages[stage]
     if text(record.summary, "algorithm") == stage:
-        rows = _with_summary(rows, record.summary)
-    return element("section", _chart(rows, spec, title=f"{spec.title}, {stage}", wide=True), id="story")
+        # The summary has the held-out figures of before and after even if the log has none at these steps.
+        last = max(number(row, "step") or 0.0 for row in rows)
+        for held_out in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
+            logged = {step for step, _ in _known(rows, held_out)}
+            for when, step in (("before", 0.0), ("after", last)):
+                value = number(record.summary, f"{held_out}_{when}")
+                if value is not None and step not in logged:
+                    rows = [*rows, {"step": step, held_out: value}]
+    chart = _chart(rows, name, group="headline", wide=True)
+    return replace(chart, title=f"{chart.title}, {stage}")
 
 
-def _with_summary(rows: list[Row], summary: Mapping[str, object]) -> list[Row]:
-    """Put the held-out figures of before and after at the ends, where the log has none."""
-    last = max(number(row, "step") or 0.0 for row in rows)
-    ends: dict[float, Row] = {}
-    for when, step in (("before", 0.0), ("after", last)):
-        for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-            value = number(summary, f"{name}_{when}")
-            logged = {at for at, found in points(rows, name) if found is not None}
-            if value is not None and step not in logged:
-                ends.setdefault(step, {"step": step})[name] = value
-    return [*(ends[step] for step in ends if step < last), *rows, *(ends[step] for step in ends if step >= last)]
+def stage_charts(record: RunRecord) -> list[dict[str, Any]]:
+    """All other charts, stage by stage: `name`, `facts`, `charts`, `folded` charts, and `constants`.
 
-
-def curves_section(record: RunRecord) -> Html | None:
-    """Every other chart, stage by stage; None if there is none."""
+    A metric that never changes is a constant, with its value, and gets no chart.
+    """
     headline = _headline(record)
     blocks = []
     for stage, rows in record.stages.items():
-        told = headline[1].names if headline is not None and headline[0] == stage else ()
-        charts = _stage_charts(rows, told=told)
-        heading = element("h3", stage, element("small", _describe(rows)))
-        blocks.append(element("div", heading, element("div", *charts, class_="charts"), class_="stage"))
-    if not blocks:
-        return None
-    lead = "Pale lines are the steps as logged, dark ones their centred mean, the figures its first and its last value."
-    return element("section", element("h2", "Stage by stage"), element("p", lead, class_="lead"), *blocks, id="curves")
+        # What is drawn in another chart.
+        done = {headline[1], *_MARKS[headline[1]]} if headline is not None and headline[0] == stage else set()
+        charts: list[Chart] = []
+        folded: list[Chart] = []
+        constants = []
+        for name in _charted(rows):
+            known = [value for _, value in _known(rows, name)]
+            if name in done or len(known) < 2:
+                continue
+            if max(known) - min(known) > 1e-9 * max(map(abs, known)):
+                done |= {*_MARKS.get(name, ()), _SECOND.get(name, name)}
+                (folded if name in _FOLDED else charts).append(_chart(rows, name, group=stage))
+            else:
+                constants.append((_metric(name).label, typeset_value(known[0], _unit(_metric(name), known))))
+        facts = _facts(rows)
+        blocks.append({"name": stage, "facts": facts, "charts": charts, "folded": folded, "constants": constants})
+    return blocks
 
 
-def _headline(record: RunRecord) -> tuple[str, _Spec] | None:
-    for spec in _HEADLINES:
+def overlay_charts(names: Sequence[str], runs: Sequence[Mapping[str, list[Row]]]) -> dict[str, list[Chart]]:
+    """One chart for each metric that at least two runs logged, by stage; the last stage comes first.
+
+    Args:
+        names: of the runs, for the legend.
+        runs: the logged steps of each run, by stage.
+    """
+    stages = {stage: None for run in runs for stage in run if sum(stage in other for other in runs) > 1}
+    overlays: dict[str, list[Chart]] = {}
+    for stage in reversed(stages):
+        rows = [run.get(stage, []) for run in runs]
+        charts: list[Chart] = []
+        for name in _charted([row for run in rows for row in run]):
+            metric, curves = _metric(name), []
+            for index, run in enumerate(rows):
+                curve = points(run, name)
+                known = _known(run, name)
+                # An evaluation now and then is joined by a line, not broken at the steps in between.
+                is_sparse = len(known) < len(curve) / 2 or len(curve) < _MIN_TO_SMOOTH
+                if len(known) > 1:
+                    role = f"run-{index % NUM_COLORS}" + (" dashed" if index >= NUM_COLORS else "")
+                    curves.append(Curve(names[index], role, thin(known if is_sparse else smooth(curve))))
+            # What is the same in all runs, such as a learning rate, tells nothing about their differences.
+            if len(curves) > 1 and any(curve.points != curves[0].points for curve in curves):
+                unit, wide = _unit(metric, _values(curves)), not charts
+                chart = Chart(_title(metric), metric.meaning, unit, curves, group=stage, wide=wide)
+                charts.append(_agreement_chart(chart) if name == _AGREEMENT else chart)
+        if charts:
+            overlays[stage] = charts
+    return overlays
+
+
+def points(rows: Sequence[Row], name: str) -> Points:
+    """One metric over the steps of a stage, in ascending order; rows that do not name it are left out."""
+    found = {
+        float(step): number(row, name) for row in rows if name in row and (step := number(row, "step")) is not None
+    }
+    return sorted(found.items())
+
+
+def smooth(curve: Points) -> Points:
+    """The centered mean over a twelfth of the curve, at least five points.
+
+    Towards an end the window shrinks to two neighbors, so that a slope stays a slope.
+    """
+    half = max(2, len(curve) // 24)
+    sums = list(accumulate((value or 0.0 for _, value in curve), initial=0.0))
+    counts = list(accumulate((value is not None for _, value in curve), initial=0))
+    smoothed: list[tuple[float, float | None]] = []
+    for index, (step, value) in enumerate(curve):
+        reach = max(2, min(half, index, len(curve) - 1 - index))
+        low, high = max(0, index - reach), min(len(curve), index + reach + 1)
+        smoothed.append((step, None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low])))
+    return smoothed
+
+
+def thin(curve: Points) -> Points:
+    """At most 600 points of the curve: the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(curve) <= _MAX_POINTS:
+        return curve
+    stretch = 2 * len(curve) / _MAX_POINTS
+    kept: list[tuple[float, float | None]] = []
+    for index in range(_MAX_POINTS // 2):
+        part = curve[round(index * stretch) : round((index + 1) * stretch)]
+        finite = [(step, value) for step, value in part if value is not None]
+        if finite:
+            kept += sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
+        else:
+            kept += part[:1]
+    return kept
+
+
+def _headline(record: RunRecord) -> tuple[str, str] | None:
+    """Stage and metric of the headline chart."""
+    for name in _HEADLINES:
         for stage in reversed(record.stages):
-            if _is_a_curve(points(record.stages[stage], spec.metric)):
-                return stage, spec
+            if len(_known(record.stages[stage], name)) > 1:
+                return stage, name
     return None
 
 
-def _stage_charts(rows: Sequence[Row], *, told: Sequence[str]) -> list[Html]:
-    drawn = set(told)
-    charts = []
-    for spec in _SPECS:
-        if spec.metric not in drawn and _is_worth_a_chart(rows, spec):
-            charts.append(_chart(rows, spec))
-            drawn.update(spec.names)
-    listed = {name for spec in _SPECS for name in spec.names} | _TOLD_ELSEWHERE
-    others = {name: None for row in rows for name in row if name not in listed and not name.startswith(PHASE_PREFIX)}
-    charts += [_chart(rows, _Spec(_title(name), name)) for name in others if _is_a_curve(points(rows, name))]
-    return charts
-
-
-def _chart(rows: Sequence[Row], spec: _Spec, *, title: str | None = None, wide: bool = False) -> Html:
-    metric = metric_of(spec.metric) or Metric(spec.metric, "number", "Logged by the trainer under this name.")
-    curves = _curves(rows, spec, wide=wide)
-    if spec.metric == _AGREEMENT:
-        return _agreement_chart(curves, title or spec.title)
-    unit = metric.unit
-    if unit == "score":
-        values = [value for curve in curves for _, value in curve.points if value is not None]
-        unit = _score_unit(values)
-    return draw(
-        Chart(
-            title=title or spec.title,
-            note=spec.note or metric.meaning,
-            unit=unit,
-            curves=curves,
-            change=None if wide or spec.second else _change(curves, unit),
-            wide=wide,
-        )
-    )
-
-
-def _curves(rows: Sequence[Row], spec: _Spec, *, wide: bool) -> list[Curve]:
-    curves = []
-    for name, role in ((spec.metric, "main"), (spec.second, "second")):
-        logged = points(rows, name) if name else []
-        if not name or not _is_a_curve(logged):
+def _chart(rows: Sequence[Row], name: str, *, group: str, wide: bool = False) -> Chart:
+    metric, second = _metric(name), _SECOND.get(name)
+    curves: list[Curve] = []
+    for each, role in ((name, "main"), (second, "second")):
+        if not each or len(_known(rows, each)) < 2:
             continue
-        is_smoothed = len(logged) >= _ENOUGH_TO_SMOOTH and name not in _NEVER_SMOOTHED
-        label = f"{_label(name)}, smoothed" if is_smoothed and wide else _label(name)
-        # Two noisy lines and their means would be four lines.
-        if is_smoothed and not spec.second:
-            curves.append(Curve(label=f"{_label(name)}, each step", role="raw", points=logged))
-        curves.append(Curve(label=label, role=role, points=smooth(logged) if is_smoothed else logged))
-    for name, role in ((spec.greedy, "greedy"), (spec.held_out, "held-out")):
-        marked = [point for point in points(rows, name) if point[1] is not None] if name else []
-        if name and marked:
-            curves.append(Curve(label=_label(name), role=role, points=marked))
-    return curves
+        logged = points(rows, each)
+        kept, label = thin(logged), _metric(each).label
+        if len(logged) >= _MIN_TO_SMOOTH and each not in ("learning_rate", _AGREEMENT):
+            if second is None:  # two noisy lines and their means would be four lines
+                curves.append(Curve(f"{label}, each step", "raw", kept))
+            steps = {step for step, _ in kept}
+            kept = [point for point in smooth(logged) if point[0] in steps]
+            label += ", mean" if wide else ""
+        curves.append(Curve(label, role, kept))
+    main = _values([curve for curve in curves if curve.role == "main"])
+    for each, role in _MARKS.get(name, {}).items():
+        for end in ("low", "high") if wide else ():  # the ends of the 95 % interval are drawn as a band
+            band = _known(rows, f"{each}/{end}")
+            curves += [Curve(f"{role} {end}", "interval", band)] if band else []
+        marks = _known(rows, each)
+        curves += [Curve(_metric(each).label, role, thin(marks))] if marks else []
+    unit = _unit(metric, _values(curves))
+    title, note = _LOGRATIO if name == "chosen_logratio" else (_title(metric), metric.meaning)
+    change = "" if wide or second or not main else " → ".join(typeset_value(main[end], unit) for end in (0, -1))
+    chart = Chart(title, note, unit, curves, group=group, change=change, wide=wide)
+    return _agreement_chart(chart) if name == _AGREEMENT else chart
 
 
-def _agreement_chart(curves: Sequence[Curve], title: str) -> Html:
-    excess = [
-        Curve(
-            label="mean exp |logp − logp_old| − 1",
-            role=curve.role,
-            points=[
-                (step, None if value is None else max(value - 1, _AGREEMENT_FLOOR)) for step, value in curve.points
-            ],
-        )
-        for curve in curves
-    ]
-    worst = max(value for curve in excess for _, value in curve.points if value is not None)
-    return draw(
-        Chart(
-            title=title,
-            note="How far the mean of exp |logp − logp_old| over tokens lies above 1, which is perfect.",
-            unit="scientific",
-            curves=excess,
-            change="≤ " + typeset_value(worst, "scientific"),
-            limit=Limit(value=_AGREEMENT_FAULT, label="above: a fault"),
-            log_floor=_AGREEMENT_FLOOR,
-        )
+def _agreement_chart(chart: Chart) -> Chart:
+    """The distance above 1 on a logarithmic axis, with the line above which it is a fault."""
+
+    def excess(curve: Points) -> Points:
+        return [(step, None if value is None else max(value - 1, _EPSILON_FP32)) for step, value in curve]
+
+    curves = [curve._replace(points=excess(curve.points)) for curve in chart.curves]
+    ends = [points[end][0] for _, _, points in curves for end in (0, -1)]
+    limit = Curve("fault", "limit", [(min(ends), _AGREEMENT_FAULT), (max(ends), _AGREEMENT_FAULT)])
+    return replace(
+        chart,
+        note="Mean of exp |logp − logp_old| over tokens, minus 1: 0 is perfect, above the dashed line is a fault.",
+        unit="scientific",
+        curves=[limit, *curves],
+        change=f"≤ {typeset_value(max(_values(curves)), 'scientific')}",
+        kind="log",
     )
 
 
-def _change(curves: Sequence[Curve], unit: str) -> str:
-    values = [value for curve in curves if curve.role == "main" for _, value in curve.points if value is not None]
-    return f"{typeset_value(values[0], unit)} → {typeset_value(values[-1], unit)}"
-
-
-def _describe(rows: Sequence[Row]) -> str:
+def _facts(rows: Sequence[Row]) -> str:
+    """Length, duration and last evaluations of a stage."""
     steps = [step for row in rows if (step := number(row, "step")) is not None]
     seconds = [time for row in rows if (time := number(row, "time_s")) is not None]
-    parts = [f"{max(steps):.0f} steps"]
+    facts = [f"{max(steps):.0f} steps"]
     if len(seconds) > 1:
-        parts.append(format_duration(max(seconds) - min(seconds)))
+        facts.append(format_duration(max(seconds) - min(seconds)))
     for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-        values = [value for _, value in points(rows, name) if value is not None]
-        if values:
-            unit = "number" if name == "held_out_loss" else _score_unit(values)
-            parts.append(f"{_label(name)} {typeset_value(values[-1], unit)}")
-    return " · ".join(parts)
+        values = [value for step, value in _known(rows, name) if step > 0]
+        facts += [f"{_metric(name).label} {typeset_value(values[-1], _unit(_metric(name), values))}"] if values else []
+    return " · ".join(facts)
 
 
-def _score_unit(values: Sequence[float]) -> str:
-    return "share" if min(values) >= 0 and max(values) <= 1 else "number"
+def _metric(name: str) -> Metric:
+    return metric_of(name) or Metric(name, "number", "Logged by the trainer under this name.")
 
 
-def _label(name: str) -> str:
-    metric = metric_of(name)
-    return metric.label if metric else name
+def _title(metric: Metric) -> str:
+    return metric.label[:1].upper() + metric.label[1:]
 
 
-def _title(name: str) -> str:
-    metric = metric_of(name)
-    return metric.label[:1].upper() + metric.label[1:] if metric else name
+def _unit(metric: Metric, values: Sequence[float]) -> str:
+    """The unit of a metric; a score is a share if all values are between 0 and 1."""
+    if metric.unit != "score":
+        return metric.unit
+    return "share" if values and min(values) >= 0 and max(values) <= 1 else "number"
 
 
-def _is_worth_a_chart(rows: Sequence[Row], spec: _Spec) -> bool:
-    logged = points(rows, spec.metric)
-    return _is_a_curve(logged) and any(value not in (None, spec.rest) for _, value in logged)
+def _known(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    return [(step, value) for step, value in points(rows, name) if value is not None]
 
 
-def _is_a_curve(curve: Points) -> bool:
-    return sum(value is not None for _, value in curve) > 1
+def _values(curves: Sequence[Curve]) -> list[float]:
+    return [value for curve in curves for _, value in curve.points if value is not None]
+
+
+def _charted(rows: Sequence[Row]) -> list[str]:
+    """The logged metrics that may have a chart, in the order in which a reader wants them."""
+    logged = dict.fromkeys(name for row in rows for name in row)
+    ordered = dict.fromkeys([*_ORDER, *(name for name in logged if name not in _FOLDED), *_FOLDED])
+    hidden = (
+        *_NOT_CHARTED,
+        *(name for name in logged if name.startswith(PHASE_PREFIX) or name.endswith(("/low", "/high"))),
+    )
+    return [name for name in ordered if name in logged and name not in hidden]

@@ -1,60 +1,144 @@
-"""The report of one run: its sections in their order. A pure function of the run's files."""
+"""Write report.html: templates, style, scripts and data in one file that needs no network.
+
+`write_report` makes the page of a run from templates/run.html.j2, `summary_html` the short version for a notebook.
+"""
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
+from collections import Counter
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from rl_observe.report.breakdown import breakdown_section
-from rl_observe.report.conditions import conditions_section
-from rl_observe.report.curves import curves_section, headline_section
-from rl_observe.report.document import document, remarks_aside, write_page
-from rl_observe.report.gantt import gantt_section
-from rl_observe.report.markup import Html, element, fragment
-from rl_observe.report.outcome import cards, masthead, title
-from rl_observe.report.provenance import repeat_section
-from rl_observe.report.record import RunRecord, read_record
-from rl_observe.report.samples import samples_section
-from rl_observe.report.token_view import tokens_section
-from rl_observe.report.weights import refit_section
-from rl_observe.run_directory import RunDirectory
+import jinja2
 
-__all__ = ["write_report"]
+from rl_observe.json_lines import finite_number
+from rl_observe.report.breakdown import breakdown, phase_class
+from rl_observe.report.curves import headline_chart, stage_charts
+from rl_observe.report.gantt import gantt_legend, gantts
+from rl_observe.report.outcome import outcome
+from rl_observe.report.record import read_record, section, text
+from rl_observe.report.refits import refits
+from rl_observe.report.samples import before_after, conversations
+from rl_observe.report.typeset import typeset_value
+from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
+
+__all__ = ["render", "summary_html", "write_page", "write_report"]
 
 
 def write_report(run: RunDirectory) -> Path:
     """Write `report.html` from the other files of the run, and return its path.
 
-    A file that is missing or broken makes the report smaller, and the report says so. An earlier report is replaced
-    in one move, so that a reader sees the old page or the new one.
+    A missing or broken file makes the report smaller, and the report says so. An earlier report is replaced
+    atomically.
 
     Raises:
         RunDirectoryError: the page cannot be written.
     """
     record = read_record(run)
-    return write_page(run.report, document(f"{title(record)} · run report", _sections(record)))
+    charts = gantts(record)
+    page = render(
+        "run.html.j2",
+        run=record,
+        outcome=outcome(record),
+        headline=headline_chart(record),
+        conditions=Counter(text(event, "name") or "event" for event in record.events),
+        samples=before_after(record),
+        conversations=conversations(record),
+        breakdown=breakdown(record),
+        gantts=charts,
+        gantt_legend=gantt_legend(charts),
+        stages=stage_charts(record),
+        refits=refits(record),
+        packages=section(record.versions, "packages"),
+        origins={key: str(origin) for key, origin in record.origins.items() if origin != "default"},
+    )
+    return write_page(run.report, page)
 
 
-def _sections(record: RunRecord) -> list[Html]:
-    sections = [
-        masthead(record),
-        remarks_aside(record.remarks),
-        cards(record),
-        headline_section(record),
-        conditions_section(record),
-        samples_section(record),
-        tokens_section(record),
-        breakdown_section(record),
-        gantt_section(record),
-        curves_section(record),
-        refit_section(record),
-        repeat_section(record),
-        element(
-            "footer",
-            fragment(
-                "Made by rl-launcher from the files beside it. For every number: metrics.jsonl, or ",
-                element("code", "tensorboard --logdir tensorboard"),
-                ".",
-            ),
-        ),
-    ]
-    return [section for section in sections if section is not None]
+def summary_html(run: RunDirectory) -> str:
+    """The outcome of a run for a notebook: a sentence, the figures and the main curve, without a script.
+
+    What is missing is left out; nothing that the run's files contain raises.
+    """
+    record = read_record(run)
+    chart = headline_chart(record)
+    lines = []
+    if chart is not None:
+        steps = [step for curve in chart.curves for step, _ in curve.points]
+        values = [value for curve in chart.curves for _, value in curve.points if value is not None]
+        left, width = min(steps), (max(steps) - min(steps)) or 1.0
+        low, height = min(values), (max(values) - min(values)) or 1.0
+        for curve in chart.curves:
+            if curve.role in ("main", "held-out", "greedy"):
+                known = [(step, value) for step, value in curve.points if value is not None]
+                # In a box of 600 by 100 with the origin at the top left.
+                path = [
+                    (round(600 * (x - left) / width, 1), round(100 - 100 * (y - low) / height, 1)) for x, y in known
+                ]
+                last = typeset_value(known[-1][1], chart.unit) if known else "–"
+                lines.append({"label": curve.label, "role": curve.role, "path": path, "last": last})
+    template = _environment().get_template("summary.html.j2")
+    return template.render(outcome=outcome(record), remarks=record.remarks, chart=chart, lines=lines)
+
+
+def render(template: str, **context: Any) -> str:
+    """Fill a page template, with the style, the scripts and a policy that admits no other script.
+
+    The Content-Security-Policy names the only script by its hash, so that nothing in a recipe or a response can run.
+    """
+
+    def read(name: str) -> str:
+        return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+    library = f"/*!\n{read('vendor/uplot/LICENSE')}\n*/\n{read('vendor/uplot/uPlot.iife.min.js')}"
+    script = f"{library}\n{read('report.js')}"
+    style = f"{read('vendor/uplot/uPlot.min.css')}\n{read('report.css')}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # Styles need 'unsafe-inline': bars and boxes are placed by style attributes.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return _environment().get_template(template).render(script=script, style=style, policy=policy, **context)
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write the page atomically, and return its path.
+
+    Raises:
+        RunDirectoryError: it cannot be written; an earlier page is still there.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error
+    return path
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("rl_observe.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # `tojson` escapes <, > and &, so that JSON cannot end the script element that holds it.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
+    environment.filters |= {"number": _number, "text": _text, "phase_class": phase_class}
+    return environment
+
+
+def _number(value: object, unit: str) -> str:
+    """A number in one of the units of `glossary.Metric`; a dash for anything that is not a finite number."""
+    number = finite_number(value)
+    return "–" if number is None else typeset_value(number, unit)
+
+
+def _text(value: object, otherwise: str = "–") -> str:
+    return value if isinstance(value, str) else otherwise

@@ -1,20 +1,17 @@
-"""All that the files of a run say, read so that what is missing or broken is a remark and not an exception.
-
-It does not know the page.
-"""
+"""Read the files of a run for the report. A missing or broken file becomes a remark on the page, never an exception."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from rl_observe.json_lines import JsonLines, JsonValue, finite_number, read_json_lines
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["Row", "RunRecord", "number", "read_record", "rewards_are_right_or_wrong", "section", "text"]
+__all__ = ["Row", "RunRecord", "number", "read_record", "section", "text"]
 
 T = TypeVar("T")
 Row = dict[str, JsonValue]
@@ -23,30 +20,19 @@ Row = dict[str, JsonValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run left."""
+    """Everything that the files of a run hold. What is missing is empty, and `remarks` says so."""
 
     path: Path
-    """Its folder."""
     recipe: str
-    """The resolved recipe; "" where there is none."""
+    origins: Mapping[str, object]  # where each key of the recipe was set
     summary: Mapping[str, object]
-    """The figures of the whole run; empty where there are none."""
     versions: Mapping[str, object]
-    """What it was made with; empty where that is not known."""
-    stages: dict[str, list[Row]]
-    """The logged steps of each stage, stages in the order in which they began."""
+    stages: dict[str, list[Row]]  # logged steps by stage, in the order in which the stages started
     samples: list[Row]
-    """Held-out answers."""
-    spans: list[Row] = field(default_factory=list)
-    """What was done when; empty for a run that did not log it."""
-    events: list[Row] = field(default_factory=list)
-    """Conditions that occurred."""
-    refits: list[Row] = field(default_factory=list)
-    """Every refit; empty for a run that did not log them one by one."""
-    origins: Mapping[str, object] = field(default_factory=dict)
-    """Where each key of the recipe was written."""
-    remarks: list[str] = field(default_factory=list)
-    """What is missing or could not be read, a sentence each."""
+    spans: list[Row]
+    events: list[Row]
+    refits: list[Row]
+    remarks: list[str]  # what is missing or unreadable, one sentence each
 
     @property
     def rows(self) -> list[Row]:
@@ -55,60 +41,64 @@ class RunRecord:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run ended early: it says so, or it never came to write its summary."""
+        """True if the run says that it ended early, or never wrote its summary."""
         return bool(self.summary.get("interrupted", not self.summary))
+
+    @property
+    def rewards_are_right_or_wrong(self) -> bool:
+        """True if every sampled reward is 0 or 1, so that the page may speak of right responses."""
+        rewards = {number(sample, "reward") for sample in self.samples}
+        return bool(rewards) and rewards <= {0.0, 1.0}
 
 
 def read_record(run: RunDirectory) -> RunRecord:
-    """Read the files of a run. Nothing that they hold or lack raises."""
+    """Read the files of a run. Nothing that they contain or lack raises."""
     remarks: list[str] = []
-    nothing: Mapping[str, object] = {}
-    no_lines = JsonLines([], 0)
 
-    def read(path: Path, reader: Callable[[Path], T], otherwise: T, *, consequence: str) -> T:
+    def read(path: Path, reader: Callable[[Path], T], otherwise: T, *, lost: str | None) -> T:
+        # Without `lost` the file is optional: it exists only if something happened.
         try:
             return reader(path)
         except FileNotFoundError:
-            remarks.append(f"{path.name} is missing: {consequence}.")
+            remarks.extend([f"{path.name} is missing: {lost}."] if lost else [])
         except (OSError, ValueError, TypeError) as error:
-            remarks.append(f"{path.name} could not be read ({type(error).__name__}): {consequence}.")
+            remarks.append(f"{path.name} could not be read ({type(error).__name__}): {lost or 'it is left out'}.")
         return otherwise
 
-    metrics = read(run.metrics, read_json_lines, no_lines, consequence="there are no curves")
-    summary = read(run.summary, _read_object, nothing, consequence="the figures below are those of the log")
-    samples = read(run.samples, read_json_lines, no_lines, consequence="there are no answers to compare")
-    recipe = read(run.recipe, _read_text, "", consequence="the settings of the run are not known")
-    versions = read(run.versions, _read_object, nothing, consequence="what the run was made with is not known")
-    # These need not be there: nothing happened, or nobody asked.
-    spans, events, refits = (
-        read(path, read_json_lines, no_lines, consequence="it is left out") if path.exists() else no_lines
-        for path in (run.spans, run.events, run.refits)
-    )
-    origins = (
-        read(run.origins, _read_object, nothing, consequence="it is left out") if run.origins.exists() else nothing
-    )
-    stages, unplaced = _by_stage(metrics.rows)
-    for path, count in (
-        (run.metrics, metrics.unreadable + unplaced),
-        (run.samples, samples.unreadable),
-        (run.spans, spans.unreadable),
-        (run.events, events.unreadable),
-        (run.refits, refits.unreadable),
-    ):
-        remarks += _unreadable(path, count)
+    def read_object(path: Path) -> Mapping[str, object]:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise TypeError
+        return value
+
+    def read_rows(path: Path, lost: str | None = None, is_valid: Callable[[Row], bool] = bool) -> list[Row]:
+        lines = read(path, read_json_lines, JsonLines([], 0), lost=lost)
+        rows = [row for row in lines.rows if is_valid(row)]
+        if bad := lines.unreadable + len(lines.rows) - len(rows):
+            remarks.append(f"{f'{bad} lines' if bad > 1 else '1 line'} of {path.name} could not be read: left out.")
+        return rows
+
+    stages: dict[str, list[Row]] = {}
+    for row in read_rows(run.metrics, "there are no curves", _has_stage_and_step):
+        stages.setdefault(str(row["stage"]), []).append(row)
+    nothing: Mapping[str, object] = {}
     return RunRecord(
         path=run.path,
-        recipe=recipe,
-        summary=summary,
-        versions=versions,
         stages=stages,
-        samples=samples.rows,
-        spans=spans.rows,
-        events=events.rows,
-        refits=refits.rows,
-        origins=origins,
+        summary=read(run.summary, read_object, nothing, lost="the figures come from the log instead"),
+        samples=read_rows(run.samples, "there are no responses to compare"),
+        recipe=read(run.recipe, lambda path: path.read_text(encoding="utf-8"), "", lost="the settings are unknown"),
+        versions=read(run.versions, read_object, nothing, lost="machine and packages are unknown"),
+        origins=read(run.origins, read_object, nothing, lost=None),
+        spans=read_rows(run.spans),
+        events=read_rows(run.events),
+        refits=read_rows(run.refits),
         remarks=remarks,
     )
+
+
+def _has_stage_and_step(row: Row) -> bool:
+    return text(row, "stage") is not None and number(row, "step") is not None
 
 
 def number(values: Mapping[str, object], name: str) -> float | None:
@@ -126,37 +116,3 @@ def section(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     """The object of that name, or an empty one."""
     value = values.get(name)
     return value if isinstance(value, dict) else {}
-
-
-def _by_stage(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], int]:
-    stages: dict[str, list[Row]] = {}
-    placed = 0
-    for row in rows:
-        stage = text(row, "stage")
-        if stage is not None and number(row, "step") is not None:
-            stages.setdefault(stage, []).append(row)
-            placed += 1
-    return stages, len(rows) - placed
-
-
-def _unreadable(path: Path, count: int) -> list[str]:
-    if not count:
-        return []
-    return [f"{'1 line' if count == 1 else f'{count} lines'} of {path.name} could not be read and had to be left out."]
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def _read_object(path: Path) -> Mapping[str, object]:
-    value = json.loads(_read_text(path))
-    if not isinstance(value, dict):
-        raise TypeError(f"{path.name} holds no JSON object")
-    return value
-
-
-def rewards_are_right_or_wrong(record: RunRecord) -> bool:
-    """Whether every sampled reward is 0 or 1, so that one may speak of right answers."""
-    rewards = {number(sample, "reward") for sample in record.samples}
-    return bool(rewards) and rewards <= {0.0, 1.0}

@@ -1,101 +1,101 @@
-"""The same questions before and after training, side by side, each answer marked in words and not by colour alone.
-
-It does not know how answers are judged: where every reward is 0 or 1 they are called right and wrong, otherwise the
-rewards are shown, and where there are none, nothing is said.
-"""
+"""Responses to the same held-out prompts before and after training, and a few of them token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
-from rl_observe.report.markup import Html, element
-from rl_observe.report.record import Row, RunRecord, number, rewards_are_right_or_wrong, text
-from rl_observe.report.typography import typeset_value
+from rl_observe.json_lines import finite_number
+from rl_observe.report.record import Row, RunRecord, number, text
 
-__all__ = ["samples_section"]
+__all__ = ["before_after", "conversations"]
 
-# More of them make the page long without making the reader wiser; samples.jsonl has them all.
-_MOST_SHOWN = 16
-
+_MAX_CONVERSATIONS = 12
+_MAX_TOKENS = 1200  # a longer conversation is shown at both ends; the middle would make the page heavy
 _WHENS = ("before", "after")
-Pair = dict[str, Row]
 
 
-def samples_section(record: RunRecord) -> Html | None:
-    """Show answers of before beside those of after; None if there are none."""
-    pairs = _pairs(record)
-    if not pairs:
-        return None
-    shown = list(pairs.items())[:_MOST_SHOWN]
-    judged = any(number(sample, "reward") is not None for sample in record.samples)
-    graded = not rewards_are_right_or_wrong(record) if judged else None
-    heads = ("prompt", "expected", *_WHENS)
-    return element(
-        "section",
-        element("h2", "Before and after"),
-        element("p", _describe(pairs, num_shown=len(shown), graded=graded), class_="lead"),
-        element(
-            "table",
-            element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
-            element("tbody", *(_row(prompt, pair, graded=graded) for (_, prompt), pair in shown)),
-            class_="samples",
-        ),
-        id="samples",
-    )
+def before_after(record: RunRecord) -> dict[str, Any] | None:
+    """For the template: `counts`, `is_binary` and `pairs` of samples. None if there are no samples.
 
-
-def _pairs(record: RunRecord) -> Mapping[tuple[str, str], Pair]:
-    pairs: dict[tuple[str, str], Pair] = {}
+    `counts` says before and after training how many responses were right, wrong or cut off, of how many, and their
+    mean reward. A pair is the prompt, the expected answer or None, and the samples before and after, None if missing.
+    """
+    pairs: dict[tuple[str, str], dict[str, Row]] = {}
     for sample in record.samples:
         prompt, when = text(sample, "prompt"), text(sample, "when")
         if prompt is not None and when in _WHENS:
             pairs.setdefault((text(sample, "stage") or "", prompt), {}).setdefault(when, sample)
-    return pairs
+    counts = {}
+    for when in _WHENS:
+        found = [pair[when] for pair in pairs.values() if when in pair]
+        rewards = [reward for sample in found if (reward := number(sample, "reward")) is not None]
+        kinds = Counter(
+            "right" if number(sample, "reward") == 1 else "cut off" if sample.get("truncated") is True else "wrong"
+            for sample in found
+        )
+        if rewards:
+            counts[when] = {"kinds": kinds, "of": len(found), "mean": sum(rewards) / len(rewards)}
+    rows = []
+    for (_, prompt), pair in pairs.items():
+        expected = next((gold for sample in pair.values() if (gold := text(sample, "expected")) is not None), None)
+        rows.append((prompt, expected, [pair.get(when) for when in _WHENS]))
+    return {"counts": counts, "is_binary": record.rewards_are_right_or_wrong, "pairs": rows} if rows else None
 
 
-def _describe(pairs: Mapping[tuple[str, str], Pair], *, num_shown: int, graded: bool | None) -> str:
-    counts = []
-    for when in _WHENS if graded is not None else ():
-        answers = [pair[when] for pair in pairs.values() if when in pair]
-        rewards = [number(answer, "reward") or 0.0 for answer in answers]
-        if graded and rewards:
-            counts.append(f"mean reward {typeset_value(sum(rewards) / len(rewards), 'number')} {when}")
-        elif rewards:
-            counts.append(f"{sum(reward >= 1 for reward in rewards)} of {len(rewards)} right {when}")
-    shown = "" if num_shown == len(pairs) else f" The first {num_shown} are shown; samples.jsonl has all."
-    judged = f"Held-out problems, sampled: {', '.join(counts)} training." if counts else "Held-out problems, sampled."
-    return f"{judged}{shown}"
+def conversations(record: RunRecord) -> list[dict[str, Any]]:
+    """At most twelve samples that were kept with their tokens, those of the same prompt together.
+
+    Each has the `sample`, its `num_tokens`, `num_sampled`, `num_turns` and mean `probability`, and `tokens`. A token
+    has `text`; a sampled one also `logp`, `shade` (its probability in tenths), `trained`, `turn` and `index`.
+    """
+    found: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
+    for sample in record.samples:
+        if (conversation := _conversation(sample)) is not None:
+            found.setdefault((text(sample, "stage"), text(sample, "prompt")), []).append(conversation)
+    return [conversation for group in found.values() for conversation in group][:_MAX_CONVERSATIONS]
 
 
-def _row(prompt: str, pair: Pair, *, graded: bool | None) -> Html:
-    expected = next((found for sample in pair.values() if (found := text(sample, "expected")) is not None), None)
-    return element(
-        "tr",
-        element("th", element("pre", prompt), scope="row", data_label="prompt"),
-        element("td", element("pre", expected) if expected is not None else "–", data_label="expected"),
-        *(
-            element("td", element("div", *_answer(pair.get(when), graded=graded), class_="answer"), data_label=when)
-            for when in _WHENS
-        ),
-    )
+def _conversation(sample: Row) -> dict[str, Any] | None:
+    kept = sample.get("tokens")
+    columns = [kept.get(name) for name in ("pieces", "logp", "trained", "turns")] if isinstance(kept, dict) else []
+    lists = [column for column in columns if isinstance(column, list)]
+    if len(lists) < 4 or len({len(column) for column in lists}) > 1 or not lists[0]:
+        return None
+    tokens: list[dict[str, Any]] = []
+    for index, (piece, value, trained, turn) in enumerate(zip(*lists, strict=True)):
+        shown, logp = piece if isinstance(piece, str) else "", finite_number(value)
+        token: dict[str, Any] = {"text": shown}
+        if logp is not None:
+            logp = min(logp, 0.0)
+            # A newline would have no width to be shaded or pointed at.
+            token |= {"text": shown.replace("\n", "↵\n") or "·", "logp": logp, "index": index}
+            token |= {"shade": min(9, int(10 * math.exp(logp))), "trained": trained is True}
+            token["turn"] = int(finite_number(turn) or 0)
+        tokens.append(token)
+    logps = [token["logp"] for token in tokens if "logp" in token]
+    shown_tokens = _join_context(tokens)
+    if len(tokens) > _MAX_TOKENS:
+        half = _MAX_TOKENS // 2
+        gap = {"text": f" … {len(tokens) - 2 * half} tokens left out … ", "gap": True}
+        shown_tokens = [*_join_context(tokens[:half]), gap, *_join_context(tokens[-half:])]
+    return {
+        "sample": sample,
+        "num_tokens": len(tokens),
+        "num_sampled": len(logps),
+        "num_turns": len({token["turn"] for token in tokens if "logp" in token}),
+        "probability": math.exp(sum(logps) / len(logps)) if logps else None,
+        "tokens": shown_tokens,
+    }
 
 
-def _answer(sample: Row | None, *, graded: bool | None) -> list[Html | str]:
-    if sample is None:
-        return ["–"]
-    answer: list[Html | str] = [] if graded is None else [_mark(sample, graded=graded)]
-    answer.append(element("pre", text(sample, "response") or ""))
-    if sample.get("truncated") is True:
-        answer.append(element("small", "cut off at the token limit"))
-    return answer
-
-
-def _mark(sample: Row, *, graded: bool) -> Html:
-    reward = number(sample, "reward")
-    if reward is None:
-        return element("span", "no reward", class_="mark-word")
-    if graded:
-        return element("span", f"reward {typeset_value(reward, 'number')}", class_="mark-word")
-    if reward >= 1:
-        return element("span", "✓ right", class_="mark-word right")
-    return element("span", "✗ wrong", class_="mark-word wrong")
+def _join_context(tokens: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join runs of tokens that were not sampled: nobody points at them one by one."""
+    parts: list[dict[str, Any]] = []
+    for is_sampled, run in groupby(tokens, key=lambda token: "logp" in token):
+        group = list(run)
+        parts += group if is_sampled else [{"text": "".join(token["text"] for token in group)}]
+    return parts

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.logp.inputs import Head
-from rl_parallel_plans.logp.options import Options
+from rl_parallel_plans.logp.chunks import Head, Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable

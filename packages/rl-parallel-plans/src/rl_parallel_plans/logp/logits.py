@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_parallel_plans.logp.inputs import read_targets
-from rl_parallel_plans.logp.options import Options, statistics_dtype
-from rl_parallel_plans.logp.statistics import Rows, Upstream, at_targets, of_top_k
+from rl_parallel_plans.logp.chunks import Options, Rows, Upstream, at_targets, of_top_k, read_targets, statistics_dtype
 from rl_parallel_plans.vocabulary import VocabularySlice, local_slice
 
 

@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.logp.fused import logp_of
-from rl_parallel_plans.logp.inputs import local_head, local_hidden, one_dtype
-from rl_parallel_plans.logp.linear import linear_logp
+from rl_parallel_plans.logp.chunks import Options, local_head, local_hidden, one_dtype
+from rl_parallel_plans.logp.linear import linear_logp, logp_of
 from rl_parallel_plans.logp.logits import logp_of_logits
-from rl_parallel_plans.logp.options import Options
 from rl_parallel_plans.vocabulary import local_slice
 
 

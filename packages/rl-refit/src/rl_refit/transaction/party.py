@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from rl_refit.contracts import WeightSink
-from rl_refit.digest import Digest, combine_digests, digest_tensor
+from rl_refit.digest import Boxes, Digest, Sample, combine_digests, digest_tensor
 from rl_refit.errors import DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.plan import RefitPlan
-from rl_refit.sampling import Boxes, Sample
 from rl_refit.schedule import Schedule
 from rl_refit.transaction.agreement import Agreement
 from rl_refit.transaction.control import COMMIT, Control

@@ -16,12 +16,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from rl_refit.committed_version import CommittedVersion
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
+from rl_refit.refit import CommittedVersion
 from rl_refit.vllm.bank import Bank, identity_of
 from rl_refit.vllm.engines import Answer, Pause, engine_of
 from rl_refit.vllm.needs import DERIVED, Needs, NeedsConfig, needs_of, rows_of

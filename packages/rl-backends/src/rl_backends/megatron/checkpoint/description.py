@@ -20,7 +20,7 @@ from rl_backends.checkpoints.together import on_all
 from rl_backends.megatron.checkpoint.masters import Master
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import MegatronOptimizers
-from rl_backends.ranks import gather_text
+from rl_backends.rank_agreement import gather_text
 
 __all__ = ["ADAMW", "ADAMW_WITH_MASTERS", "MASTER", "Description", "describe", "device_of", "held_with"]
 

@@ -15,7 +15,7 @@ from rl_backends.errors import CheckpointError
 from rl_backends.megatron.conversion.marker import Marker, check_files, read_marker
 from rl_backends.megatron.conversion.space import told_bytes
 from rl_backends.megatron.conversion.tensors import ShardedModel, load_tensors, stored_dtypes
-from rl_backends.ranks import on_every_rank
+from rl_backends.rank_agreement import on_every_rank
 
 __all__ = ["TRACKER", "WEIGHTS", "Conversion", "read_conversion"]
 

@@ -30,7 +30,7 @@ from rl_backends.megatron.conversion.place import Place
 from rl_backends.megatron.conversion.progress import told_while_writing
 from rl_backends.megatron.conversion.space import ELSEWHERE, check_space, told_bytes
 from rl_backends.megatron.conversion.tensors import ShardedModel, save_tensors
-from rl_backends.ranks import gather_text, on_every_rank, on_rank_0
+from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 
 __all__ = ["find_or_convert"]
 

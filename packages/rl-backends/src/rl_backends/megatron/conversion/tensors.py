@@ -17,7 +17,7 @@ import torch
 
 from rl_backends.checkpoints.together import told
 from rl_backends.errors import CheckpointError
-from rl_backends.ranks import on_rank_0
+from rl_backends.rank_agreement import on_rank_0
 
 __all__ = ["ShardedModel", "load_tensors", "save_tensors", "stored_dtypes"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_backends.errors import ModelError
 from rl_backends.megatron.mapping.held import HeldTensor
-from rl_backends.ranks import gather_text, on_every_rank, raise_together
+from rl_backends.rank_agreement import gather_text, on_every_rank, raise_together
 from rl_parallel_plans import Box
 
 __all__ = ["Gatherer"]

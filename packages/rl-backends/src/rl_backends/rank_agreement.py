@@ -1,0 +1,251 @@
+"""What ranks agree on: the same batch everywhere, errors raised together, sums over ranks.
+
+Knows process groups; does not know what is done. Nothing is pickled: text crosses between ranks as bytes.
+
+Ranks of different weights would train a mixture of them, and ranks of different batches would each train on a part of
+its own; both silently. CRC-32 of the bytes finds any accident. Nothing is pickled.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backends.batching.words import token_ids_of
+from rl_backends.errors import BatchError, ModelError, RankError
+from rl_backends.examples import TokenBatch
+from rl_parallel_plans.dtensor import has_numbers
+
+__all__ = [
+    "add_up",
+    "forget_host_group",
+    "gather_text",
+    "host_group",
+    "on_every_rank",
+    "on_rank_0",
+    "raise_together",
+    "require_same_batch",
+    "require_same_model",
+]
+
+T = TypeVar("T")
+
+_host_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""The world that a group spans, and the group, by the identity of that world."""
+
+
+def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Let every rank act; if one fails, all raise. Every rank of `group` must call it.
+
+    group: None for all ranks; where there is no process group, this process alone.
+
+    Raises:
+        BaseException: this rank's own.
+        RankError: other ranks', told in words.
+    """
+    result: T | None = None
+    error: BaseException | None = None
+    try:
+        result = action()
+    except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
+        error = caught
+    texts = gather_text("" if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    if failed := [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text]:
+        raise RankError("; ".join(failed))
+    return result  # type: ignore[return-value]
+
+
+def on_rank_0(action: Callable[[], object], *, group: dist.ProcessGroup | None = None) -> None:
+    """Let rank 0 act while the others wait; if it fails, every rank raises, as in `on_every_rank`."""
+    first = not dist.is_initialized() or dist.get_rank(group) == 0
+    on_every_rank(action if first else lambda: None, group=group)
+
+
+def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank where one of them has an error, as `on_every_rank` would have."""
+
+    def raise_it() -> None:
+        if error is not None:
+            raise error
+
+    on_every_rank(raise_it, group=group)
+
+
+def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Every rank's text, by rank."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [text]
+    data = text.encode()
+    device = _device_of(group)
+    length = torch.tensor(len(data), device=device)
+    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
+    if not length:
+        return [""] * dist.get_world_size(group)
+    padded = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in gathered]
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """All ranks over the host's network, apart from the collectives of training; None without a process group.
+
+    Made by the first call, which every rank must take part in. A rank waits for another as long as in training.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return None
+    if id(world) not in _host_groups:
+        _host_groups.clear()  # those of a process group that was destroyed
+        _host_groups[id(world)] = world, dist.new_group(backend="gloo", timeout=_timeout_of(world))
+    return _host_groups[id(world)][1]
+
+
+def forget_host_group() -> None:
+    """Let go of it, whose process group was destroyed: its threads would live on."""
+    _host_groups.clear()
+
+
+def _device_of(group: dist.ProcessGroup | None) -> str:
+    """Where the tensors of collectives must lie."""
+    backend = dist.get_backend(group)
+    return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    options: Any = group._get_backend(torch.device(_device_of(group))).options  # noqa: SLF001 - no public one
+    timeout: timedelta = options._timeout  # noqa: SLF001
+    return timeout
+
+
+def require_same_model(model: nn.Module) -> None:
+    """Compare names, shapes and dtypes of all parameters and buffers, and their bits where they have numbers.
+
+    Every rank must call it. The weights are read once, through the host's memory.
+
+    Raises:
+        ModelError: on every rank; ranks have other weights, or other models.
+    """
+    if not _several_ranks():
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if _differ(crc32("\n".join(map(_described, tensors, tensors.values())).encode())):
+        models = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_text(_summary(model, tensors))))
+        raise ModelError(f"every rank must be given the same model, and these are different ones: {models}")
+    if all(map(has_numbers, tensors.values())) and (difference := _first_difference(tensors)) is not None:
+        name, ranks = difference
+        raise ModelError(
+            f"every rank must be given the same weights, and {name} of {_named(ranks)} is not what rank 0 has: load "
+            f"the same files on every rank, set the same seed before the model is made, or use from_pretrained"
+        )
+
+
+def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) -> None:
+    """Compare tokens, lengths and which tokens train; every rank must call it.
+
+    Args:
+        examples: of this rank.
+        with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same words.
+
+    Raises:
+        BatchError: on every rank; the ranks have other batches.
+    """
+    if not _several_ranks():
+        return
+    tensors = [examples.tokens, examples.lengths, examples.trainable]
+    if with_token_ids and (token_ids := token_ids_of(examples)) is not None:
+        tensors.append(token_ids)
+    kind = " ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
+    if _differ(_digest(tensors, crc32(f"{kind} {examples.rows_per_unit}".encode()))):
+        texts = gather_text(f"{examples.tokens.shape[0]} rows, {int(examples.lengths.sum())} tokens")
+        batches = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise BatchError(
+            f"every rank must be given the whole batch, and the ranks were given different ones ({batches}): leave out "
+            f"a DistributedSampler, since the backend deals the rows to the ranks itself, and shuffle by the same seed"
+        )
+
+
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _differ(digest: int) -> bool:
+    """Whether ranks have other digests: one small reduction."""
+    extremes = torch.tensor([digest, -digest], device=_device())
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    most, least = extremes.tolist()
+    return bool(most != -least)
+
+
+def _first_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] | None:
+    """The first tensor that is not alike everywhere, and the ranks where it is not what rank 0 has."""
+    own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device())
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    apart = torch.stack(gathered).cpu() != gathered[0].cpu()
+    if not apart.any():
+        return None
+    first = int(apart.any(0).int().argmax())
+    return list(tensors)[first], apart[:, first].nonzero()[:, 0].tolist()
+
+
+def _digest(tensors: Iterable[Tensor], start: int = 0) -> int:
+    for tensor in tensors:
+        start = crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, start)
+    return start
+
+
+def _device() -> str:
+    """Where collectives of all ranks take tensors from; the host, if they can."""
+    backend = dist.get_backend()
+    return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.is_meta}"
+
+
+def _summary(model: nn.Module, tensors: dict[str, Tensor]) -> str:
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    on_meta = ", on the meta device" if any(tensor.is_meta for tensor in tensors.values()) else ""
+    return f"{type(model).__qualname__} of {len(tensors)} tensors, {numbers} numbers, {', '.join(dtypes)}{on_meta}"
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Tensor]:
+    """Scalars by name, added over the ranks of `group`; float64, which counts every token.
+
+    Raises:
+        ValueError: the ranks have other names.
+    """
+    names = sorted(sums)
+    together = dist.get_world_size(group) > 1
+    if together:
+        _require_same_names(names, group, device=device)
+    if not names:
+        return {}
+    stacked = torch.stack([sums[name].to(torch.float64) for name in names])
+    if together:
+        dist.all_reduce(stacked, group=group)
+    return dict(zip(names, stacked.unbind(), strict=True))
+
+
+def _require_same_names(names: list[str], group: dist.ProcessGroup, *, device: torch.device) -> None:
+    digest = crc32("\n".join(names).encode())
+    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if int(extremes[0]) != -int(extremes[1]):
+        raise ValueError(
+            f"ranks returned sums of different names, {names} here; a loss must return the same names for any rows"
+        )
