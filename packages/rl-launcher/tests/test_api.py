@@ -221,7 +221,7 @@ def test_a_data_frame_without_pandas_is_refused_by_the_package_it_needs(parts, m
 
 def test_a_notebook_shows_the_summary_of_the_report(parts):
     html = train(parts)._repr_html_()
-    assert "held out" in html.lower()
+    assert "held-out" in html
     assert "<script" not in html
 
 

@@ -223,11 +223,10 @@ def _finish(execute: Callable[[], dict[str, Any]], run_dir: Path) -> RunResult:
     """Run `execute` and return its result; an early end carries the result of what there is."""
     try:
         with _refusals():
-            execute()
+            return RunResult(run_dir, execute())
     except RunStoppedError as error:
         error.result = RunResult(run_dir)
         raise
-    return RunResult(run_dir)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,21 @@ __all__ = ["RunResult"]
 
 
 class RunResult:
-    """What a run left behind. `RunResult(run_dir)` opens that of an earlier run.
+    """What a run left behind.
+
+    Args:
+        run_dir: of the run, or of an earlier one.
+        summary: what the run returned; None reads `summary.json`.
 
     Raises:
         RunDirectoryError: the folder is not a run directory.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
         from rl_observe import RunDirectory
 
         self._run: RunDirectory = RunDirectory.open(run_dir)
+        self._summary = summary
 
     @property
     def run_dir(self) -> Path:
@@ -39,7 +45,9 @@ class RunResult:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The run's result in figures, as `summary.json` holds it; empty where the run was killed before its end."""
+        """The run's result in figures, as `summary.json` holds it; empty if the run was killed before its end."""
+        if self._summary is not None:
+            return self._summary
         if not self._run.summary.is_file():
             return {}
         summary: dict[str, Any] = json.loads(self._run.summary.read_text(encoding="utf-8"))
@@ -68,10 +76,10 @@ class RunResult:
             Refusal: pandas is not installed.
         """
         try:
-            import pandas as pd
+            pandas: Any = import_module("pandas")
         except ImportError as error:
             raise Refusal("a DataFrame needs pandas: pip install pandas; .metrics is a list of dicts") from error
-        return pd.DataFrame(self.metrics)
+        return pandas.DataFrame(self.metrics)
 
     @cached_property
     def model(self) -> Any:
