@@ -8,8 +8,10 @@ import threading
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import rl_launcher
+from rl_algorithms.contracts import EnvironmentReturn
 from rl_launcher import Refusal, RunResult, RunStoppedError
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.recipe_files import RecipeError
@@ -65,6 +67,39 @@ def test_the_model_object_is_trained_in_place_and_the_result_holds_a_copy_of_the
     assert any(not torch.equal(after[name], before[name]) for name in before)
     assert all(torch.equal(after[name], tensor) for name, tensor in saved.state_dict().items())
     assert saved is not parts["model"]
+
+
+def test_a_model_may_be_a_folder_and_a_model_object_finds_the_tokenizer_that_it_was_loaded_with(parts, tmp_path):
+    for part in ("model", "tokenizer"):
+        parts[part].save_pretrained(tmp_path / "mine")
+    by_name = train({**parts, "model": tmp_path / "mine", "tokenizer": None})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
+    by_object = train({**parts, "model": loaded, "tokenizer": None})
+    assert [line["loss"] for line in by_object.metrics if "loss" in line] == [
+        line["loss"] for line in by_name.metrics if "loss" in line
+    ]
+
+
+def test_rows_that_are_held_out_are_given_or_cut_from_the_others(parts):
+    result = train(parts, held_out=[{"prompt": "9+9=", "answer": "18"}], evaluation={"max_prompts": 5, "samples": 1})
+    assert result.summary["held_out_size"] == 1
+    assert "held out list of 1 rows" in (result.run_dir / "recipe.yaml").read_text()
+
+
+def test_an_environment_class_replaces_the_reward(parts):
+    class Once:
+        def reset(self, *, seed, row):
+            return row["prompt"]
+
+        def step(self, response):
+            return EnvironmentReturn(reward=float(len(response)), terminated=True)
+
+        def close(self):
+            pass
+
+    result = train({**parts, "reward": None, "environment": Once})
+    assert result.summary["steps"] == 2
+    assert "<python object: class " in (result.run_dir / "recipe.yaml").read_text()
 
 
 def test_the_recorded_recipe_describes_objects_and_where_functions_are_defined(parts):
