@@ -1,4 +1,4 @@
-"""A cluster that a run starts itself, looked at from within: who listens where, and where a secret can be read.
+"""Inspect the Ray cluster that a run starts itself: which ports are open to whom, and where a secret can be read.
 
 argv[1]: JSON of {"folder": of the run, "secret": value of an environment variable of the actors}.
 Prints one line of JSON.

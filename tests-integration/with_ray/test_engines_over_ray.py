@@ -1,4 +1,4 @@
-"""Two engines over Ray answer as one does, whoever calls them and whichever of them dies."""
+"""Two engines over Ray return what one returns, from any caller, and also when one of them dies."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ import pytest
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
 
-from engines_world import in_thread, kill, make_world, wait_until
+from ray_setup import in_thread, kill, make_setup, wait_until
 
 from rl_generation import PromptError, Sampling
 from rl_launcher.errors import Refusal
@@ -21,7 +21,7 @@ LONG = Sampling(max_new_tokens=80, seed=4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, ray_cluster):
     """Two engines of transformers' and a policy of one rank, all actors."""
-    world = make_world(tmp_path_factory.mktemp("run"), num_engines=2)
+    world = make_setup(tmp_path_factory.mktemp("run"), num_engines=2)
     with pytest.raises(Refusal, match="no refit has been committed"):
         world.engine.generate([[1, 5, 7]], SAMPLING)
     world.weight_sync(version=0)

@@ -1,4 +1,4 @@
-"""Engines over Ray that are ended while one of them is being replaced: nobody comes up afterwards and stays."""
+"""Engines over Ray that are stopped while one of them is being replaced leave no process behind."""
 
 from importlib.util import find_spec
 
@@ -9,8 +9,8 @@ if find_spec("ray") is None:
 
 import threading
 
-from engines_world import ENV, PATIENCE_S, in_thread, kill, wait_until
-from launched import gone
+from launched_run import gone
+from ray_setup import ENV, PATIENCE_S, in_thread, kill, wait_until
 
 from rl_launcher.engines import EngineSpec
 from rl_launcher.errors import Refusal

@@ -1,4 +1,4 @@
-"""Ranks of a trainer over Ray: what they compute, and what is told of one that fails, dies or stands still."""
+"""The ranks of a trainer over Ray: what they compute, and what is reported when one fails, dies or hangs."""
 
 from importlib.util import find_spec
 
@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from launched import gone
+from launched_run import gone
 from safetensors.torch import load_file
-from trainers_world import (
+from trainer_examples import (
     examples,
     loss,
     loss_that_fails_on_rank_1,

@@ -1,4 +1,4 @@
-"""A trainer and engines that share devices, over Ray: whoever rests has given the memory away."""
+"""Colocation over Ray: trainer and engines share devices, and the one that waits has freed its memory."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,7 @@ if find_spec("ray") is None:
     pytest.skip("Ray is not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
 
 import torch
-from engines_world import make_world
+from ray_setup import make_setup
 
 from rl_backends import OptimizerConfig
 from rl_generation import Sampling
@@ -17,7 +17,7 @@ SAMPLING = Sampling(max_new_tokens=9, seed=3)
 
 
 def test_on_a_cpu_they_take_turns_and_nothing_is_moved(tmp_path, ray_cluster):
-    world = make_world(tmp_path, num_engines=1, colocated=True)
+    world = make_setup(tmp_path, num_engines=1, colocated=True)
     try:
         policy = world.served.policy
         assert "nothing is moved" in policy.explain()
@@ -35,7 +35,7 @@ def test_on_a_cpu_they_take_turns_and_nothing_is_moved(tmp_path, ray_cluster):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory that is given away is a GPU's; there is none here")
 def test_on_a_gpu_the_engine_that_sleeps_has_given_its_memory_away(tmp_path):
-    world = make_world(tmp_path, num_engines=1, backend="vllm", colocated=True, device="cuda")
+    world = make_setup(tmp_path, num_engines=1, backend="vllm", colocated=True, device="cuda")
     try:
         policy = world.served.policy
         policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)

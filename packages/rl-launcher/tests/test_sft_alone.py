@@ -164,7 +164,7 @@ def test_held_out_conversations_that_change_are_noticed_by_resume(alone, tmp_pat
     changed = [talk.replace('"no"', '"maybe"') if f'"{question}"' in talk else talk for talk in talks]
     assert changed != talks
     (tmp_path / "talks.jsonl").write_text("\n".join(changed))
-    with pytest.raises(Refusal, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data have changed since"):
         resume(tmp_path / "run")
 
 
@@ -302,8 +302,8 @@ def test_the_commands_know_runs_without_a_judge(alone, tmp_path):
     assert code == 0, output
     code, output = invoke("explain", alone)
     assert code == 0, output
-    assert "7 conversations to learn from, 2 held out" in output
-    assert "nobody judges answers" in output
+    assert "7 conversations to train on, 2 held out" in output
+    assert "no reward (env is null)" in output
     code, output = invoke("run", alone, "sft.max_num_steps=2")
     assert code == 0, output
     code, output = invoke("report", tmp_path / "run")

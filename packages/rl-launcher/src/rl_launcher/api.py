@@ -9,7 +9,7 @@ Importing this module loads neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import tempfile
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +77,8 @@ def train(
     resolved = _load(recipe, changes)
     if not any(change.startswith("run_dir=") for change in changes):
         resolved = _load(recipe, [*changes, f"run_dir={json.dumps(_unused(resolved.value.run_dir))}"])
+    for note in resolved.notes:
+        sys.stderr.write(f"{note}\n")
     return run_recipe(resolved, objects)
 
 
@@ -267,13 +269,10 @@ def _load(recipe: RecipeLike, overrides: Sequence[str]) -> Resolved[Recipe]:
     from rl_launcher.recipe_files import load_recipe as load
     from rl_launcher.schema import STAGES, Recipe
 
-    if not isinstance(recipe, Mapping):
-        return load(find_recipe(recipe), schema=Recipe, overrides=overrides)
-    named = [stage for stage in STAGES if recipe.get(stage)] or ["run"]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(json.dumps({"run_dir": f"runs/{named[-1]}", **recipe}, default=str), encoding="utf-8")
-        return load(file, schema=Recipe, overrides=overrides)
+    if isinstance(recipe, Mapping):
+        named = [stage for stage in STAGES if recipe.get(stage)] or ["run"]
+        return load({"run_dir": f"runs/{named[-1]}", **recipe}, schema=Recipe, overrides=overrides)
+    return load(find_recipe(recipe), schema=Recipe, overrides=overrides)
 
 
 def _unused(run_dir: str) -> str:

@@ -1,6 +1,5 @@
 """Commands about one run: run, resume, explain, validate, try-reward, evaluate, report, export."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,27 +16,20 @@ def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = load(recipe, overrides)
 
-    def train() -> dict[str, Any]:
-        from rl_launcher.run.run import run as run_recipe
+    from rl_launcher.api import run_recipe
 
-        return run_recipe(resolved)
-
-    _show_summary(train, traceback=traceback)
+    _show_summary(or_refuse(lambda: run_recipe(resolved), traceback=traceback).summary)
 
 
 def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Continue a run that ended early from its last checkpoint. The last line printed is JSON."""
 
-    def train() -> dict[str, Any]:
-        from rl_launcher.run.run import resume as resume_run
+    from rl_launcher.api import resume as resume_run
 
-        return resume_run(run_dir, overrides or ())
-
-    _show_summary(train, traceback=traceback)
+    _show_summary(or_refuse(lambda: resume_run(run_dir, overrides=overrides or ()), traceback=traceback).summary)
 
 
-def _show_summary(train: Callable[[], dict[str, Any]], *, traceback: bool) -> None:
-    summary = or_refuse(train, traceback=traceback)
+def _show_summary(summary: dict[str, Any]) -> None:
     for complaint in summary.get("unwritten", []):
         warn(f"not written: {complaint}")
     show(f"report: {summary['run_dir']}/report.html   model: {summary['run_dir']}/model")
@@ -132,11 +124,9 @@ def evaluate(
     traceback: Traceback = False,
 ) -> None:
     """Measure a model on the held-out prompts: mean reward and pass@k, sampled and greedy, with intervals."""
-    from rl_launcher.bundled_recipes import find_recipe
-    from rl_launcher.run.evaluate import measure, measured_recipe
+    from rl_launcher.api import evaluate as measure
 
-    resolved = or_refuse(lambda: measured_recipe(find_recipe(subject), overrides=overrides or (), model=model))
-    measured = or_refuse(lambda: measure(resolved), traceback=traceback)
+    measured = or_refuse(lambda: measure(subject, model=model, overrides=overrides or ()), traceback=traceback)
     show(measured.text())
     if json:
         print_json(measured.figures())

@@ -71,7 +71,7 @@ SCONTROL = """
         with (Path(os.environ["SHIMS"]) / "requeued").open("a") as file:
             file.write(" ".join(sys.argv[1:]) + chr(10))
 """
-# In the place of python: Ray and the wait for it do nothing, and a run ends as RUN_ENDS says.
+# Instead of python: Ray and the wait for it do nothing, and a run ends as RUN_ENDS says.
 PYTHON = """
     import json, os, signal, socket, sys, time
     from pathlib import Path
@@ -268,17 +268,18 @@ def test_what_was_told_to_end_or_was_queued_often_enough_is_saved_and_not_queued
     assert not (tmp_path / "shims" / "requeued").exists()
 
 
-def test_a_machine_that_gives_up_ends_the_job_before_the_time_for_joining_does(tmp_path, cluster):
+def test_a_node_that_gives_up_ends_the_job_before_the_time_for_joining_does(tmp_path, cluster):
     python = tmp_path / "python"
     # Ray is one that fails; the wait for it is the real one.
     python.write_text(
-        f'#!/bin/bash\n[[ $2 == rl_launcher.cluster_jobs.wait_for_nodes ]] || exit 3\nexec {shlex.quote(sys.executable)} "$@"\n'
+        "#!/bin/bash\n[[ $2 == rl_launcher.cluster_jobs.wait_for_nodes ]] || exit 3\n"
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)
     script = write_script(tmp_path, render_slurm(job(), options(tmp_path, python=str(python), join_timeout_s=1000)))
     done = finish(script, cluster)
     assert done.returncode == 1, done.stderr
-    assert "the cluster is not whole" in done.stderr
+    assert "not all nodes have joined" in done.stderr
     assert "its Ray ended with exit code 3" in done.stderr
 
 
@@ -288,7 +289,7 @@ def test_a_failed_run_is_not_queued_again(tmp_path, cluster):
     assert not (tmp_path / "shims" / "requeued").exists()
 
 
-def test_a_missing_variable_another_number_of_machines_and_no_shared_folder_are_told(tmp_path, cluster):
+def test_a_missing_variable_another_number_of_nodes_and_no_shared_folder_are_reported(tmp_path, cluster):
     script = write_script(tmp_path, render_slurm(job(), options(tmp_path, env=("HF_TOKEN", "NCCL_DEBUG=a b"))))
     cluster.pop("HF_TOKEN", None)
     missing = finish(script, cluster)
@@ -296,12 +297,12 @@ def test_a_missing_variable_another_number_of_machines_and_no_shared_folder_are_
     assert "HF_TOKEN is not set; export it before sbatch" in missing.stderr
     fewer = finish(script, {**cluster, "HF_TOKEN": "x", "SLURM_JOB_NODELIST": "node1"})
     assert fewer.returncode == 2
-    assert "takes 2 machines, and the job has 1: node1" in fewer.stderr
+    assert "needs 2 nodes, and the job has 1: node1" in fewer.stderr
     elsewhere = write_script(tmp_path, render_slurm(job(), options(tmp_path, shared_dir=str(tmp_path / "none"))))
     assert f"there is no {tmp_path / 'none'} here" in finish(elsewhere, cluster).stderr
 
 
-def test_setup_that_fails_on_a_machine_ends_the_job_with_its_name(tmp_path, cluster):
+def test_setup_that_fails_on_a_node_ends_the_job_with_its_name(tmp_path, cluster):
     script = write_script(tmp_path, render_slurm(job(), options(tmp_path, setup="false")))
     done = finish(script, cluster)
     assert done.returncode == 2
@@ -360,14 +361,14 @@ def test_bash_parses_it_and_sbatch_gets_what_was_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"time": "soon"}, "time='soon' is no limit of sbatch"),
-        ({"partition": "a b"}, "partition='a b' cannot stand behind #SBATCH"),
-        ({"account": "a\n#SBATCH --wrap=x"}, "cannot stand behind #SBATCH"),
+        ({"time": "soon"}, "time='soon' is not a time limit of sbatch"),
+        ({"partition": "a b"}, "partition='a b' cannot follow #SBATCH"),
+        ({"account": "a\n#SBATCH --wrap=x"}, "cannot follow #SBATCH"),
         ({"directives": ("qos",)}, "write it as --qos=high"),
         ({"shared_dir": "runs"}, "shared_dir='runs' must be absolute"),
         ({"env": ("HF_TOKEN=abc",)}, "pass it on by name alone: HF_TOKEN"),
         ({"env": ("1A=b",)}, "is no environment variable"),
-        ({"mounts": ("a:b",)}, "there is none; give container"),
+        ({"mounts": ("a:b",)}, "there is none; set container"),
         ({"join_timeout_s": 0}, "join_timeout_s=0 must be >= 1"),
     ],
 )

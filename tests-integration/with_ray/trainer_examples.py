@@ -1,4 +1,4 @@
-"""What the tests of trainers over Ray share with the ranks, which import it: examples, losses, a recipe."""
+"""Examples, losses and a recipe for tests of trainers over Ray; the ranks import this module too."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""A trainer's rank and some engines over Ray, of the model of `tiny_world`: all that tests of engines share."""
+"""A trainer's rank and several engines over Ray with the model of `tiny_setup`, for tests of engines."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiny_world import World
+from tiny_setup import TinySetup
 
 from rl_backends import DTensorConfig, OptimizerConfig
 from rl_launcher.quickstart.tiny_model import character_tokenizer
@@ -33,7 +33,7 @@ PATIENCE_S = 420  # for what takes seconds on an idle machine
 
 ENV = {
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request for logprobs compiles
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for logprobs compiles
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -44,10 +44,10 @@ VLLM = {"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 16, "kv_cac
 
 
 @dataclass(kw_only=True)
-class EnginesWorld:
+class RaySetup:
     """A cluster with `num_engines` engines, and a policy of one rank."""
 
-    tiny: World
+    tiny: TinySetup
     runtime: RayRuntime
     policy: RayPolicy
     served: Served
@@ -78,9 +78,9 @@ class EnginesWorld:
         self.runtime.close()
 
 
-def make_world(folder, *, num_engines, backend="transformers", asynchronous=False, colocated=False, device="cpu"):
+def make_setup(folder, *, num_engines, backend="transformers", asynchronous=False, colocated=False, device="cpu"):
     """Start everything; `folder` takes the model and the logs."""
-    tiny = World.make()
+    tiny = TinySetup.make()
     model = folder / "model"
     tiny.engine.model.save_pretrained(model)
     character_tokenizer().save_pretrained(model)
@@ -119,7 +119,7 @@ def make_world(folder, *, num_engines, backend="transformers", asynchronous=Fals
     except BaseException:
         runtime.close()
         raise
-    return EnginesWorld(tiny=tiny, runtime=runtime, policy=policy, served=served, folder=folder, events=events)
+    return RaySetup(tiny=tiny, runtime=runtime, policy=policy, served=served, folder=folder, events=events)
 
 
 def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device):
@@ -156,7 +156,7 @@ def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device
 
 
 def in_thread(call):
-    """Begin `call` in a thread; returns a function that waits for it, and gives its result or raises its error."""
+    """Start `call` in a thread; return a function that waits for it, and returns its result or raises its error."""
     box = {}
 
     def run():
@@ -170,7 +170,7 @@ def in_thread(call):
 
     def result():
         thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "it has not ended"
+        assert not thread.is_alive(), "the call has not ended"
         if "error" in box:
             raise box["error"]
         return box["value"]
@@ -183,8 +183,8 @@ def kill(pid):
 
 
 def wait_until(holds):
-    """Until `holds()`; look at the clock only to give up."""
+    """Wait until `holds()`; the clock only decides when to give up."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.02)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_launcher.checkpoints import CheckpointError, export, find_latest, list_checkpoints
-from rl_launcher.checkpoints.disk import DiskSpaceError, SharedFolder, bytes_needed, check_space, claimed, sees
+from rl_launcher.checkpoints.disk import DiskSpaceError, SharedFolder, check_space, claimed, sees
 from rl_launcher.checkpoints.folders import appearing, write_text
 from rl_launcher.checkpoints.progress import pack, unpack
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
@@ -141,8 +141,7 @@ def test_what_changes_the_curve_may_not_change_when_a_run_goes_on():
 def test_too_little_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path):
     config = CheckpointingConfig(save_period=10, ft_keep_latest_k=2, keep_top_k=1)
     sizes = {"checkpoint_bytes": 12_000_000_000, "model_bytes": 4_000_000_000}
-    assert bytes_needed(**sizes, config=config) == 52_000_000_000
-    assert bytes_needed(**sizes, config=CheckpointingConfig()) == 16_000_000_000
+    check_space(tmp_path, **sizes, config=CheckpointingConfig(), free_bytes=16_000_000_000)
     check_space(tmp_path, **sizes, config=config, free_bytes=52_000_000_000)
     with pytest.raises(DiskSpaceError, match=r"has 51\.9 GB free, and the run needs at least 52\.0 GB: .*_latest_k=2"):
         check_space(tmp_path, **sizes, config=config, free_bytes=51_900_000_000)
@@ -167,7 +166,7 @@ def test_a_run_is_carried_by_one_process_at_a_time(recipe, tmp_path, monkeypatch
         with pytest.raises(RunStoppedError):
             run_recipe(recipe)
     directory = RunDirectory.open(tmp_path / "run")
-    with claimed(directory), pytest.raises(Refusal, match=f"carried on already, by process {os.getpid()} of "):
+    with claimed(directory), pytest.raises(Refusal, match=f"is in use by process {os.getpid()} of "):
         resume(directory.path)
     assert not (directory.path / ".claimed").exists()
     assert resume(directory.path)["steps"] == 14
@@ -230,7 +229,7 @@ def test_a_damaged_checkpoint_is_named_and_never_passed_over(recipe, tmp_path):
     with pytest.raises(CheckpointError, match=r"step_00000006/complete\.json is damaged: .* or delete that folder"):
         find_latest(directory)
     marker.unlink()
-    with pytest.raises(CheckpointError, match="step_00000006 is torn"):
+    with pytest.raises(CheckpointError, match="step_00000006 is incomplete"):
         find_latest(directory)
     write_text(marker, good)
     assert find_latest(directory) == newest
@@ -278,7 +277,7 @@ def test_a_model_is_exported_from_a_run_and_from_any_of_its_checkpoints(recipe, 
     assert transformers.AutoTokenizer.from_pretrained(newest).chat_template
     with pytest.raises(Refusal, match="exists already, and nothing is overwritten"):
         export(tmp_path / "run", last)
-    with pytest.raises(Refusal, match=r"step_00000005 is not there; checkpoints of this run: step_00000002, "):
+    with pytest.raises(Refusal, match=r"step_00000005 does not exist; checkpoints of this run: step_00000002, "):
         export(tmp_path / "run", tmp_path / "none", step=5)
     (tmp_path / "run" / "checkpoints" / "step_00000006" / "policy" / "checkpoint.json").write_text("{}")
     with pytest.raises(Refusal, match=r"checkpoint\.json is not what was written"):

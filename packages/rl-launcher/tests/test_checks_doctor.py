@@ -25,13 +25,13 @@ from rl_launcher.checks.doctor import (
 )
 from rl_launcher.checks.doctor_findings import (
     Finding,
-    ask,
     collectives,
     descriptors,
     disk,
     hub_cache,
     memory,
     ray,
+    run_probe,
     shared_memory,
     tensorboard,
     torch,
@@ -42,7 +42,7 @@ PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 
 
 def finding(name, state="works", **more):
-    return Finding(name=name, state=state, did="looked", says=more.pop("says", "so it is"), **more)
+    return Finding(name=name, state=state, checked="looked", result=more.pop("result", "so it is"), **more)
 
 
 def everything(**states):
@@ -72,10 +72,26 @@ def test_versions_are_compared_by_what_a_cell_pins():
     exact = match("p", cells, {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"})
     assert exact.cells == ("python 3.11, torch 2.13, ray 2.60",)
     # 2.13 is not a 2.1.
-    other = match("p", cells, {"python": "3.11.7", "torch": "2.13.0+cpu"})
+    other = match("p", cells[:1], {"python": "3.11.7", "torch": "2.13.0+cpu"})
     assert other.cells == ()
     assert other.differing == ("torch 2.13.0+cpu instead of 2.1",)
     assert installed_versions()["torch"]
+
+
+def test_an_optional_component_that_is_not_installed_does_not_hide_a_cell():
+    cells = [{"torch": "2.13", "transformers": "5.19"}, {"torch": "2.13", "transformers": "5.23", "ray": "2.60"}]
+    installed = {"torch": "2.13.0", "transformers": "5.23.0"}
+    assert match("p", cells, installed).cells == ("torch 2.13, transformers 5.23",)
+    assert match("p", cells, {**installed, "ray": "2.50.1"}).differing == ("ray 2.50.1 instead of 2.60",)
+    assert match("p", cells, {"torch": "2.13.0"}).differing == ("transformers not installed instead of 5.19",)
+
+
+@pytest.mark.parametrize("more", [{}, {"ray": "2.60.0"}, {"megatron-core": "0.16.1"}], ids=["plain", "Ray", "Megatron"])
+def test_each_newest_cell_is_a_tested_one_with_and_without_its_optional_components(more):
+    # The environment of `nox -s dev`: the newest transformers, and neither vLLM nor, unless added, Ray and Megatron.
+    installed = {"python": "3.11.9", "torch": "2.13.0+cpu", "transformers": "5.23.0", **more}
+    for package, cells in matrix().items():
+        assert match(package, cells, installed).differing == (), package
 
 
 def test_torch_gloo_and_tensorboard_work_here():
@@ -96,7 +112,7 @@ def test_the_machine_is_looked_at(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     cache = hub_cache()
     assert cache.figures["path"] == str(tmp_path / "hub" / "hub")
-    assert "offline" in cache.says
+    assert "offline" in cache.result
 
 
 def is_there(process):
@@ -128,15 +144,15 @@ def test_what_hangs_is_ended_with_all_that_it_started_and_what_crashes_is_told(t
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", Begun)
-        answer = ask("imports", "rl_launcher_probe_for_test", timeout_s=1)
-    assert answer.failure.startswith("no answer in 1 s")
+        answer = run_probe("imports", "rl_launcher_probe_for_test", timeout_s=1)
+    assert answer.failure.startswith("no result in 1 s")
     deadline = time.monotonic() + 60
     while is_there(child.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "No module named 'nobody_has_this'" in ask("imports", "nobody_has_this", timeout_s=PATIENCE_S).failure
+    assert "No module named 'nobody_has_this'" in run_probe("imports", "nobody_has_this", timeout_s=PATIENCE_S).failure
     module.write_text("import os; os.abort()")
-    assert ask("imports", "rl_launcher_probe_for_test", timeout_s=PATIENCE_S).failure == "killed by SIGABRT"
+    assert run_probe("imports", "rl_launcher_probe_for_test", timeout_s=PATIENCE_S).failure == "killed by SIGABRT"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -161,9 +177,9 @@ def test_what_is_missing_is_named_with_what_brings_it():
 
 def test_without_a_gpu_it_is_said_once():
     found = [each for each in everything(GPU="absent") if not each.name.startswith(("NCCL", "CUDA"))]
-    assert judged(found)["training on several GPUs"].reasons == ("no GPU that torch sees",)
+    assert judged(found)["training on several GPUs"].reasons == ("torch sees no GPU",)
     one = [each for each in everything() if each.name != "NCCL × 2"]
-    assert judged(one)["training on several GPUs"].reasons == ("one GPU only",)
+    assert judged(one)["training on several GPUs"].reasons == ("there is only one GPU",)
 
 
 def diagnosis(findings):
@@ -191,7 +207,7 @@ def test_the_screen_says_what_was_found_what_to_do_and_what_follows():
     for words in ("not tested with rl-refit: torch 2.12 instead of 2.13", "give it more", "quickstart:", "ready"):
         assert words in text
     assert "vLLM does not work: so it is" in text
-    assert "Installed and not working: vLLM" in text
+    assert "Installed but not working: vLLM" in text
 
 
 def test_the_doctor_imports_nothing_heavy_and_prints_one_line_of_json():

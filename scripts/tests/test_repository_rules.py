@@ -1,11 +1,11 @@
-"""Tests of house_rules.py: each rule finds its violation, and leaves the rest alone."""
+"""Tests of repository_rules.py: each rule finds its violation, and leaves the rest alone."""
 
 from pathlib import Path
 
 import pytest
 
-from house import House
-from house_rules import check_code, check_fragments, check_text
+from repository import Repository
+from repository_rules import check_code, check_fragments, check_text
 
 PATH = Path("example.py")
 
@@ -19,9 +19,12 @@ PATH = Path("example.py")
         "class InferenceEngine: ...\ninference_engine = 1",
         "self.trajectories = []",
         "def update_weights(): ...",
+        "happenings = []",
+        "global_step = 1",
+        "def f(teacher_model): ...",
     ],
 )
-def test_a_name_that_has_another_word_in_this_house_is_reported(source):
+def test_a_name_with_another_word_than_the_table_has_is_reported(source):
     assert len(list(check_code(PATH, source))) == 1
 
 
@@ -35,16 +38,12 @@ def test_a_name_that_has_another_word_in_this_house_is_reported(source):
         "logp_ref, refit, engine = 1, 2, 3",
     ],
 )
-def test_names_of_others_and_the_words_of_the_house_pass(source):
+def test_names_of_other_projects_and_the_words_of_the_table_pass(source):
     assert list(check_code(PATH, source)) == []
 
 
-def test_long_files_and_functions_are_reported():
-    function = "def long():\n" + "    x = 1\n" * 60
-    assert [complaint.split(":")[1] for complaint in check_code(PATH, "\n" + function)] == ["2"]
-    assert list(check_code(PATH, "def fits():\n" + "    x = 1\n" * 59)) == []
-    assert len(list(check_code(PATH, "x = 1\n" * 401))) == 1
-    assert list(check_code(PATH, "x = 1\n" * 400)) == []
+def test_long_files_and_functions_are_not_counted():
+    assert list(check_code(PATH, "def long():\n" + "    x = 1\n" * 2000)) == []
 
 
 def test_paths_of_one_machine_and_registries_are_reported():
@@ -56,18 +55,18 @@ def test_paths_of_one_machine_and_registries_are_reported():
 
 
 def test_a_changed_package_needs_a_fragment(root, git):
-    house = House.read(root)
+    repository = Repository.read(root)
     source = root / "packages/wall/src/wall/__init__.py"
     fragment = root / "packages/wall/changelog.d/+first.added.md"
     fragment.unlink()
     source.write_text("height = 2\n")
-    assert list(check_fragments(house)) == []  # nothing is released, so nobody has to be told
+    assert list(check_fragments(repository)) == []  # nothing is released, so nobody has to be told
     git("tag", "wall/v0.1.0")
-    assert "wall changed since 0.1.0" in next(check_fragments(house))
+    assert "wall changed since 0.1.0" in next(check_fragments(repository))
     fragment.write_text("Be higher.\n")
-    assert list(check_fragments(house)) == []
+    assert list(check_fragments(repository)) == []
 
 
 def test_a_fragment_of_no_known_kind_would_be_lost(root):
     (root / "packages/wall/changelog.d/+height.feature.md").write_text("Be higher.\n")
-    assert "added, changed, deprecated, removed, fixed" in next(check_fragments(House.read(root)))
+    assert "added, changed, deprecated, removed, fixed" in next(check_fragments(Repository.read(root)))

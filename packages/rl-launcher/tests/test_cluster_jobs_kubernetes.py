@@ -174,9 +174,9 @@ def test_the_script_waits_then_runs_or_resumes_whatever_the_words_hold(tmp_path,
         ({"env": ("WANDB_API_KEY=abc",)}, "is a secret by its name"),
         ({"env": ("HF_HOME",)}, "a pod inherits none"),
         ({"secret_env": ("HF_TOKEN",)}, "as HF_TOKEN=hugging-face:token"),
-        ({"name": "Not_A_Name"}, "no name of Kubernetes"),
+        ({"name": "Not_A_Name"}, "is not a Kubernetes name"),
         ({"name": "a" * 48}, "at most 47"),
-        ({"memory": "lots"}, "memory='lots' is no quantity"),
+        ({"memory": "lots"}, "memory='lots' is not a Kubernetes quantity"),
         ({"shared_dir": "shared"}, "must be absolute"),
         ({"retries": -1}, "retries=-1 must be >= 0"),
     ],
@@ -190,7 +190,7 @@ def test_what_kubernetes_would_refuse_is_refused(changes, words):
     "changes", [{"run_dir": "/elsewhere/a"}, {"recipe": "/elsewhere/r.yaml"}, {"run_dir": "../a"}], ids=str
 )
 def test_what_pods_do_not_share_is_refused(changes):
-    with pytest.raises(Refusal, match="pods share /shared alone"):
+    with pytest.raises(Refusal, match="pods only share /shared"):
         render_kubernetes(job(**changes), options())
 
 
@@ -204,7 +204,7 @@ def test_a_job_is_what_the_recipe_says_and_one_process_is_refused(recipe):
     with pytest.raises(Refusal, match=r"cluster\.runtime=in_process needs no cluster"):
         cluster_job(load_recipe(recipe, schema=Recipe).value, recipe)
     elsewhere = [*on_ray, "cluster.address=10.0.0.1:6379"]
-    with pytest.raises(Refusal, match="a template starts its own"):
+    with pytest.raises(Refusal, match="a cluster job starts its own"):
         cluster_job(load_recipe(recipe, schema=Recipe, overrides=elsewhere).value, recipe)
 
 
@@ -221,7 +221,7 @@ def test_waiting_for_machines_ends_with_who_is_there(tmp_path):
             try:
                 wait_for_nodes(2, gpus_per_node=0, deadline=time.monotonic())
             except NotJoinedError as error:
-                assert "2 machines with 0 GPUs each were waited for, and there are 1" in str(error), error
+                assert "2 nodes with 0 GPUs each were expected, and there are 1" in str(error), error
             else:
                 sys.exit("it did not refuse")
             finally:

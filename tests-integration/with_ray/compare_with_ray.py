@@ -1,4 +1,4 @@
-"""The same recipe in this process and over two ranks and an engine on Ray: what both log."""
+"""Run the same recipe in this process and over Ray with two ranks and an engine, and return what both log."""
 
 import json
 
@@ -15,8 +15,8 @@ TWO_RANKS = [
 ]
 
 
-def logged_by_both(folder, recipe, rows, *, steps):
-    """The lines of the log alone, and those over Ray; `recipe` is text with `{folder}`, in which `model` lies."""
+def run_in_process_and_over_ray(folder, recipe, rows, *, steps):
+    """Return the log's lines in process and over Ray. `recipe` is text with `{folder}`, the folder of `model`."""
     model, tokenizer = build(0)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

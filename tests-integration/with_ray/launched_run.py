@@ -1,4 +1,4 @@
-"""Whole runs through the command line, in a process of their own, watched from outside and hurt on purpose."""
+"""Run `rl-launcher` in another process, watch its run directory, and kill its processes."""
 
 import contextlib
 import json
@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE_S = 420  # a start of Ray, two ranks and vLLM on two busy cores takes a minute or two
+PATIENCE_S = 420  # starting Ray, two ranks and vLLM on two busy cores takes a minute or two
 
 
-class Launched:
-    """`rl-launcher COMMAND ...` in its own session, and what its run directory says meanwhile."""
+class LaunchedRun:
+    """`rl-launcher COMMAND ...` in its own process session."""
 
     def __init__(self, *arguments, run_dir, cwd):
         self.run_dir = Path(run_dir)
@@ -27,27 +27,27 @@ class Launched:
         return self._log.read()
 
     def rows(self, stage="grpo"):
-        """The logged steps of a stage, but the one before training."""
+        """Return the logged steps of a stage, except the one before training."""
         return [row for row in json_lines(self.run_dir / "metrics.jsonl") if row["stage"] == stage and row["step"]]
 
     def wait_for_step(self, step, *, stage="grpo"):
-        """Until the log has this step."""
+        """Wait until the log has this step."""
         self.wait_until(lambda: any(row["step"] >= step for row in self.rows(stage)), what=f"step {step}")
 
     def wait_until_it_says(self, words):
-        """Until its output has these words."""
+        """Wait until its output contains these words."""
         self.wait_until(lambda: words in self.output, what=repr(words))
 
     def wait_until(self, holds, *, what="it"):
-        """Until `holds()`; a run that has ended before has not done so."""
+        """Wait until `holds()`; fail if the run ends before."""
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
-            assert self.process.poll() is None or holds(), f"ended before {what} came:\n{self.output[-4000:]}"
-            assert time.monotonic() < deadline, f"{what} did not come:\n{self.output[-4000:]}"
+            assert self.process.poll() is None or holds(), f"ended before {what}:\n{self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"{what} did not happen:\n{self.output[-4000:]}"
             time.sleep(0.05)
 
     def pids(self, role):
-        """Of the ranks or engines that are there now, by index."""
+        """Return the process ids of the ranks or engines that are running, by index."""
         entries = json.loads((self.run_dir / "processes.json").read_text())
         return {entry["index"]: entry["pid"] for entry in entries if entry["role"] == role}
 
@@ -58,7 +58,7 @@ class Launched:
         os.kill(self.pids(role)[index], number)
 
     def kill_driver(self):
-        """As a machine does that loses its power: nobody says goodbye."""
+        """Kill the driver as a power failure would: nothing is cleaned up."""
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=PATIENCE_S)
 
@@ -66,7 +66,7 @@ class Launched:
         os.kill(self.process.pid, signal.SIGTERM)
 
     def end(self):
-        """Wait for the end; return the exit code."""
+        """Wait for the run to end, and return the exit code."""
         return self.process.wait(timeout=PATIENCE_S)
 
     def close(self):
@@ -77,13 +77,13 @@ class Launched:
 
 
 def json_lines(path):
-    """Of a file that may be written to meanwhile, the lines that are whole."""
+    """Return the complete lines of a file that may still be written to."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def curve(rows):
-    """What a run that is repeated must repeat: everything but time."""
+    """Return what a repeated run must reproduce: everything except times and memory."""
     timed = ("time_s", "tokens_per_s", "refit_s", "engine_tokens_per_s")
     return [
         {
@@ -96,7 +96,7 @@ def curve(rows):
 
 
 def gone(pids, *, within_s=60):
-    """Whether these processes have ended."""
+    """Wait for these processes to end, and return those that are still alive."""
     deadline = time.monotonic() + within_s
     while alive := [pid for pid in pids if is_alive(pid)]:
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""All that a loop needs, as small as it still learns: the quickstart's task with a Qwen3 of 0.10 million parameters.
+"""The smallest setup in which a loop still learns: the quickstart's task with a Qwen3 of 0.10 million parameters.
 
-A policy under DTensor, an engine with weights of its own, a refit between them. Made in a tenth of a second; `imitate`
-takes some seconds on one CPU thread, and its result can be copied with `state` and `World.make(state=...)`.
-`InFlight` is the same engine, taking new weights in the middle of answers.
+A DTensor policy, an engine with its own weights, and a refit between them. `TinySetup.make` takes a tenth of a second,
+`imitate` some seconds on one CPU thread; its result can be copied with `state` and `TinySetup.make(state=...)`.
+`InFlightEngine` is the same engine, refitted while it generates.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ SAMPLING = Sampling(max_new_tokens=9, temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """What a loop is called with."""
+class TinySetup:
+    """The arguments of a loop."""
 
     policy: DTensorBackend
     engine: TransformersEngine
@@ -39,14 +39,14 @@ class World:
     environment: RewardFunctionEnvironment
     chat: Chat
     prompts: list[Prompt]
-    """8000 to learn from."""
+    """8000 prompts to train on."""
     held_out: list[Prompt]
-    """1000 that nothing trains on."""
+    """1000 prompts that are never trained on."""
 
     @classmethod
-    def make(cls, *, seed: int = 0, state: Mapping[str, Tensor] | None = None) -> "World":
-        """A world of its own; policy and engine hold the weights drawn from `seed`, or those of `state`."""
-        torch.set_num_threads(1)  # a model this small loses more to threads that wait than it gains
+    def make(cls, *, seed: int = 0, state: Mapping[str, Tensor] | None = None) -> "TinySetup":
+        """Return a new setup; policy and engine have weights drawn from `seed`, or those of `state`."""
+        torch.set_num_threads(1)  # a model this small loses more by waiting threads than it gains
         model, chat = _model(seed), _chat()
         if state is not None:
             model.load_state_dict(state)
@@ -65,7 +65,7 @@ class World:
         )
 
     def imitate(self, *, num_steps: int = 150, seed: int = 0) -> None:
-        """SFT on noisy demonstrations, until about two of three greedy and one of four sampled answers are right."""
+        """Run SFT on noisy demonstrations, until two of three greedy and one of four sampled responses are right."""
         optimizer = OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=20)
         self.policy.start_training(optimizer, num_steps=num_steps)
         demonstrations = [self.chat.demonstration(row) for row in dataset().demonstrations]
@@ -75,41 +75,42 @@ class World:
         )
         for _ in itertools.islice(steps, num_steps):
             pass
-        self.weight_sync(version=0)  # the loop that follows counts its own steps
+        self.weight_sync(version=0)  # the next loop counts its own steps
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the engine's weights, for other worlds to begin with."""
+        """Return a copy of the engine's weights, for other setups to start from."""
         return {name: tensor.detach().clone() for name, tensor in self.engine.model.state_dict().items()}
 
     def accuracy(self, *, num_prompts: int = 500, greedy: bool = False, seed: int = 1) -> float:
-        """Share of held-out prompts that the engine's weights answer right, sampled once or greedily."""
+        """Return the share of held-out prompts with a right response, sampled once or greedily."""
         sampling = Sampling(max_new_tokens=9, temperature=0.0 if greedy else 1.0, seed=seed)
-        asked = self.held_out[:num_prompts]
-        rollouts = self.engine.generate([prompt.tokens for prompt in asked], sampling)
-        answers = [self.chat.text(rollout.tokens) for rollout in rollouts]
-        return sum(answer == prompt.row.answer for answer, prompt in zip(answers, asked, strict=True)) / len(asked)
+        prompts = self.held_out[:num_prompts]
+        rollouts = self.engine.generate([prompt.tokens for prompt in prompts], sampling)
+        responses = [self.chat.text(rollout.tokens) for rollout in rollouts]
+        right = sum(response == prompt.row.answer for response, prompt in zip(responses, prompts, strict=True))
+        return right / len(prompts)
 
 
-class InFlight:
-    """An `Engine` for many threads and a `WeightSync` that does not wait for them, both over a `Streamer`."""
+class InFlightEngine:
+    """An `Engine` for several threads and a `WeightSync` that does not wait for them, both with one `Streamer`."""
 
-    def __init__(self, world: World) -> None:
-        self._streamer, self._weight_sync = Streamer(world.engine), world.weight_sync
+    def __init__(self, setup: TinySetup) -> None:
+        self._streamer, self._weight_sync = Streamer(setup.engine), setup.weight_sync
         self.mixed = 0
-        """Answers that weights of several versions sampled."""
+        """Rollouts that were sampled from weights of several versions."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """As the engine's, in the thread that steps for all."""
+        """Generate as the engine does, in the streamer's thread."""
         rollouts = asyncio.run(self._all(prompts, sampling))
         self.mixed += sum(len({span.version for span in rollout.versions}) > 1 for rollout in rollouts)
         return rollouts
 
     def __call__(self, *, version: int) -> RefitReport:
-        """Refit between two steps of the engine, whatever is under way."""
+        """Refit between two steps of the engine, without waiting for requests."""
         return self._streamer.between_steps(lambda: self._weight_sync(version=version)).result()
 
     def close(self) -> None:
-        """Give the engine back to its world."""
+        """Stop the streamer's thread; the engine can be used directly again."""
         self._streamer.close()
 
     async def _all(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
