@@ -229,7 +229,7 @@ def test_evaluate_measures_the_model_of_a_run_by_the_objects_that_it_is_given(pa
 
 def test_explain_reports_what_train_would_do_with_the_same_objects(parts):
     explained = rl_launcher.explain("grpo", **parts, **TINY)
-    assert "32 prompts to learn from, 4 held out" in explained.text()
+    assert "32 prompts to train on, 4 held out" in explained.text()
     assert explained.figures["rank_peak_bytes"] > 0
 
 

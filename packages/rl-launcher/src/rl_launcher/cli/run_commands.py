@@ -23,7 +23,6 @@ def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback
 
 def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Continue a run that ended early from its last checkpoint. The last line printed is JSON."""
-
     from rl_launcher.api import resume as resume_run
 
     _show_summary(or_refuse(lambda: resume_run(run_dir, overrides=overrides or ()), traceback=traceback).summary)
