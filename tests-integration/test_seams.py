@@ -5,7 +5,7 @@ Each assignment holds a class of one package to the protocol of another. `nox -s
 
 import importlib.util
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 import pytest
 
@@ -25,6 +25,7 @@ from rl_generation import (
     VllmEngine,
 )
 from rl_launcher import run_parts as parts
+from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.colocation import TurnEngine, TurnModel, TurnPolicy, TurnSync
 from rl_launcher.ray.engine_pool import RayEngine
 from rl_launcher.ray.policy import RayModel, RayPolicy
@@ -32,6 +33,8 @@ from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.schema import PolicyConfig
 from rl_launcher.seeding import SeededEngine
 from rl_launcher.weight_sync import WeightSync
+from rl_observe.log_files import RefitFigures
+from rl_observe.samples import text_pieces
 from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
 if TYPE_CHECKING:
@@ -98,8 +101,8 @@ if TYPE_CHECKING:
     ]:
         return a, b, c, d, e, f
 
-    def report_of(report: RefitReport) -> contracts.RefitReport:
-        return report
+    def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:
+        return report, report
 
     def environment_of(environment: RewardFunctionEnvironment) -> contracts.Environment:
         return environment
@@ -151,3 +154,16 @@ def test_megatron_is_a_policy_with_the_arguments_of_dtensor() -> None:
     for name in ("logp", "forward_backward", "optim_step", "save_checkpoint", "load_checkpoint", "save_pretrained"):
         ours, theirs = getattr(MegatronBackend, name), getattr(DTensorBackend, name)
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
+
+
+def test_the_log_keeps_what_a_refit_reports() -> None:
+    logged = {name for name, value in vars(RefitFigures).items() if isinstance(value, property)}
+    assert logged
+    assert logged <= set(get_type_hints(RefitReport))
+
+
+def test_the_pieces_of_a_real_tokenizer_make_up_its_text() -> None:
+    tokenizer = character_tokenizer()
+    tokens = tokenizer("4+0=4").input_ids
+    pieces = text_pieces(tokens, lambda ids: str(tokenizer.decode(ids)))
+    assert "".join(pieces) == tokenizer.decode(tokens)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_launcher.errors import Refusal, RunStoppedError
+from rl_launcher.errors import Refusal, RunStoppedError, is_refusal
 from rl_launcher.run_result import RunResult
 
 if TYPE_CHECKING:
@@ -93,10 +93,12 @@ def run_recipe(resolved: Resolved[Recipe], objects: Objects | None = None) -> Ru
         Refusal: as of `train`; also if the run directory exists.
         RunStoppedError: as of `train`.
     """
-    from rl_launcher.run.run import run
+    from rl_launcher.run import run
     from rl_launcher.user_code import NO_OBJECTS
 
-    return _finish(lambda: run(resolved, objects=objects or NO_OBJECTS), Path(resolved.value.run_dir))
+    with _refusals(Path(resolved.value.run_dir)):
+        summary = run(resolved, objects=objects or NO_OBJECTS)
+    return RunResult(resolved.value.run_dir, summary)
 
 
 def resume(
@@ -122,14 +124,16 @@ def resume(
         RunStoppedError: the run ended early again.
     """
     from rl_launcher.python_objects import refuse_missing_objects
-    from rl_launcher.run.run import resume as resume_run
+    from rl_launcher.run import resume as resume_run
 
     changes, objects = _take(locals(), resuming=True)
     folder = Path(run_dir.run_dir if isinstance(run_dir, RunResult) else run_dir)
     if (folder / "recipe.yaml").is_file():
         recorded = _load(folder / "recipe.yaml", []).value
         refuse_missing_objects(recorded, objects, remedy=f"rl_launcher.resume({str(folder)!r}, {{}})")
-    return _finish(lambda: resume_run(folder, changes, objects=objects), folder)
+    with _refusals(folder):
+        summary = resume_run(folder, changes, objects=objects)
+    return RunResult(folder, summary)
 
 
 def evaluate(
@@ -165,7 +169,7 @@ def evaluate(
         Refusal: something cannot be loaded, or neither reward nor environment is given.
     """
     from rl_launcher.python_objects import refuse_missing_objects
-    from rl_launcher.run.evaluate import measure, measured_recipe
+    from rl_launcher.run import measure, measured_recipe
 
     changes, objects = _take(locals())
     folder = subject.run_dir if isinstance(subject, RunResult) else subject
@@ -221,26 +225,20 @@ def load_recipe(recipe: RecipeLike, *, overrides: Overrides = (), **keys: Any) -
     return _load(recipe, [*_as_texts(overrides), *_as_texts(keys)])
 
 
-def _finish(execute: Callable[[], dict[str, Any]], run_dir: Path) -> RunResult:
-    """Run `execute` and return its result; an early end carries the result of what there is."""
-    try:
-        with _refusals():
-            return RunResult(run_dir, execute())
-    except RunStoppedError as error:
-        error.result = RunResult(run_dir)
-        raise
-
-
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Raise what a sibling package refuses (`DataError`, `PlanError`, ...) as a `Refusal`, with that as its cause."""
+def _refusals(run_dir: Path | None = None) -> Iterator[None]:
+    """Raise what a sibling package refuses (`DataError`, `PlanError`, ...) as a `Refusal`, with that as its cause.
+
+    An early end of the run in `run_dir` carries the result of what there is.
+    """
     try:
         yield
-    except (Refusal, RunStoppedError):
+    except RunStoppedError as error:
+        error.result = None if run_dir is None else RunResult(run_dir)
         raise
     except ValueError as error:
-        if not type(error).__module__.startswith("rl_"):
-            raise  # a bug, which deserves its traceback
+        if isinstance(error, Refusal) or not is_refusal(error):
+            raise
         raise Refusal(str(error)) from error
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_launcher.cli.arguments import Json, Overrides, RecipeFile, RunPath, Traceback, complete_recipes, load
-from rl_launcher.cli.console import or_refuse, print_json, refuse, show, warn
+from rl_launcher.cli.console import or_refuse, print_json, refuse, report_and_exit, show, warn
 
 __all__ = ["evaluate", "explain", "export", "report", "resume", "run", "try_reward", "validate"]
 
@@ -15,10 +15,14 @@ __all__ = ["evaluate", "explain", "export", "report", "resume", "run", "try_rewa
 def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = load(recipe, overrides)
+    # Called from here and not through a helper: every debugger and traceback of a run begins with these frames.
+    try:
+        from rl_launcher.api import run_recipe
 
-    from rl_launcher.api import run_recipe
-
-    _show_summary(or_refuse(lambda: run_recipe(resolved), traceback=traceback).summary)
+        summary = run_recipe(resolved).summary
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - report_and_exit raises what it does not know
+        report_and_exit(error, traceback=traceback)
+    _show_summary(summary)
 
 
 def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
@@ -90,7 +94,7 @@ def try_reward(
     Exit code 1 if the rewards of each group are equal, so that there is nothing to learn from.
     """
     resolved = load(recipe, overrides)
-    from rl_launcher.run.try_reward import try_reward as try_it  # type: ignore[import-not-found,unused-ignore]
+    from rl_launcher.run import try_reward as try_it
 
     trial = or_refuse(lambda: try_it(resolved, prompts=prompts, rollouts=rollouts), traceback=traceback)
     show(trial.text())
