@@ -20,9 +20,14 @@ def dataset() -> Dataset:
     """Return disjoint questions for training, for demonstrations and held out, the same in every run."""
     questions = _questions(random.Random(1234))
     corruption = random.Random(77)
-    held_out = [_row(next(questions), index, "held-out") for index in range(NUM_HELD_OUT)]
-    demonstrations = [_demonstration(next(questions), index, corruption) for index in range(NUM_DEMONSTRATIONS)]
-    train = [_row(next(questions), index, "train") for index in range(NUM_TRAIN)]
+    held_out = [_row(next(questions), f"held-out row {index}") for index in range(NUM_HELD_OUT)]
+    demonstrations = []
+    for index in range(NUM_DEMONSTRATIONS):
+        digits = next(questions)
+        wrong = corruption.random() < CORRUPTED_SHARE
+        answer = _corrupted("".join(sorted(digits)), corruption) if wrong else None
+        demonstrations.append(_row(digits, f"demonstration {index}", answer=answer))
+    train = [_row(next(questions), f"train row {index}") for index in range(NUM_TRAIN)]
     return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)
 
 
@@ -40,17 +45,9 @@ def _questions(rng: random.Random) -> Iterator[str]:
             yield digits
 
 
-def _row(digits: str, index: int, part: str) -> Row:
-    return make_row(
-        {"prompt": f"{digits}>", "answer": "".join(sorted(digits))}, where=f"sort_digits {part} row {index}"
-    )
-
-
-def _demonstration(digits: str, index: int, rng: random.Random) -> Row:
-    answer = "".join(sorted(digits))
-    if rng.random() < CORRUPTED_SHARE:
-        answer = _corrupted(answer, rng)
-    return make_row({"prompt": f"{digits}>", "answer": answer}, where=f"sort_digits demonstration {index}")
+def _row(digits: str, where: str, *, answer: str | None = None) -> Row:
+    columns = {"prompt": f"{digits}>", "answer": "".join(sorted(digits)) if answer is None else answer}
+    return make_row(columns, where=f"sort_digits {where}")
 
 
 def _corrupted(answer: str, rng: random.Random) -> str:
