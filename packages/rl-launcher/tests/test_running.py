@@ -229,8 +229,8 @@ def test_the_shipped_recipe_of_dapo_is_the_preset(request):
     assert objective == presets.dapo(max_length=256, overlong_buffer=64)
 
 
-def test_the_objectives_that_the_readme_spells_are_the_presets():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+def test_the_objectives_that_the_reference_spells_are_the_presets():
+    readme = (Path(__file__).parents[1] / "REFERENCE.md").read_text()
     block = readme.partition("<!-- objectives -->")[2].partition("```yaml\n")[2].partition("```")[0]
     spelt = yaml.safe_load(block)
     assert len(spelt) >= 5

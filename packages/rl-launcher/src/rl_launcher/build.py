@@ -14,6 +14,7 @@ from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process, weight_source
 from rl_launcher.inputs import closing, read_inputs, tokenize
 from rl_launcher.load_model import load_policy, load_teacher, named_by_key, pad_token_id
+from rl_launcher.python_objects import refuse_missing_objects
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GenerationConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
@@ -33,6 +34,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     Raises:
         ValueError: what a part refuses: `ModelError`, `PlanError`, `DataError`, `ImportStringError` or `Refusal`.
     """
+    refuse_missing_objects(recipe, objects, remedy="rl_launcher.train(recipe, {})")
     if recipe.cluster.runtime == "ray":
         from rl_launcher.ray.build import build_on_ray
 
