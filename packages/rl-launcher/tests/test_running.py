@@ -337,7 +337,7 @@ def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
 
 
 def test_validate_prints_the_recipe_resolved(recipe, tmp_path):
-    result = CliRunner().invoke(app, ["validate", str(recipe), "sft=null"])
+    result = CliRunner().invoke(app, ["validate", "--print", str(recipe), "sft=null"])
     assert result.exit_code == 0, result.output
     (tmp_path / "resolved.yaml").write_text(result.stdout)
     resolved = load_recipe(tmp_path / "resolved.yaml", schema=Recipe).value

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from rl_launcher.ray.failures import RemoteTimeoutError, Standing, Who, describe, innermost, where_they_stand
+from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks, innermost_calls
+from rl_launcher.ray.worker_failures import ProcessInfo, RemoteTimeoutError
 
 PROGRAM = """
 import faulthandler, signal, sys, threading, time
@@ -22,7 +23,7 @@ begins_here(20)
 
 
 def who(index, log=""):
-    return Who(role="trainer", index=index, node="node-a", pid=4711, log=str(log))
+    return ProcessInfo(role="trainer", index=index, node="node-a", pid=4711, log=str(log))
 
 
 @pytest.fixture
@@ -50,13 +51,13 @@ def test_each_tells_its_innermost_calls_of_now(start):
     for index in range(2):
         process, named = start(index)
         late.append((named, lambda process=process: process.send_signal(10)))
-    standing = where_they_stand(late, timeout_s=60.0)
-    assert [each.who.index for each in standing] == [0, 1]
-    for each in standing:
-        lines = each.stack.splitlines()
+    stacks = collect_stacks(late, timeout_s=60.0)
+    assert len(stacks) == 2
+    for stack in stacks:
+        lines = stack.splitlines()
         assert lines[0].endswith("in stands_here")
         assert len(lines) == 8
-        assert "old_news" not in each.stack
+        assert "old_news" not in stack
 
 
 def test_who_writes_nothing_is_waited_for_as_long_as_was_said_and_has_no_stack(start, tmp_path):
@@ -64,33 +65,33 @@ def test_who_writes_nothing_is_waited_for_as_long_as_was_said_and_has_no_stack(s
     began = time.monotonic()
     asked = []
     late = [(named, lambda: process.send_signal(10)), (who(1, tmp_path / "unseen" / "1.log"), lambda: asked.append(1))]
-    answered, silent = where_they_stand(late, timeout_s=3.0)
+    answered, silent = collect_stacks(late, timeout_s=3.0)
     assert time.monotonic() - began >= 3.0
     assert asked == [1]
-    assert answered.stack
-    assert silent.stack == ""
+    assert answered
+    assert silent == ""
 
 
 def test_those_at_one_place_are_told_together_and_the_odd_one_apart():
     same, odd = 'File "a.py", line 3 in all_reduce', 'File "b.py", line 7 in sleeps'
     stacks = [same, odd, same, ""]
-    said = describe([Standing(who=who(index), stack=stack) for index, stack in enumerate(stacks)], num_late=6)
+    said = describe_stacks([who(index) for index in range(6)], stacks)
     assert said.splitlines() == [
-        "Where they stood, innermost call first:",
+        "Where they hang, innermost call first:",
         "  trainer rank 0 (node-a, pid 4711), trainer rank 2 (node-a, pid 4711):",
         f"    {same}",
         "  trainer rank 1 (node-a, pid 4711):",
         f"    {odd}",
         "  trainer rank 3 (node-a, pid 4711):",
-        "    wrote no stack in time: it is stopped, or this machine does not see its log",
-        "  2 more have not answered, and were not asked",
+        "    wrote no stack in time: it is stopped, or its log cannot be read from this node",
+        "  2 more have not answered; their stacks were not collected",
     ]
     error = RemoteTimeoutError(who=who(0), call="refit", timeout_s=3.0, key="cluster.call_timeout_s", stacks=said)
     assert said in str(error)
 
 
 def test_without_any_stack_the_error_says_how_to_find_one():
-    assert describe([Standing(who=who(0), stack="")], num_late=1) == ""
-    assert innermost("nothing of the kind") == ""
+    assert describe_stacks([who(0)], [""]) == ""
+    assert innermost_calls("nothing of the kind") == ""
     error = RemoteTimeoutError(who=who(0), call="refit", timeout_s=3.0, key="cluster.call_timeout_s")
     assert "py-spy dump --pid 4711" in str(error)

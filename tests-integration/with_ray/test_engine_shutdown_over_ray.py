@@ -16,7 +16,7 @@ from rl_generation import TrainingEngineSpec
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
-from rl_launcher.ray.engines import LOOPBACK, EngineGroup, EngineLimits
+from rl_launcher.ray.engine_pool import LOOPBACK, EngineLimits, EnginePool
 from rl_launcher.ray.placement import EnginePlace, Placement
 from rl_launcher.schema import ClusterConfig
 
@@ -56,11 +56,11 @@ def replacing(runtime, tmp_path):
     spec = TrainingEngineSpec(model=str(tmp_path / "model"), stop_token_ids=(2,), pad_token_id=0)
     limits = EngineLimits(max_restarts=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
     starting = Starting(runtime)
-    engines = EngineGroup(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)
+    engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)
     engines.start()
     (engine,) = engines.all()
-    kill(engine.process().pid)
-    assert engines.failed(engine)
+    kill(engine.process().who.pid)
+    assert engines.is_dead(engine)
     assert starting.begun.wait(PATIENCE_S)
     yield engines, starting
     starting.go.set()
@@ -81,7 +81,7 @@ def test_a_successor_that_comes_up_while_its_group_is_ended_is_ended_with_it(rep
     starting.go.set()
     closed()
     wait_until(lambda: len(starting.actors) == 2)
-    assert gone([actor.pid for actor in starting.actors]) == []
+    assert gone([actor.who.pid for actor in starting.actors]) == []
 
 
 def test_nobody_is_started_once_the_run_has_left_its_cluster(replacing, runtime):
@@ -90,4 +90,4 @@ def test_nobody_is_started_once_the_run_has_left_its_cluster(replacing, runtime)
     starting.go.set()
     with pytest.raises(ClusterError, match="engine-0: the run has ended"):
         runtime.start_actor(role="engine", index=0, node=0, slots=(0,))
-    assert gone([actor.pid for actor in starting.actors]) == []
+    assert gone([actor.who.pid for actor in starting.actors]) == []

@@ -6,13 +6,14 @@ import pytest
 
 from rl_backends import NonFiniteGradientError
 from rl_launcher.errors import RestartableError
-from rl_launcher.ray.failures import (
+from rl_launcher.ray.remote_calls import last_lines
+from rl_launcher.ray.worker_failures import (
     Failure,
+    ProcessInfo,
     RemoteDiedError,
     RemoteFailedError,
     RemoteTimeoutError,
     TrainerDiedError,
-    Who,
     died,
     first_cause,
 )
@@ -26,7 +27,7 @@ class OddError(Exception):
 
 
 def who(index, role="trainer"):
-    return Who(role=role, index=index, node="node-a", pid=4711, log="logs/trainer-0.log")
+    return ProcessInfo(role=role, index=index, node="node-a", pid=4711, log="logs/trainer-0.log")
 
 
 def failure(error):
@@ -42,7 +43,12 @@ def test_what_a_rank_raised_is_caught_as_what_it_was():
         raise RemoteFailedError.of(told, who=who(3), call="optim_step")
     error = caught.value
     assert isinstance(error, RemoteFailedError)
-    assert (error.type_name, error.index, error.node, error.pid) == ("NonFiniteGradientError", 3, "node-a", 4711)
+    assert (error.type_name, error.who.index, error.who.node, error.who.pid) == (
+        "NonFiniteGradientError",
+        3,
+        "node-a",
+        4711,
+    )
     assert "in failure" in error.remote_traceback
     assert isinstance(error.__cause__, NonFiniteGradientError)
 
@@ -74,7 +80,7 @@ def test_a_dead_rank_may_be_restarted_and_a_dead_engine_is_not_a_rank():
     rank = died("killed", who=who(2), call="optim_step")
     assert isinstance(rank, TrainerDiedError)
     assert isinstance(rank, RestartableError)
-    assert (rank.rank, rank.how) == (2, "killed")
+    assert (rank.who.index, rank.how) == (2, "killed")
     engine = died("killed", who=who(0, role="engine"), call="generate")
     assert type(engine) is RemoteDiedError
     assert "engine 0 (node-a, pid 4711) died during generate" in str(engine)
@@ -97,3 +103,13 @@ def test_who_began_is_told_and_not_who_noticed():
 def test_the_last_lines_of_the_log_are_shown():
     error = died("killed", who=who(0), call="x", log_tail="one\ntwo")
     assert str(error).endswith("The last lines of logs/trainer-0.log:\n  one\n  two")
+
+
+def test_the_last_lines_of_a_log_leave_out_cpp_frames():
+    log = [
+        "step 3",
+        *(f"frame #{n}: <unknown function> + 0x6747a52 (0x7f in libtorch.so)" for n in range(40)),
+        "killed",
+    ]
+    assert last_lines("\n".join(log)) == "step 3\nkilled"
+    assert last_lines("\n".join(map(str, range(50)))).splitlines() == [str(n) for n in range(30, 50)]

@@ -16,10 +16,10 @@ from rl_generation import Sampling
 SAMPLING = Sampling(max_new_tokens=9, seed=3)
 
 
-def test_on_a_cpu_they_take_turns_and_nothing_is_moved(tmp_path, ray_cluster):
+def test_on_a_cpu_they_work_alternately_and_nothing_is_moved(tmp_path, ray_cluster):
     world = make_setup(tmp_path, num_engines=1, colocated=True)
     try:
-        policy = world.served.policy
+        policy = world.started.policy
         assert "nothing is moved" in policy.explain()
         policy.start_training(OptimizerConfig(lr=1e-3), num_steps=2)
         for version in range(2):
@@ -33,16 +33,16 @@ def test_on_a_cpu_they_take_turns_and_nothing_is_moved(tmp_path, ray_cluster):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory that is given away is a GPU's; there is none here")
-def test_on_a_gpu_the_engine_that_sleeps_has_given_its_memory_away(tmp_path):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has memory to free; there is none here")
+def test_on_a_gpu_an_engine_that_sleeps_has_freed_its_memory(tmp_path):
     world = make_setup(tmp_path, num_engines=1, backend="vllm", colocated=True, device="cuda")
     try:
-        policy = world.served.policy
+        policy = world.started.policy
         policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
         world.weight_sync(version=0)
         before = world.engine.generate([[1, 5, 7]], SAMPLING)
         awake, _ = torch.cuda.mem_get_info()
-        world.served.engine._turns.train()
+        policy._colocation.enter("training")
         asleep, _ = torch.cuda.mem_get_info()
         assert asleep - awake > 16 << 20  # half of the key/value cache, at the least
         after = world.engine.generate([[1, 5, 7]], SAMPLING)
