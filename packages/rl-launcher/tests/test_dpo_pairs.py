@@ -261,7 +261,7 @@ def test_a_run_does_not_go_on_with_other_pairs(preferences, tmp_path, monkeypatc
         with pytest.raises(RunStoppedError):
             run(load(preferences))
     write_pairs(tmp_path, [{**row, "rejected": "3"} for row in PAIRS])
-    with pytest.raises(Refusal, match="the data are no longer those that the run"):
+    with pytest.raises(Refusal, match="the data have changed since the run"):
         resume(tmp_path / "run")
 
 
@@ -281,7 +281,7 @@ def test_pairs_of_a_function_and_sampled_pairs_without_a_reward_are_refused(pref
 
 def test_they_are_explained(preferences):
     text = explain(load(preferences)).text()
-    assert "pairs to learn from" in text
+    assert "pairs to train on" in text
     assert "log sigmoid(0.5 delta)" in text
 
 

@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_had_is_said_to_be_unknown_and_the_rest_is_explai
     others = [change for change in of_ones_own(plain.value, mine) if not change.startswith("policy.model_name")]
     nobodys = "policy.model_name=nobody/has-this-model"
     text = explain(load_recipe(RECIPES["grpo-8gpu-async"], schema=Recipe, overrides=[*others, nobodys])).text()
-    assert text.count("not known without the model: ") == 1  # the hub's own words, in one place of three
+    assert text.count("unknown without the model: ") == 1  # the hub's own words, in one place of three
     assert "4 training ranks and 4 engines on 1 x 8 GPUs" in text
 
 

@@ -164,7 +164,7 @@ def test_held_out_conversations_that_change_are_noticed_by_resume(alone, tmp_pat
     changed = [talk.replace('"no"', '"maybe"') if f'"{question}"' in talk else talk for talk in talks]
     assert changed != talks
     (tmp_path / "talks.jsonl").write_text("\n".join(changed))
-    with pytest.raises(Refusal, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data have changed since"):
         resume(tmp_path / "run")
 
 
@@ -220,7 +220,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_learnt_from_and_counted(al
     lay_out(tmp_path, *rows)
     summary = run(loaded(alone, "sft.max_num_steps=2", "data.prompt_format=plain"))
     assert summary["steps"] == 2
-    told = "2 held-out prompts leave no room for an answer of policy.generation.max_new_tokens=4"
+    told = "2 held-out prompts leave no room for a response of policy.generation.max_new_tokens=4"
     assert told in " ".join(capsys.readouterr().out.split())
 
 
@@ -302,13 +302,13 @@ def test_the_commands_know_runs_without_a_judge(alone, tmp_path):
     assert code == 0, output
     code, output = invoke("explain", alone)
     assert code == 0, output
-    assert "7 conversations to learn from, 2 held out" in output
-    assert "nobody judges answers" in output
+    assert "7 conversations to train on, 2 held out" in output
+    assert "no reward (env is null)" in output
     code, output = invoke("run", alone, "sft.max_num_steps=2")
     assert code == 0, output
     code, output = invoke("report", tmp_path / "run")
     assert code == 0, output
     code, output = invoke("evaluate", tmp_path / "run")
     assert code == 2
-    assert "env, which judges the answers, is missing" in output
+    assert "the recipe has no env" in output
     assert 'env: {reward: "reward.py:score"}' in output

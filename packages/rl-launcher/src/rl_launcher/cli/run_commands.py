@@ -79,7 +79,8 @@ def validate(
     if print_recipe:
         show(resolved.to_yaml(hide=redact), end="")
     stages = ", then ".join(f"{name} ({stage.max_num_steps} steps)" for name, stage in resolved.value.stages.items())
-    show(f"OK: {recipe}: {stages or 'no stage, for evaluation only'}; run directory {resolved.value.run_dir}")
+    ok = f"OK: {recipe}: {stages or 'no stage, for evaluation only'}; run directory {resolved.value.run_dir}"
+    warn(ok) if print_recipe else show(ok)  # what is printed may be kept as a recipe
     if json:
         print_json({"valid": True, "stages": [*resolved.value.stages], "notes": resolved.notes})
 
