@@ -220,7 +220,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_learnt_from_and_counted(al
     lay_out(tmp_path, *rows)
     summary = run(loaded(alone, "sft.max_num_steps=2", "data.prompt_format=plain"))
     assert summary["steps"] == 2
-    told = "2 held-out prompts leave no room for an answer of policy.generation.max_new_tokens=4"
+    told = "2 held-out prompts leave no room for a response of policy.generation.max_new_tokens=4"
     assert told in " ".join(capsys.readouterr().out.split())
 
 
@@ -310,5 +310,5 @@ def test_the_commands_know_runs_without_a_judge(alone, tmp_path):
     assert code == 0, output
     code, output = invoke("evaluate", tmp_path / "run")
     assert code == 2
-    assert "env, which judges the answers, is missing" in output
+    assert "the recipe has no env" in output
     assert 'env: {reward: "reward.py:score"}' in output
