@@ -89,7 +89,7 @@ def logp_of_logits(
     where: VocabularySlice,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `fused.logp_of` returns, of local logits [M, size]."""
+    """What `linear.logp_of` returns, from local logits [M, size]."""
     return _LogitsLogp.apply(logits, wanted, rows, where, options)  # type: ignore[no-any-return, no-untyped-call]
 
 
