@@ -1,16 +1,24 @@
-"""What a transport is asked to do, and what it is given to do it with.
+"""What a transport is asked to do, and what it is given to do it with; and `InProcess`, the one that needs no wire.
+
+Knows no weights and no wire. Nothing in a refit waits without asking `check` at least every `PATIENCE_S` seconds; that
+is what ends every wait with an error that names the cause, instead of a hang.
 
 Knows no way of bytes. A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of
 each stream, and gives them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse,
 such as the order of buckets: plan, digests, commit and abort belong to the transaction.
 
 A process may be a rank of the source, of the sink, or of both at once.
+
+Knows one rank on each side. Where the source's tensors stay as they
+are until the refit is over, the sink keeps them until its commit: one copy in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Protocol, final, runtime_checkable
 
 import torch
@@ -18,13 +26,87 @@ from torch import Tensor
 
 from rl_refit.buckets import Bucket, Piece
 from rl_refit.contracts import WeightSink, WeightSource
-from rl_refit.errors import RefitError
+from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Routing, Schedule, Stream
 from rl_refit.stores import Store
-from rl_refit.watch import Watch
 
-__all__ = ["Channel", "Inbox", "Outbox", "Transport", "slot_view"]
+__all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Outbox", "Transport", "Watch", "slot_view"]
+
+PATIENCE_S = 0.05
+"""Longest wait, in seconds, between two looks at the watch."""
+
+
+@final
+class Watch:
+    """The clock and the state of one refit at one party.
+
+    Args:
+        deadline_s: Seconds that each phase may take.
+        look_around: Called by `check`, at most every `PATIENCE_S`: raises what another party reports, or its death.
+    """
+
+    def __init__(self, *, deadline_s: float, look_around: Callable[[], None] | None = None) -> None:
+        self.deadline_s = deadline_s
+        self.phase_name = "prepare"
+        self.bucket: int | None = None
+        self.tensor: str | None = None
+        self.peer: str | None = None
+        self.seconds: dict[str, float] = {}
+        self._look_around = look_around
+        self._looked = self._began = monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and give it a deadline of its own."""
+        self.phase_name, self._began = name, monotonic()
+        self.at()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - self._began
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part of the phase under a name of its own."""
+        began = monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - began
+
+    def at(self, *, bucket: int | None = None, tensor: str | None = None, peer: str | None = None) -> None:
+        """Note what is being done, for errors: the bucket, the tensor, and the party that is waited for."""
+        self.bucket, self.tensor, self.peer = bucket, tensor, peer
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline of the phase; 0 when it has passed."""
+        return max(0.0, self._began + self.deadline_s - monotonic())
+
+    def check(self) -> None:
+        """Pass while the phase is within its deadline and no party has given up or died.
+
+        Raises:
+            DeadlineError: The phase takes too long; names phase, bucket, tensor and peer.
+            RefitError: What `look_around` found.
+        """
+        now = monotonic()
+        if self._look_around is not None and now - self._looked >= PATIENCE_S:
+            self._looked = now
+            self._look_around()
+        if now - self._began > self.deadline_s:
+            raise DeadlineError(
+                f"{self.where()}: {now - self._began:.3f} s so far, and a phase may take deadline_s={self.deadline_s}",
+                phase=self.phase_name,
+                bucket=self.bucket,
+                peer=self.peer,
+                seconds=now - self._began,
+            )
+
+    def where(self) -> str:
+        """Phase, bucket, tensor and peer, as far as there is one."""
+        parts = [f"phase {self.phase_name}"]
+        parts += [] if self.bucket is None else [f"bucket {self.bucket}"]
+        parts += [] if self.tensor is None else [f"tensor {self.tensor!r}"]
+        parts += [] if self.peer is None else [f"waiting for {self.peer}"]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,3 +281,43 @@ class Inbox:
 def slot_view(slot: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """The place of `piece` in the bytes `slot`, uint8 [at least its end], as `dtype` and in the shape of the piece."""
     return slot[piece.start : piece.start + piece.nbytes].view(dtype).view(piece.region.shape)
+
+
+@final
+class InProcess:
+    """Hands the source's tensors to the sink. A `Transport`."""
+
+    name = "in process"
+    routing: Routing = "unicast"
+    bounded = False
+
+    def open(self, channel: Channel, watch: Watch) -> None:
+        """Refuse what is not in this process."""
+        source, sink = channel.schedule.plan.source.ranks, channel.schedule.plan.sink.ranks
+        if len(source) > 1 or len(sink) > 1:
+            raise RefitError(
+                f"the in-process transport moves weights between one rank and one engine; the source spans ranks "
+                f"{list(source)} and the sink ranks {list(sink)}; give Refit a transport and a rendezvous",
+                phase="prepare",
+            )
+        self._streams = channel.schedule.streams
+
+    def transfer(self, outbox: Outbox | None, inbox: Inbox | None, watch: Watch) -> None:
+        """Stage every piece, with a look at the deadline after each."""
+        assert outbox is not None
+        assert inbox is not None
+        for stream in self._streams:
+            for _, piece, tensor in outbox.pieces(stream):
+                inbox.put(piece.region, tensor, stays=outbox.stays)
+                watch.check()
+
+    def finish(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """None."""
+        return 0
