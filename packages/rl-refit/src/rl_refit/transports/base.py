@@ -1,16 +1,12 @@
 """What a transport is asked to do, and what it is given to do it with; and `InProcess`, the one that needs no wire.
 
-Knows no weights and no wire. Nothing in a refit waits without asking `check` at least every `PATIENCE_S` seconds; that
-is what ends every wait with an error that names the cause, instead of a hang.
+A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of each stream, and gives
+them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse, such as the order of
+buckets: plan, digests, commit and abort belong to the transaction. A process may be a rank of the source, of the sink,
+or of both at once.
 
-Knows no way of bytes. A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of
-each stream, and gives them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse,
-such as the order of buckets: plan, digests, commit and abort belong to the transaction.
-
-A process may be a rank of the source, of the sink, or of both at once.
-
-Knows one rank on each side. Where the source's tensors stay as they
-are until the refit is over, the sink keeps them until its commit: one copy in all.
+Nothing in a refit waits without a look at the `Watch` at least every `PATIENCE_S` seconds; that ends every wait with an
+error that names the cause, instead of a hang.
 """
 
 from __future__ import annotations
@@ -60,16 +56,9 @@ class Watch:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and give it a deadline of its own."""
         self.phase_name, self._began = name, monotonic()
-        self.at()
+        self.bucket = self.tensor = self.peer = None
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - self._began
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time a part of the phase under a name of its own."""
-        began = monotonic()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - began
 
     def at(self, *, bucket: int | None = None, tensor: str | None = None, peer: str | None = None) -> None:
         """Note what is being done, for errors: the bucket, the tensor, and the party that is waited for."""
@@ -208,7 +197,7 @@ class Outbox:
         """
         cuts = self._cuts.get(stream.number) or self._cut(stream)
         self._cuts[stream.number] = cuts
-        shards = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts))
+        shards, dtypes = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts)), self.schedule.dtypes
         shard: tuple[Region, Tensor] | None = None
         for cut in cuts:
             while shard is None or shard[0] != cut.box:
@@ -217,7 +206,15 @@ class Outbox:
                     raise RefitError(
                         f"the source does not yield {cut.box}, which its manifest promises", tensor=cut.box.name
                     )
-                self._check(*shard)
+                region, tensor = shard
+                self.watch.tensor = region.name
+                dtype = dtypes[region.name]
+                if tensor.shape != region.shape or tensor.dtype != dtype:
+                    raise RefitError(
+                        f"the source yields {region} as {list(tensor.shape)} in {tensor.dtype}, where its manifest has "
+                        f"{dtype}",
+                        tensor=region.name,
+                    )
             yield cut.bucket, cut.piece, shard[1] if cut.piece.region == cut.box else shard[1][cut.index]
 
     def _cut(self, stream: Stream) -> tuple[_Cut, ...]:
@@ -231,15 +228,6 @@ class Outbox:
                 box = next(box for box in boxes[name] if box.intersect(piece.region) == piece.region)
                 cuts.append(_Cut(number, piece, box, piece.region.index_within(box)))
         return tuple(cuts)
-
-    def _check(self, region: Region, tensor: Tensor) -> None:
-        self.watch.tensor = region.name
-        dtype = self.schedule.dtypes[region.name]
-        if tensor.shape != region.shape or tensor.dtype != dtype:
-            raise RefitError(
-                f"the source yields {region} as {list(tensor.shape)} in {tensor.dtype}, where its manifest has {dtype}",
-                tensor=region.name,
-            )
 
 
 @final
@@ -285,11 +273,16 @@ def slot_view(slot: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
 
 @final
 class InProcess:
-    """Hands the source's tensors to the sink. A `Transport`."""
+    """Hands the source's tensors to a sink of the same process, one rank on each side. A `Transport`.
+
+    Where the source's tensors stay as they are until the refit is over, the sink keeps them until its commit: one copy
+    in all.
+    """
 
     name = "in process"
     routing: Routing = "unicast"
     bounded = False
+    extra_bytes = 0
 
     def open(self, channel: Channel, watch: Watch) -> None:
         """Refuse what is not in this process."""
@@ -306,9 +299,10 @@ class InProcess:
         """Stage every piece, with a look at the deadline after each."""
         assert outbox is not None
         assert inbox is not None
+        stays = outbox.stays
         for stream in self._streams:
             for _, piece, tensor in outbox.pieces(stream):
-                inbox.put(piece.region, tensor, stays=outbox.stays)
+                inbox.put(piece.region, tensor, stays=stays)
                 watch.check()
 
     def finish(self) -> None:
@@ -316,8 +310,3 @@ class InProcess:
 
     def close(self) -> None:
         """Nothing is open."""
-
-    @property
-    def extra_bytes(self) -> int:
-        """None."""
-        return 0
