@@ -180,12 +180,13 @@ class Outbox:
     refit: int
     """Number of this refit, counted from 1 by every party alike; failed ones count."""
 
+    stays: bool = field(init=False)
+    """Whether the source's tensors stay as they are until the refit is over, and not just until the next one."""
+
     _cuts: dict[int, tuple[_Cut, ...]] = field(default_factory=dict)
 
-    @property
-    def stays(self) -> bool:
-        """Whether the source's tensors stay as they are until the refit is over, and not just until the next one."""
-        return bool(getattr(self.source, "tensors_stay", False))
+    def __post_init__(self) -> None:
+        self.stays = bool(getattr(self.source, "tensors_stay", False))
 
     def pieces(self, stream: Stream) -> Iterator[tuple[int, Piece, Tensor]]:
         """Each piece of `stream` in order: the number of its bucket, the piece, and a tensor of its shape and dtype.
@@ -299,10 +300,9 @@ class InProcess:
         """Stage every piece, with a look at the deadline after each."""
         assert outbox is not None
         assert inbox is not None
-        stays = outbox.stays
         for stream in self._streams:
             for _, piece, tensor in outbox.pieces(stream):
-                inbox.put(piece.region, tensor, stays=stays)
+                inbox.put(piece.region, tensor, stays=outbox.stays)
                 watch.check()
 
     def finish(self) -> None:
