@@ -162,14 +162,14 @@ class Refit:
             # The first refit plans, and opens the transport. Planning over several processes is announced as a refit
             # of its own, hence a second wait.
             if version is None and self._control is not None:
-                patience = Watch(deadline_s=timeout_s, look_around=self._look_around)
+                patience = self._watch(timeout_s)
                 self._await_begin(self._control, patience)
                 if self._party is None:
                     self._plan()
                     self._await_begin(self._control, patience)
             party = self._party or self._plan(version)
 
-            watch = Watch(deadline_s=self._config.deadline_s, look_around=self._look_around)
+            watch = self._watch()
             try:
                 with watch.phase("prepare"):
                     self._refits += 1
@@ -235,6 +235,10 @@ class Refit:
             _annotate(error, None, watch)
             raise
 
+    def _watch(self, deadline_s: float | None = None) -> Watch:
+        deadline_s = self._config.deadline_s if deadline_s is None else deadline_s
+        return Watch(deadline_s=deadline_s, look_around=self._look_around)
+
     def _look_around(self) -> None:
         if self._closed:
             raise RefitError(_CLOSED)
@@ -259,7 +263,7 @@ class Refit:
 
     def _plan(self, version: int | None = None) -> Party:
         """Agree on a plan, cut it into buckets, and open the transport; once."""
-        watch = Watch(deadline_s=self._config.deadline_s, look_around=self._look_around)
+        watch = self._watch()
         try:
             settings: dict[str, Any] = {"transport": self._transport.name}
             if self._transport.bounded:
