@@ -264,9 +264,9 @@ class ModuleSink:
         transaction = self._open
         if transaction is None:
             raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        floor = self._version.floor
-        if any(transaction.missing.values()) or (floor is not None and version <= floor):
-            _refuse_commit(transaction.missing, version, floor=floor)
+        if any(transaction.missing.values()):
+            _refuse_incomplete(transaction.missing)
+        self._version.require_newer(version)
         if self._mode == "shadow":
             self._open = None
             return
@@ -326,13 +326,9 @@ class ModuleSink:
         return bank
 
 
-def _refuse_commit(missing: dict[str, int], version: int, *, floor: int | None) -> NoReturn:
+def _refuse_incomplete(missing: dict[str, int]) -> NoReturn:
     incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
-    if incomplete:
-        raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
-    raise RefitError(
-        f"version {version} is not newer than the committed {floor}; a version counts optimizer steps", phase="commit"
-    )
+    raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
 
 
 def _places(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
@@ -384,6 +380,18 @@ class CommittedVersion:
         """A transaction opens, and to withdraw is to go back to what holds now; returns `floor`."""
         self._before = self.floor
         return self.floor
+
+    def require_newer(self, version: int) -> None:
+        """Pass if `version` may be committed.
+
+        Raises:
+            RefitError: It is not newer than `floor`.
+        """
+        if self.floor is not None and version <= self.floor:
+            raise RefitError(
+                f"version {version} is not newer than the committed {self.floor}; a version counts optimizer steps",
+                phase="commit",
+            )
 
     def commit(self, version: int) -> None:
         """From now on it is `version`."""
