@@ -1,17 +1,18 @@
-"""Every check of every package. What there is to check, the packages say: `packages/*/pyproject.toml`.
+"""Every check of every package. The packages declare what to check, in `packages/*/pyproject.toml`.
 
-nox                          what a change must pass: each package in its newest cell and as a wheel, and the house
-nox -s tests-rl-refit        one package, every cell of its matrix
+nox                          what a change must pass: each package in its newest cell and as a wheel, and the repository
+nox -s tests-rl-refit        one package, in every cell of its matrix
 nox -t rl-refit              everything that concerns one package
-nox -s dev                   `.venv` with every package editable: there `pytest packages/rl-refit` needs no nox
+nox -s dev                   `.venv` with every package editable, in which `pytest packages/rl-refit` needs no nox
 nox -s quickstart            from a fresh clone to a learning curve
+
+`dev` and `quickstart` run on the Python that nox runs on, 3.11 to 3.13. The others need the matrix's Python, 3.11.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,59 +26,54 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "scripts"))
 
 from environments import install  # noqa: E402  (found by the line above)
-from house import House, Package, admitted, floor, group  # noqa: E402
+from repository import Package, Repository, admitted, floor, group  # noqa: E402
 
-HOUSE = House.read(HERE)
+REPO = Repository.read(HERE)
 TOOLS = nox.project.load_toml(HERE / "pyproject.toml")
-PYTHON = "3.11"  # the oldest one admitted; torch packages name theirs in their cells
-MEGATRON = HOUSE.packages["rl-backends"].optional_dependencies("megatron")
-HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loaded by importing a package of ours
+PYTHON = "3.11"  # of the checks: the oldest one supported; the cells of the matrix name their own
+MEGATRON = REPO.packages["rl-backends"].optional_dependencies("megatron")
+HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loaded by importing one of our packages
 
-OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for a network
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for the network
 
-nox.options.default_venv_backend = "virtualenv"  # uv is not everywhere, and reads no configuration of pip
+nox.options.default_venv_backend = "virtualenv"  # uv is not installed everywhere, and does not read pip's configuration
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["quick"]
 
-PYTHONS = sorted({PYTHON, *(cell["python"] for package in HOUSE.packages.values() for cell in package.cells)})
-running = f"{sys.version_info.major}.{sys.version_info.minor}"
-if running not in PYTHONS and not any(shutil.which(f"python{version}") for version in PYTHONS):
-    sys.exit(f"RL Stack is tested on Python {' and '.join(PYTHONS)}; the PATH has none, and nox runs on {running}.")
 
-
-# -- The whole house, what is quick first --------------------------------------------------------
+# -- The whole repository, quick checks first ----------------------------------------------------
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def lint(session: nox.Session) -> None:
-    """Hold the house to its style: ruff, sizes, words, changelog fragments. `-- --fix` repairs what ruff can."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "lint"))
+    """Check the style: ruff, words, changelog fragments. `-- --fix` repairs what ruff can."""
+    install(session, REPO, [], requirements=group(TOOLS, "lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
-    session.run("python", "scripts/house_rules.py")
+    session.run("python", "scripts/repository_rules.py")
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def layers(session: nox.Session) -> None:
-    """Hold every import to the contracts of `pyproject.toml`. Needs no torch."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "layers"))
-    sources = ":".join(str(package.root / "src") for package in HOUSE.packages.values())
+    """Check every import against the contracts of `pyproject.toml`. Needs no torch."""
+    install(session, REPO, [], requirements=group(TOOLS, "layers"))
+    sources = ":".join(str(package.root / "src") for package in REPO.packages.values())
     session.run("lint-imports", env={"PYTHONPATH": sources})
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def scripts(session: nox.Session) -> None:
     """Test the scripts that these sessions and CI call."""
-    install(session, HOUSE, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox"])
+    install(session, REPO, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox"])
     session.run("pytest", "scripts/tests", *session.posargs)
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def typecheck(session: nox.Session) -> None:
     """Run mypy, strict, over every package and over the seams between them."""
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=group(TOOLS, "types"))
-    sources = [f"packages/{name}/src" for name in HOUSE.packages]
+    install(session, REPO, [*REPO.packages], groups=["test"], requirements=group(TOOLS, "types"))
+    sources = [f"packages/{name}/src" for name in REPO.packages]
     seams = [os.path.relpath(path, HERE) for path in HERE.glob("tests-integration/test_seams.py")]
     session.run("mypy", *sources, *seams, "noxfile.py", "scripts", *session.posargs)
 
@@ -85,9 +81,9 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(python=PYTHON, tags=["quick"])
 def docs(session: nox.Session) -> None:
     """Check links, anchors and the tables of public names, and run the examples in docstrings."""
-    install(session, HOUSE, [*HOUSE.packages], requirements=group(TOOLS, "test"))
+    install(session, REPO, [*REPO.packages], requirements=group(TOOLS, "test"))
     session.run("python", "scripts/check_docs.py")
-    sources = [f"packages/{name}/src" for name in HOUSE.packages]
+    sources = [f"packages/{name}/src" for name in REPO.packages]
     options = ["--doctest-modules", "--doctest-ignore-import-errors", "-q"]
     session.run("pytest", *options, *sources, *session.posargs, success_codes=[0, 5])  # 5: no examples
 
@@ -96,20 +92,25 @@ def docs(session: nox.Session) -> None:
 
 
 def run_tests(
-    session: nox.Session, package: Package, house: House, *, cell: dict[str, str] | None = None, wheels: bool = False
+    session: nox.Session,
+    package: Package,
+    repository: Repository,
+    *,
+    cell: dict[str, str] | None = None,
+    wheels: bool = False,
 ) -> None:
-    """Run the tests of `package`, with its siblings as `house` has them."""
-    install(session, house, [package.name], cell=cell, groups=["test"], wheels=wheels)
-    only = "tests/vllm" if "vllm" in (cell or {}) else "."  # the rest of them runs in the other cells
+    """Run the tests of `package`, with its siblings from `repository`."""
+    install(session, repository, [package.name], cell=cell, groups=["test"], wheels=wheels)
+    only = "tests/vllm" if "vllm" in (cell or {}) else "."  # the other tests run in the other cells
     tests = os.path.relpath(package.root / only, HERE)
     session.run("pytest", tests, *session.posargs, env=OFFLINE)
 
 
 def try_wheel(session: nox.Session, package: Package) -> None:
-    """Install `package` from built wheels, with what they declare and nothing else, and use it."""
-    install(session, HOUSE, [package.name], wheels=True)
-    declared = {*HOUSE.closure(package.name), *HOUSE.third_parties(package.name)}
-    absent = [name for name in [*HOUSE.packages, *HEAVY] if name not in declared]
+    """Install `package` from built wheels, with its declared dependencies and nothing else, and use it."""
+    install(session, REPO, [package.name], wheels=True)
+    declared = {*REPO.closure(package.name), *REPO.third_parties(package.name)}
+    absent = [name for name in [*REPO.packages, *HEAVY] if name not in declared]
     lazy = [*HEAVY.values(), *({"pydantic"} - declared)]
     with session.chdir(session.env_dir):  # far from the working tree
         readme = str(package.root / "README.md")
@@ -118,35 +119,35 @@ def try_wheel(session: nox.Session, package: Package) -> None:
 
 
 def test_floor(session: nox.Session, package: Package) -> None:
-    """Test `package` over the oldest siblings that it admits, unpacked from their tags."""
-    lowest = {name: floor(versions) for name, versions in HOUSE.siblings(package.name).items()}
-    released = [(name, version) for name, version in lowest.items() if version in HOUSE.releases(name)]
+    """Test `package` with the oldest siblings that it admits, unpacked from their tags."""
+    lowest = {name: floor(versions) for name, versions in REPO.siblings(package.name).items()}
+    released = [(name, version) for name, version in lowest.items() if version in REPO.releases(name)]
     for name, version in lowest.items() - released:
-        if version != HOUSE.packages[name].version:
+        if version != REPO.packages[name].version:
             session.error(f"{package.name} admits {name} {version}, but there is no tag {name}/v{version}")
-        session.log(f"{name} {version} is what this tree holds, not released yet: tests-{package.name} covers it")
+        session.log(f"{name} {version} is the unreleased version in this tree: tests-{package.name} covers it")
     if not released:
         session.log(f"{package.name} admits no released sibling: nothing to test")
         return
-    older = HOUSE.with_released(*(HOUSE.checkout(name, version, shelf(session)) for name, version in released))
+    older = REPO.with_released(*(REPO.checkout(name, version, shelf(session)) for name, version in released))
     run_tests(session, package, older, wheels=True)
 
 
 def test_regression(session: nox.Session, package: Package) -> None:
-    """Run the last release of each package that stands on `package`, with the tests it shipped, over this tree."""
-    above = [name for name in HOUSE.packages if package.name in HOUSE.siblings(name) and HOUSE.releases(name)]
+    """Run the released tests of each package that depends on `package`, with `package` from this tree."""
+    above = [name for name in REPO.packages if package.name in REPO.siblings(name) and REPO.releases(name)]
     if not above:
-        session.log(f"nothing that stands on {package.name} is released: nothing to break")
+        session.log(f"no released package depends on {package.name}: nothing to break")
     for name in above:
-        released = HOUSE.checkout(name, HOUSE.releases(name)[0], shelf(session))
-        if package.version in admitted(released, HOUSE.packages).get(package.name, ()):
-            run_tests(session, released, HOUSE.with_released(released), wheels=True)
+        released = REPO.checkout(name, REPO.releases(name)[0], shelf(session))
+        if package.version in admitted(released, REPO.packages).get(package.name, ()):
+            run_tests(session, released, REPO.with_released(released), wheels=True)
         else:
             session.log(f"{name} {released.version} does not admit {package.name} {package.version}: nothing to break")
 
 
 def shelf(session: nox.Session) -> Path:
-    """Where releases are unpacked: beside the session's environment, which is remade when they change."""
+    """Return where releases are unpacked: beside the session's environment, which is recreated when they change."""
     return session.env_dir.with_name(f"{session.env_dir.name}-released")
 
 
@@ -155,7 +156,7 @@ def define_sessions(package: Package) -> None:
     name, python = package.name, package.cells[-1]["python"]
 
     def tests(session: nox.Session, cell: dict[str, str], **_: str) -> None:  # --force-python passes `python` too
-        run_tests(session, package, HOUSE, cell=cell)
+        run_tests(session, package, REPO, cell=cell)
 
     def wheel(session: nox.Session) -> None:
         try_wheel(session, package)
@@ -166,10 +167,10 @@ def define_sessions(package: Package) -> None:
     def regression(session: nox.Session) -> None:
         test_regression(session, package)
 
-    tests.__doc__ = f"Test {name} with its siblings as they are here."
-    wheel.__doc__ = f"Install {name} as its users would, and run its README."
+    tests.__doc__ = f"Test {name} with its siblings from this tree."
+    wheel.__doc__ = f"Install {name} as a user would, and run its README."
     floors.__doc__ = f"Test {name} with the oldest siblings that it admits."
-    regression.__doc__ = f"Run the tests that released packages shipped, over {name} as it is here."
+    regression.__doc__ = f"Run the tests of released packages with {name} from this tree."
 
     quick = [cell for cell in package.cells if cell is package.cells[-1] or "vllm" in cell]
     cells = [nox.param(c["python"], c, id=cell_id(c), tags=["quick"] if c in quick else []) for c in package.cells]
@@ -180,45 +181,45 @@ def define_sessions(package: Package) -> None:
 
 
 def cell_id(cell: dict[str, str]) -> str:
-    """What a cell is called in the session's name: `3.11-torch2.13`."""
+    """Return the name of a cell in the session's name: `3.11-torch2.13`."""
     return "-".join([cell["python"], *(f"{name}{minor}" for name, minor in cell.items() if name != "python")])
 
 
-for _package in HOUSE.packages.values():
+for _package in REPO.packages.values():
     define_sessions(_package)
 
 
-# -- The whole house, what takes longer or changes something -------------------------------------
+# -- The whole repository, slow checks and commands ----------------------------------------------
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def integration(session: nox.Session) -> None:
-    """Test what only holds for the packages together, in real processes."""
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=MEGATRON)
+    """Test the packages together, in real processes."""
+    install(session, REPO, [*REPO.packages], groups=["test"], requirements=MEGATRON)
     session.run("pytest", "tests-integration", *session.posargs, env=OFFLINE)
 
 
 @nox.session(name="integration-vllm", python=PYTHON, tags=["quick"])
 def integration_vllm(session: nox.Session) -> None:
-    """Test the packages together on real vLLM, and whole runs on real Ray."""
-    (cell,) = (cell for cell in HOUSE.packages["rl-generation"].cells if "vllm" in cell)
-    install(session, HOUSE, [*HOUSE.packages], cell=cell, groups=["test"])
+    """Test the packages together with real vLLM, and entire runs on real Ray."""
+    (cell,) = (cell for cell in REPO.packages["rl-generation"].cells if "vllm" in cell)
+    install(session, REPO, [*REPO.packages], cell=cell, groups=["test"])
     session.run("pytest", "tests-integration/with_vllm", "tests-integration/with_ray", *session.posargs, env=OFFLINE)
 
 
 @nox.session(python=PYTHON, tags=["quick"])
 def trackers(session: nox.Session) -> None:
-    """Test rl-observe through the clients of Weights & Biases, MLflow and trackio, none of them online."""
-    observe = HOUSE.packages["rl-observe"]
+    """Test rl-observe with the real clients of Weights & Biases, MLflow and trackio, all offline."""
+    observe = REPO.packages["rl-observe"]
     clients = [line for name in ("wandb", "mlflow", "trackio") for line in observe.optional_dependencies(name)]
-    install(session, HOUSE, ["rl-observe"], groups=["test"], requirements=clients)
+    install(session, REPO, ["rl-observe"], groups=["test"], requirements=clients)
     session.run("pytest", "packages/rl-observe/tests/test_trackers.py", *session.posargs, env=OFFLINE)
 
 
-@nox.session(python=PYTHON, default=False)
+@nox.session(default=False)  # without a Python: on the one that nox runs on
 def quickstart(session: nox.Session) -> None:
-    """Train on this machine: `-- key=value` overrides the recipe, `-- recipes/other.yaml` takes another one."""
-    install(session, HOUSE, ["rl-launcher"])
+    """Train on this machine: `-- key=value` overrides the recipe, `-- recipes/other.yaml` uses another one."""
+    install(session, REPO, ["rl-launcher"])
     named = [argument for argument in session.posargs if argument.endswith(".yaml")]
     recipe = named[0] if named else "recipes/quickstart.yaml"
     overrides = [argument for argument in session.posargs if argument not in named]
@@ -228,7 +229,7 @@ def quickstart(session: nox.Session) -> None:
 
 
 def unused_run_directory(name: str) -> str:
-    """`runs/<name>`, or where that is taken `runs/<name>-2` and so on: a run is never overwritten."""
+    """Return `runs/<name>`, or if that exists `runs/<name>-2` and so on: a run is never overwritten."""
     taken = {path.name for path in (HERE / "runs").glob(f"{name}*")}
     numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
     return f"runs/{next(each for each in (name, *numbered) if each not in taken)}"
@@ -236,13 +237,11 @@ def unused_run_directory(name: str) -> str:
 
 @nox.session(python=PYTHON, default=False)
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks of the packages named after `--`, or all; the last line holds every figure as JSON."""
-    names = session.posargs or [*HOUSE.packages]
-    install(session, HOUSE, names, groups=["test", "bench"])
+    """Run the benchmarks of the packages named after `--`, or all; the last line has every figure as JSON."""
+    names = session.posargs or [*REPO.packages]
+    install(session, REPO, names, groups=["test", "bench"])
     figures = {}
-    for path in (
-        path for name in names for path in sorted((HOUSE.packages[name].root / "benchmarks").glob("[!_]*.py"))
-    ):
+    for path in (path for name in names for path in sorted((REPO.packages[name].root / "benchmarks").glob("[!_]*.py"))):
         printed = str(session.run("python", str(path), silent=True))
         session.log(f"{path.relative_to(HERE)}\n{printed}")
         figures[f"{path.parent.parent.name}/{path.stem}"] = json.loads(printed.strip().splitlines()[-1])
@@ -252,11 +251,11 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=PYTHON, default=False)
 def api(session: nox.Session) -> None:
     """Compare every package's public names with its last release. A break needs a `changed` or `removed` fragment."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "api"))
+    install(session, REPO, [], requirements=group(TOOLS, "api"))
     silent_breaks = []
-    for name, package in HOUSE.packages.items():
-        if not (releases := HOUSE.releases(name)):
-            session.log(f"{name} has no release yet: no promise to keep")
+    for name, package in REPO.packages.items():
+        if not (releases := REPO.releases(name)):
+            session.log(f"{name} has no release yet: nothing to compare")
             continue
         command = ["griffe", "check", package.import_name, "-s", f"packages/{name}/src", "-a", f"{name}/v{releases[0]}"]
         if breaks := str(session.run(*command, silent=True, success_codes=[0, 1])).strip():
@@ -269,13 +268,20 @@ def api(session: nox.Session) -> None:
 @nox.session(python=PYTHON, default=False)
 def release(session: nox.Session) -> None:
     """Release one package: `nox -s release -- rl-refit minor`. Commits and tags; pushes nothing."""
-    install(session, HOUSE, [], requirements=group(TOOLS, "release"))
+    install(session, REPO, [], requirements=group(TOOLS, "release"))
     session.run("python", "scripts/release.py", *session.posargs)
 
 
-@nox.session(python=PYTHON, default=False)
+@nox.session(default=False)  # without a Python: on the one that nox runs on
 def dev(session: nox.Session) -> None:
-    """Make `.venv`, with every package editable and every tool: where one edits, and runs pytest without nox."""
+    """Create `.venv`, with every package editable and every tool, to edit in and to run pytest without nox."""
     tools = [line for name in ("lint", "layers", "types", "test") for line in group(TOOLS, name)]
-    install(session, HOUSE, [*HOUSE.packages], groups=["test"], requirements=[*tools, *MEGATRON], home=HERE / ".venv")
+    install(
+        session,
+        REPO,
+        [*REPO.packages],
+        groups=["test"],
+        requirements=[*tools, *MEGATRON],
+        home=HERE / ".venv",
+    )
     session.log("ready: . .venv/bin/activate")

@@ -1,8 +1,8 @@
-"""Build the wheels of several packages in one process, by the hooks that pip itself would call.
+"""Build the wheels of several packages in one process, with the hooks that pip itself would call.
 
     python build_wheels.py [--editable] SHELF PACKAGE_DIRECTORY...
 
-Runs in an environment that has hatchling and editables, and leaves the wheels in SHELF.
+It runs in an environment with hatchling and editables, and writes the wheels to SHELF.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Whether the documents are true where a machine can tell: links, anchors, and the tables of public names.
+"""Check what can be checked of the documents: links, anchors, and the tables of public names.
 
     python scripts/check_docs.py
 
-A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as GitHub makes them. Links to
-the web are not followed. A README's table under the heading "Public names" (or "Names") mentions all of `__all__`, and
-what its first column lists exists: a name, a module, or `module.name`. The root README's row of a package lists the
-versions of its matrix, no more and no fewer.
+A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as on GitHub. Links to the web
+are not followed. A README's table under the heading "Public names" (or "Names") must mention all of `__all__`, and what
+its first column lists must exist: a name, a module, or `module.name`. The root README's row of a package must list
+exactly the versions of its matrix.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
-from house import House
-from house_rules import text_files
+from repository import Repository
+from repository_rules import text_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from house import Package
+    from repository import Package
 
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", flags=re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`[^`\n]+`")
@@ -33,25 +33,29 @@ PUBLIC_NAMES = re.compile(r"^#+ (?:public )?names$(.*?)(?=^#+ |\Z)", flags=re.I 
 
 
 def main() -> None:
-    """Check every Markdown file of the house in the current directory."""
-    house = House.read(Path.cwd())
-    pages = [path for path in text_files(house) if path.suffix == ".md"]
+    """Check every Markdown file of the repository in the current directory."""
+    repository = Repository.read(Path.cwd())
+    pages = [path for path in text_files(repository) if path.suffix == ".md"]
     complaints = [
         *(complaint for page in pages for complaint in check_links(page)),
-        *(complaint for package in house.packages.values() for complaint in check_public_names(package)),
-        *(complaint for package in house.packages.values() for complaint in check_matrix(package, house.root)),
+        *(complaint for package in repository.packages.values() for complaint in check_public_names(package)),
+        *(
+            complaint
+            for package in repository.packages.values()
+            for complaint in check_matrix(package, repository.root)
+        ),
     ]
     for complaint in complaints:
-        print(complaint.replace(f"{house.root}/", ""))
+        print(complaint.replace(f"{repository.root}/", ""))
     if complaints:
-        sys.exit(f"{len(complaints)} times a document is not true")
+        sys.exit(f"{len(complaints)} errors in documents")
     print(f"{len(pages)} pages: every link leads somewhere, every public name is in its table")
 
 
 def check_links(page: Path) -> Iterator[str]:
-    """The relative links of one page that lead nowhere, and words that wait to be replaced."""
+    """Find the relative links of one page that lead nowhere, and placeholders that were never replaced."""
     for placeholder in re.findall(r"^[A-Z]+(?:_[A-Z]+)*$", FENCE.sub("", page.read_text()), flags=re.MULTILINE):
-        yield f"{page}:1: {placeholder} looks like a place that was never filled in"
+        yield f"{page}:1: {placeholder} looks like a placeholder that was never filled in"
     for target in LINK.findall(CODE_SPAN.sub("", FENCE.sub("", page.read_text()))):
         if re.match(r"[a-z][a-z0-9+.-]*:", target):
             continue
@@ -64,7 +68,7 @@ def check_links(page: Path) -> Iterator[str]:
 
 
 def anchors(markdown: str) -> set[str]:
-    """What one can link to in a page: its headings, as GitHub spells them; the second of a name is `name-1`."""
+    """Return the anchors of a page: its headings as GitHub spells them; the second of the same name is `name-1`."""
     seen: dict[str, int] = {}
     found = set()
     for heading in HEADING.findall(FENCE.sub("", markdown)):
@@ -76,7 +80,7 @@ def anchors(markdown: str) -> set[str]:
 
 
 def check_public_names(package: Package) -> Iterator[str]:
-    """Where the README's table and the package's exports differ."""
+    """Find differences between the README's table and the package's exports."""
     readme = package.root / "README.md"
     if not readme.is_file():
         yield f"{package.root}/README.md:1: {package.name} has no README"
@@ -95,7 +99,7 @@ def check_public_names(package: Package) -> Iterator[str]:
 
 
 def check_matrix(package: Package, root: Path) -> Iterator[str]:
-    """Where the root README promises other versions than the package's matrix tests."""
+    """Find differences between the versions in the root README and the package's matrix."""
     readme = root / "README.md"
     tested = {version for cell in package.cells for name, version in cell.items() if name != "python"}
     rows = [line for line in readme.read_text().splitlines() if line.startswith(f"| {package.name} |")]
@@ -106,7 +110,7 @@ def check_matrix(package: Package, root: Path) -> Iterator[str]:
 
 
 def table_names(markdown: str) -> tuple[set[str], set[str]]:
-    """What the table under "Public names" has as code in its first column, and anywhere; calls without arguments."""
+    """Return the code in the first column of the table "Public names", and in all of it; calls without arguments."""
     section = PUBLIC_NAMES.search(markdown)
     rows = [line for line in section[1].splitlines() if line.startswith("|")] if section else []
     return code_names(row.split("|")[1] for row in rows), code_names(rows)
@@ -118,7 +122,7 @@ def code_names(texts: Iterable[str]) -> set[str]:
 
 
 def exists(source: Path, parts: list[str]) -> bool:
-    """Whether `module`, `module.name` or `name` is found in the package whose modules lie in `source`."""
+    """Return whether the package in the folder `source` has `module`, `module.name` or `name`."""
     first, *rest = parts
     if (source / first).is_dir():
         return not rest or exists(source / first, rest)
@@ -128,16 +132,16 @@ def exists(source: Path, parts: list[str]) -> bool:
 
 
 class Names(NamedTuple):
-    """What a module has to offer."""
+    """The names of a module."""
 
     defined: set[str]
     """Names that it defines or imports at its top."""
     exported: set[str]
-    """Its `__all__`, where that is a literal."""
+    """Its `__all__`, if that is a literal."""
 
 
 def top_level(file: Path) -> Names:
-    """The names of one module, read without importing it."""
+    """Return the names of one module, read without importing it."""
     names = Names(set(), set())
     for node in ast.parse(file.read_text()).body if file.is_file() else []:
         match node:

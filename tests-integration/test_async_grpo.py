@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
-from tiny_world import SAMPLING, InFlight, World
+from tiny_setup import SAMPLING, InFlightEngine, TinySetup
 from torch import Tensor
 
 from rl_algorithms import async_grpo, contracts, grpo
@@ -18,22 +18,22 @@ AHEAD = 5  # two batches of two steps, and the second step of one's own
 
 @pytest.fixture(scope="module")
 def imitated() -> Mapping[str, Tensor]:
-    world = World.make()
-    world.imitate()
-    return world.state()
+    setup = TinySetup.make()
+    setup.imitate()
+    return setup.state()
 
 
 @pytest.fixture(scope="module")
 def synchronous(imitated: Mapping[str, Tensor]) -> float:
     """Held-out accuracy of the synchronous loop."""
-    world = World.make(state=imitated)
-    assert world.accuracy() < 0.35
-    learn(world, grpo.train, grpo.GRPOConfig(**STEPS))
-    return world.accuracy()
+    setup = TinySetup.make(state=imitated)
+    assert setup.accuracy() < 0.35
+    learn(setup, grpo.train, grpo.GRPOConfig(**STEPS))
+    return setup.accuracy()
 
 
 def learn(
-    world: World,
+    setup: TinySetup,
     loop: Callable[..., Iterator[dict[str, float]]],
     config: grpo.GRPOConfig,
     *,
@@ -41,15 +41,15 @@ def learn(
     weight_sync: contracts.WeightSync | None = None,
 ) -> list[dict[str, float]]:
     optimizer = OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup_steps=8, final_lr_ratio=0.2)
-    world.policy.start_training(optimizer, num_steps=config.max_num_steps)
+    setup.policy.start_training(optimizer, num_steps=config.max_num_steps)
     return list(
         loop(
-            policy=world.policy,
-            engine=engine or world.engine,
-            weight_sync=weight_sync or world.weight_sync,
-            environment=world.environment,
-            prompts=batches(world.prompts, size=config.num_prompts, seed=0),
-            chat=world.chat,
+            policy=setup.policy,
+            engine=engine or setup.engine,
+            weight_sync=weight_sync or setup.weight_sync,
+            environment=setup.environment,
+            prompts=batches(setup.prompts, size=config.num_prompts, seed=0),
+            chat=setup.chat,
             sampling=SAMPLING,
             config=config,
         )
@@ -59,20 +59,20 @@ def learn(
 def test_it_learns_while_the_engine_takes_weights_between_calls(
     imitated: Mapping[str, Tensor], synchronous: float
 ) -> None:
-    world = World.make(state=imitated)
-    steps = learn(world, async_grpo.train, AsyncGRPOConfig(**STEPS, max_staleness=AHEAD, groups_per_call=16))
-    check(steps, world.accuracy(), synchronous)
+    setup = TinySetup.make(state=imitated)
+    steps = learn(setup, async_grpo.train, AsyncGRPOConfig(**STEPS, max_staleness=AHEAD, groups_per_call=16))
+    check(steps, setup.accuracy(), synchronous)
     assert sum(step["dropped_groups"] for step in steps) == 0  # a single collector overtakes nobody
-    assert world.engine.version == world.weight_sync.last.version == 40
+    assert setup.engine.version == setup.weight_sync.last.version == 40
 
 
 def test_it_learns_while_the_engine_takes_weights_in_flight(imitated: Mapping[str, Tensor], synchronous: float) -> None:
-    world = World.make(state=imitated)
-    in_flight = InFlight(world)
+    setup = TinySetup.make(state=imitated)
+    in_flight = InFlightEngine(setup)
     config = AsyncGRPOConfig(**STEPS, max_staleness=AHEAD, weights="in_flight", num_collectors=2, groups_per_call=16)
-    steps = learn(world, async_grpo.train, config, engine=in_flight, weight_sync=in_flight)
+    steps = learn(setup, async_grpo.train, config, engine=in_flight, weight_sync=in_flight)
     in_flight.close()
-    check(steps, world.accuracy(), synchronous)
+    check(steps, setup.accuracy(), synchronous)
     assert in_flight.mixed > 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from tiny_world import SAMPLING, World
+from tiny_setup import SAMPLING, TinySetup
 from torch import Tensor
 from transformers import Qwen3ForSequenceClassification
 
@@ -20,26 +20,26 @@ NUM_BATCHES = 40
 @pytest.fixture(scope="module")
 def imitated() -> tuple[Mapping[str, Tensor], float]:
     """The weights that SFT leaves, and how often they answer right."""
-    world = World.make()
-    world.imitate()
-    return world.state(), world.accuracy()
+    setup = TinySetup.make()
+    setup.imitate()
+    return setup.state(), setup.accuracy()
 
 
-def train(world: World, objective: Objective, *, steps_per_generation: int, lr: float) -> list[dict[str, float]]:
+def train(setup: TinySetup, objective: Objective, *, steps_per_generation: int, lr: float) -> list[dict[str, float]]:
     steps = NUM_BATCHES * steps_per_generation
-    world.policy.start_training(OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup_steps=10), num_steps=steps)
+    setup.policy.start_training(OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup_steps=10), num_steps=steps)
     needs_reference = objective.kl.weight > 0
     return list(
         grpo.train(
-            policy=world.policy,
-            engine=world.engine,
-            weight_sync=world.weight_sync,
-            environment=world.environment,
-            prompts=batches(world.prompts, size=32, seed=0),
-            chat=world.chat,
+            policy=setup.policy,
+            engine=setup.engine,
+            weight_sync=setup.weight_sync,
+            environment=setup.environment,
+            prompts=batches(setup.prompts, size=32, seed=0),
+            chat=setup.chat,
             sampling=SAMPLING,
             config=grpo.GRPOConfig(max_num_steps=steps, steps_per_generation=steps_per_generation, objective=objective),
-            reference=world.policy.freeze_reference() if needs_reference else None,
+            reference=setup.policy.freeze_reference() if needs_reference else None,
         )
     )
 
@@ -57,20 +57,20 @@ def test_the_tiny_model_learns(
     imitated: tuple[Mapping[str, Tensor], float], objective: Objective, steps_per_generation: int, lr: float
 ) -> None:
     weights, before = imitated
-    world = World.make(state=weights)
-    log = train(world, objective, steps_per_generation=steps_per_generation, lr=lr)
-    after = world.accuracy()
+    setup = TinySetup.make(state=weights)
+    log = train(setup, objective, steps_per_generation=steps_per_generation, lr=lr)
+    after = setup.accuracy()
     print(f"sampled accuracy {before:.3f} -> {after:.3f}, reward {log[0]['reward']:.3f} -> {log[-1]['reward']:.3f}")
     assert after > before + 0.2
     assert max(line["token_mult_prob_error"] for line in log) <= 1.0001
 
 
-def critic(world: World) -> DTensorBackend:
+def critic(setup: TinySetup) -> DTensorBackend:
     """The policy's trunk with a head of one number that starts at 0."""
-    config = copy.deepcopy(world.policy.model.config)
+    config = copy.deepcopy(setup.policy.model.config)
     config.num_labels = 1
     model = Qwen3ForSequenceClassification(config)
-    trunk = {f"model.{name}": tensor for name, tensor in world.policy.model.model.state_dict().items()}
+    trunk = {f"model.{name}": tensor for name, tensor in setup.policy.model.model.state_dict().items()}
     model.load_state_dict(trunk, strict=False)
     torch.nn.init.zeros_(model.score.weight)
     return DTensorBackend(model, DTensorConfig())
@@ -78,26 +78,26 @@ def critic(world: World) -> DTensorBackend:
 
 def test_the_tiny_model_learns_by_ppo(imitated: tuple[Mapping[str, Tensor], float]) -> None:
     weights, before = imitated
-    world = World.make(state=weights)
-    value_model = critic(world)
+    setup = TinySetup.make(state=weights)
+    value_model = critic(setup)
     config = ppo.PPOConfig(max_num_steps=NUM_BATCHES * 4, num_prompts=128, steps_per_generation=4)
-    for backend, lr in ((world.policy, 5e-4), (value_model, 1e-3)):
+    for backend, lr in ((setup.policy, 5e-4), (value_model, 1e-3)):
         backend.start_training(
             OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup_steps=10), num_steps=config.max_num_steps
         )
     log = list(
         ppo.train(
-            policy=world.policy,
+            policy=setup.policy,
             value_model=value_model,
-            engine=world.engine,
-            weight_sync=world.weight_sync,
-            environment=world.environment,
-            prompts=batches(world.prompts, size=128, seed=0),
-            chat=world.chat,
+            engine=setup.engine,
+            weight_sync=setup.weight_sync,
+            environment=setup.environment,
+            prompts=batches(setup.prompts, size=128, seed=0),
+            chat=setup.chat,
             sampling=SAMPLING,
             config=config,
         )
     )
-    after = world.accuracy()
+    after = setup.accuracy()
     print(f"sampled accuracy {before:.3f} -> {after:.3f}, reward {log[0]['reward']:.3f} -> {log[-1]['reward']:.3f}")
     assert after > before + 0.2

@@ -1,4 +1,4 @@
-"""The main job, as a user starts it, in a process of its own: it learns, proves each refit, and says so."""
+"""The quickstart as a user starts it, in another process: it learns, verifies each refit, and reports it."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ def test_every_step_was_refitted_and_the_driver_costs_little(grpo_run: tuple[dic
 
 
 def test_the_saved_model_answers_as_the_run_said(grpo_run: tuple[dict, Path]) -> None:
-    """Through plain transformers, with nothing of ours: the folder is what was trained."""
+    """Read the folder with plain transformers, without our code: it has the trained weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     summary, run_dir = grpo_run

@@ -1,6 +1,6 @@
 """The same recipe on both backends: the same first step to rounding, and a policy that learns, in one process or more.
 
-In one process it is the launcher that runs it; over ranks, a program that puts the packages together by itself.
+In one process the launcher runs it; over several ranks, a program that composes the packages itself.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""A sharded trainer feeds an engine of another layout: each rank sends its own shards, and nothing is gathered."""
+"""A sharded trainer refits an engine with another layout: each rank sends its own shards, nothing is gathered."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Kill -9 of a run at moments that nobody chose, again and again, through the command line: the curve is the same."""
+"""A run that is killed with SIGKILL at random moments, again and again, has the curve of an uninterrupted one."""
 
 import json
 import random
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from leashed import REWARD, Leash
+from pausable_reward import REWARD, RunPause
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SHORT = (
@@ -52,8 +52,8 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
     _, errors = first.communicate(timeout=600)
     assert first.returncode == 0, errors
     moments, kills = random.Random(9), 0
-    leash = Leash(tmp_path, monkeypatch)
-    leash.hold(killed, step=HELD_AT)
+    run_pause = RunPause(tmp_path, monkeypatch)
+    run_pause.pause(killed, step=HELD_AT)
     process = launch("run", str(RECIPE), f"run_dir={killed}", f"env.reward={REWARD}", *SHORT, CHECKPOINTS)
     while kills < 3:
         wait_for_growth(process, killed / "metrics.jsonl", moments.randint(6, 12))
@@ -63,7 +63,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
         assert process.returncode == -signal.SIGKILL
         kills += 1
         process = launch("resume", str(killed))
-    leash.let_go()
+    run_pause.resume()
     said, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert curve(killed) == curve(whole)

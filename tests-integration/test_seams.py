@@ -5,7 +5,7 @@ Each assignment holds a class of one package to the protocol of another. `nox -s
 
 import importlib.util
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 import pytest
 
@@ -25,13 +25,14 @@ from rl_generation import (
     VllmEngine,
 )
 from rl_launcher import run_parts as parts
-from rl_launcher.ray.colocation import TurnEngine, TurnModel, TurnPolicy, TurnSync
-from rl_launcher.ray.engine_pool import RayEngine
-from rl_launcher.ray.policy import RayModel, RayPolicy
+from rl_launcher.engine_middleware import RunEngine
+from rl_launcher.quickstart.tiny_model import character_tokenizer
+from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.schema import PolicyConfig
-from rl_launcher.seeding import SeededEngine
 from rl_launcher.weight_sync import WeightSync
+from rl_observe.log_files import RefitFigures
+from rl_observe.samples import text_pieces
 from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
 if TYPE_CHECKING:
@@ -62,44 +63,22 @@ if TYPE_CHECKING:
     def weight_sync_of(weight_sync: WeightSync) -> contracts.WeightSync:
         return weight_sync
 
-    def policies_over_ray(a: RayPolicy, b: TurnPolicy) -> tuple[contracts.Policy, contracts.Policy]:
+    def engines_of_runs(a: RayEngine, b: RunEngine) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling]]:
         return a, b
 
-    def those_with_entropies_over_ray(a: RayPolicy) -> tuple[contracts.EntropyPolicy, contracts.Student]:
-        return a, a
-
-    def models_over_ray(
-        a: RayModel, b: TurnModel, c: RayPolicy
-    ) -> tuple[contracts.Reference, contracts.Teacher, contracts.Reference, contracts.Teacher, contracts.Teacher]:
-        return a, a, b, b, c
-
-    def engines_over_ray(
-        a: RayEngine, b: TurnEngine, c: SeededEngine
-    ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
-        return a, b, c
-
-    def weight_syncs_over_ray(a: RayWeightSync, b: TurnSync) -> tuple[contracts.WeightSync, contracts.WeightSync]:
-        return a, b
+    def weight_sync_over_ray(a: RayWeightSync) -> contracts.WeightSync:
+        return a
 
     def parts_in_process(
         a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: WeightSync
     ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
         return a, b, c, d
 
-    def parts_over_ray(
-        a: RayPolicy, b: TurnPolicy, c: RayEngine, d: TurnEngine, e: RayWeightSync, f: TurnSync
-    ) -> tuple[
-        parts.TrainedPolicy,
-        parts.TrainedPolicy,
-        parts.ServingEngine,
-        parts.ServingEngine,
-        parts.WeightSync,
-        parts.WeightSync,
-    ]:
-        return a, b, c, d, e, f
+    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[parts.ServingEngine, parts.WeightSync]:
+        return a, b
 
-    def report_of(report: RefitReport) -> contracts.RefitReport:
-        return report
+    def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:
+        return report, report
 
     def environment_of(environment: RewardFunctionEnvironment) -> contracts.Environment:
         return environment
@@ -151,3 +130,16 @@ def test_megatron_is_a_policy_with_the_arguments_of_dtensor() -> None:
     for name in ("logp", "forward_backward", "optim_step", "save_checkpoint", "load_checkpoint", "save_pretrained"):
         ours, theirs = getattr(MegatronBackend, name), getattr(DTensorBackend, name)
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
+
+
+def test_the_log_keeps_what_a_refit_reports() -> None:
+    logged = {name for name, value in vars(RefitFigures).items() if isinstance(value, property)}
+    assert logged
+    assert logged <= set(get_type_hints(RefitReport))
+
+
+def test_the_pieces_of_a_real_tokenizer_make_up_its_text() -> None:
+    tokenizer = character_tokenizer()
+    tokens = tokenizer("4+0=4").input_ids
+    pieces = text_pieces(tokens, lambda ids: str(tokenizer.decode(ids)))
+    assert "".join(pieces) == tokenizer.decode(tokens)

@@ -1,4 +1,4 @@
-"""A house of three toy packages for the tests of the scripts: roof stands on wall, wall on ground."""
+"""A repository of three toy packages for the tests of the scripts: roof stands on wall, wall on ground."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ DEPENDENCIES = {"ground": ["torch>=2.9"], "wall": ["ground>=0.1.0,<0.2"], "roof"
 
 @pytest.fixture
 def git(tmp_path):
-    """Run git in the toy house, as somebody."""
+    """Run git in the toy repository, as somebody."""
 
     def run(*arguments: str) -> str:
         somebody = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
@@ -43,7 +43,7 @@ def git(tmp_path):
 
 @pytest.fixture
 def root(tmp_path, git):
-    """A committed house in `tmp_path`."""
+    """A committed repository in `tmp_path`."""
     for name, dependencies in DEPENDENCIES.items():
         package = tmp_path / "packages" / name
         (package / "src" / name).mkdir(parents=True)
@@ -57,5 +57,5 @@ def root(tmp_path, git):
     git("config", "user.name", "Somebody")
     git("config", "user.email", "somebody@example.org")
     git("add", ".")
-    git("commit", "--quiet", "--message", "Build a toy house")
+    git("commit", "--quiet", "--message", "Build a toy repository")
     return tmp_path

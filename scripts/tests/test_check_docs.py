@@ -3,7 +3,7 @@
 import pytest
 
 from check_docs import anchors, check_links, check_matrix, check_public_names, table_names
-from house import House, Package
+from repository import Package, Repository
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_public_names_are_read_without_their_arguments():
 
 
 def test_the_table_and_the_exports_must_agree(root):
-    package = House.read(root).packages["wall"]
+    package = Repository.read(root).packages["wall"]
     (package.root / "src/wall/__init__.py").write_text("def build(): ...\n\n__all__ = ['build']\n")
     (package.root / "src/wall/bricks.py").write_text("size = 1\n")
     readme = package.root / "README.md"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ci_matrix import affected_packages, matrix
-from house import House
+from ci_matrix import OWN_PYTHON, affected_packages, matrix
+from repository import Repository
 
 SESSIONS = [
     {"session": "lint", "python": "3.11", "tags": ["quick"]},
@@ -30,10 +30,10 @@ SESSIONS = [
     ],
 )
 def test_a_change_affects_its_package_and_those_above_it(root, changed, affected):
-    assert affected_packages(House.read(root), changed) == affected
+    assert affected_packages(Repository.read(root), changed) == affected
 
 
-def test_an_unaffected_package_starts_nothing_and_the_whole_house_always_runs():
+def test_an_unaffected_package_starts_nothing_and_the_sessions_of_the_repository_always_run():
     jobs = matrix(SESSIONS, affected={"roof"}, packages=["ground", "wall", "roof"])
     assert jobs == {
         "include": [
@@ -42,6 +42,11 @@ def test_an_unaffected_package_starts_nothing_and_the_whole_house_always_runs():
             {"session": "floor-roof", "python": "3.11"},
         ]
     }
+
+
+def test_a_session_on_the_python_of_nox_runs_on_the_newest_one():
+    own = [{"session": "quickstart", "python": None, "tags": []}]
+    assert matrix(own, affected=set(), packages=[]) == {"include": [{"session": "quickstart", "python": OWN_PYTHON}]}
 
 
 @pytest.mark.parametrize(

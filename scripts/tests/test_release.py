@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from house import House
+from repository import Repository
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "release.py")
 
@@ -32,7 +32,7 @@ def test_the_first_release_is_the_version_in_the_tree_and_later_ones_raise_it(ro
     assert release("ground", "minor").returncode == 0
     add_fragment(root, git, "ground")
     assert release("ground", "patch").returncode == 0
-    assert [str(version) for version in House.read(root).releases("ground")] == ["0.1.1", "0.1.0"]
+    assert [str(version) for version in Repository.read(root).releases("ground")] == ["0.1.1", "0.1.0"]
     assert git("status", "--porcelain") == ""
     changelog = (root / "packages/ground/CHANGELOG.md").read_text()
     assert changelog.startswith("# Changelog of ground\n")

@@ -1,4 +1,4 @@
-"""Real Ray on a CPU: the environment that its processes need, and one cluster for all tests of this process."""
+"""Real Ray on a CPU: the environment of its processes, and one cluster for all tests of this process."""
 
 import os
 import sys
@@ -9,31 +9,31 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # for what the tests here share
+sys.path.insert(0, str(HERE))  # for the modules that these tests share
 os.environ.update(
     {
         # The same for Ray's processes.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # else the first request for logprobs compiles
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for logprobs compiles
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, as the clusters that a run starts itself
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, like the clusters that a run starts itself
     }
 )
 
 
 def pytest_configure(config):
     if find_spec("ray") is not None:
-        config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")  # sockets of Ray's, at the end
+        config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")  # Ray's sockets, at the end
 
 
 def pytest_collection_modifyitems(items):
-    """What Ray, vLLM and their friends warn of while they are imported and start is not ours to repair."""
+    """Do not fail on warnings of Ray, vLLM and their dependencies, which we cannot fix."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -41,11 +41,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A cluster of eight CPUs, which a `RayRuntime` of this process finds and leaves as it was."""
+    """A cluster of eight CPUs that a `RayRuntime` of this process finds and does not stop."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="rl-ray-") as folder:  # a short path, for the names of sockets
+    with tempfile.TemporaryDirectory(prefix="rl-ray-") as folder:  # short, for the names of sockets
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        ray.init("local", num_cpus=8, **quiet, _temp_dir=folder)  # whatever else of Ray runs on this machine
+        ray.init("local", num_cpus=8, **quiet, _temp_dir=folder)  # even if another Ray runs on this machine
         yield
         ray.shutdown()

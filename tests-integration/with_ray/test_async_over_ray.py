@@ -1,4 +1,4 @@
-"""Asynchronous GRPO over a real asynchronous vLLM engine on Ray: weights arrive in the middle of answers."""
+"""Asynchronous GRPO with a real asynchronous vLLM engine on Ray: weights arrive while responses are generated."""
 
 from importlib.util import find_spec
 
@@ -7,7 +7,7 @@ import pytest
 if find_spec("ray") is None or find_spec("vllm") is None:
     pytest.skip("Ray and vLLM are not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
 
-from engines_world import in_thread, kill, make_world, wait_until
+from ray_setup import in_thread, kill, make_setup, wait_until
 
 from rl_algorithms import async_grpo
 from rl_algorithms.async_grpo import AsyncGRPOConfig
@@ -24,7 +24,7 @@ MAX_STALENESS = 2
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, ray_cluster):
     """One asynchronous vLLM engine, in processes of its own beside its actor."""
-    world = make_world(tmp_path_factory.mktemp("run"), num_engines=1, backend="vllm", asynchronous=True)
+    world = make_setup(tmp_path_factory.mktemp("run"), num_engines=1, backend="vllm", asynchronous=True)
     world.weight_sync(version=0)
     yield world
     world.close()
@@ -89,7 +89,7 @@ def test_answers_that_are_under_way_go_on_with_the_new_weights_and_say_so(world)
 def test_the_death_of_the_engines_own_process_costs_a_restart_and_no_answer(world):
     prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:MANY]]
     (engine,) = world.engine.engines.all()
-    process = engine.born().processes[0]
+    process = engine.info().processes[0]
     before = begun(world)
     answers = in_thread(lambda: world.engine.generate(prompts, LONG))
     wait_until(lambda: begun(world) > before + 16)

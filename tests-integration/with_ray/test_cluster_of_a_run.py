@@ -1,4 +1,4 @@
-"""The Ray cluster that a run starts by itself: nobody else reaches it, it keeps secrets, and it goes with the run."""
+"""The Ray cluster that a run starts itself: nobody else can reach it, it keeps secrets, and it ends with the run."""
 
 from importlib.util import find_spec
 

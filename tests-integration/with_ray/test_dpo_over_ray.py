@@ -1,4 +1,4 @@
-"""DPO on given pairs over ranks on Ray learns what one process learns: reference, margins and steps go by the ranks."""
+"""DPO on given pairs over several Ray ranks learns what one process learns."""
 
 from importlib.util import find_spec
 
@@ -7,7 +7,7 @@ import pytest
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
 
-from two_ranks import logged_by_both
+from compare_with_ray import run_in_process_and_over_ray
 
 RECIPE = """
 run_dir: {folder}/one
@@ -25,7 +25,7 @@ def test_two_ranks_learn_from_given_pairs_what_one_process_learns(ray_cluster, t
         {"prompt": f"{number}>", "chosen": "".join(sorted(str(number))), "rejected": str(number)[::-1] + "9"}
         for number in range(1000, 1040)
     ]
-    logs = logged_by_both(tmp_path, RECIPE, pairs, steps=4)
+    logs = run_in_process_and_over_ray(tmp_path, RECIPE, pairs, steps=4)
     alone, together = ([{key: line[key] for key in COMPARED if key in line} for line in lines] for lines in logs)
     assert [*together[0]] == ["held_out_margin", "held_out_pair_accuracy"]
     assert together[-1]["held_out_margin"] > 0

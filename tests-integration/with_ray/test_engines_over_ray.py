@@ -1,4 +1,4 @@
-"""Two engines over Ray answer as one does, whoever calls them and whichever of them dies."""
+"""Two engines over Ray return what one returns, from any caller, and also when one of them dies."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -8,11 +8,11 @@ import pytest
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
 
-from engines_world import in_thread, kill, make_world, wait_until
+from ray_setup import in_thread, kill, make_setup, wait_until
 
 from rl_generation import PromptError, Sampling
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.ray.engine_pool import EngineDiedError
 
 SAMPLING = Sampling(max_new_tokens=9, seed=3)
 LONG = Sampling(max_new_tokens=80, seed=4, ignore_eos=True)
@@ -21,7 +21,7 @@ LONG = Sampling(max_new_tokens=80, seed=4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, ray_cluster):
     """Two engines of transformers' and a policy of one rank, all actors."""
-    world = make_world(tmp_path_factory.mktemp("run"), num_engines=2)
+    world = make_setup(tmp_path_factory.mktemp("run"), num_engines=2)
     with pytest.raises(Refusal, match="no refit has been committed"):
         world.engine.generate([[1, 5, 7]], SAMPLING)
     world.weight_sync(version=0)
@@ -81,7 +81,7 @@ def test_an_engine_killed_while_it_answers_loses_nothing_and_serves_again(world)
     wait_until(lambda: any(name == "engine_healed" for name, _, _ in world.events))
     died = next(event for event in world.events if event[0] == "engine_restarted")
     assert f"pid {victim}" in died[1]
-    assert "asked again" in died[2]
+    assert "sent again" in died[2]
     assert victim not in world.pids()
     assert len(world.engine.engines.serving()) == 2
     same(world.engine.generate(prompts[:8], SAMPLING), world.tiny.engine.generate(prompts[:8], SAMPLING))

@@ -1,4 +1,4 @@
-"""A recipe over real Ray and real vLLM: two ranks train, an engine answers, and processes die as they like."""
+"""A recipe over real Ray and real vLLM: two ranks train, an engine generates, and their processes are killed."""
 
 from importlib.util import find_spec
 
@@ -10,8 +10,8 @@ if find_spec("ray") is None or find_spec("vllm") is None:
 import json
 import signal
 
-from launched import Launched, curve, gone, json_lines
-from leashed import REWARD, Leash
+from launched_run import LaunchedRun, curve, gone, json_lines
+from pausable_reward import REWARD, RunPause
 
 STEPS = 48
 RECIPE = """
@@ -52,7 +52,7 @@ def launch(tmp_path):
     started = []
 
     def start(command, *arguments, run_dir):
-        started.append(Launched(command, *arguments, run_dir=tmp_path / run_dir, cwd=tmp_path))
+        started.append(LaunchedRun(command, *arguments, run_dir=tmp_path / run_dir, cwd=tmp_path))
         return started[-1]
 
     yield start
@@ -77,12 +77,12 @@ def recipe(folder, name, *, runtime="ray", tensor_parallel_size=1, backend="vllm
 
 
 @pytest.fixture
-def leash(tmp_path, monkeypatch):
+def run_pause(tmp_path, monkeypatch):
     """What is done to a run at a step is done before its end, and is not too late because the test was."""
-    return Leash(tmp_path, monkeypatch)
+    return RunPause(tmp_path, monkeypatch)
 
 
-def test_it_learns_over_two_ranks_and_goes_on_after_any_end_as_if_there_had_been_none(launch, leash, tmp_path):
+def test_it_learns_over_two_ranks_and_goes_on_after_any_end_as_if_there_had_been_none(launch, run_pause, tmp_path):
     whole = launch("run", recipe(tmp_path, "whole"), run_dir="whole")
     assert whole.end() == 0, whole.output
     summary = json.loads(whole.output.splitlines()[-1])
@@ -91,35 +91,35 @@ def test_it_learns_over_two_ranks_and_goes_on_after_any_end_as_if_there_had_been
     assert [row["step"] for row in rows] == [*range(4, STEPS + 1, 4)]
     assert all(row["token_mult_prob_error"] < 1.0001 for row in rows), "the engine holds what the trainer has"
 
-    leash.hold(tmp_path / "hurt", step=28)
+    run_pause.pause(tmp_path / "hurt", step=28)
     asked = ["checkpointing.save_period=8", f"env.reward={REWARD}"]
     hurt = launch("run", recipe(tmp_path, "hurt"), *asked, run_dir="hurt")
     hurt.wait_for_step(20)
     processes = [*hurt.pids("trainer").values(), *hurt.pids("engine").values()]
     hurt.kill_driver()
     assert gone(processes) == [], "a dead driver leaves nobody behind"
-    leash.hold(tmp_path / "hurt", step=40)
+    run_pause.pause(tmp_path / "hurt", step=40)
     terminated = launch("resume", "hurt", run_dir="hurt")
     terminated.wait_for_step(36)
     terminated.terminate()
     terminated.wait_until_it_says("ending after this step")
-    leash.let_go()
+    run_pause.resume()
     assert terminated.end() == 130, terminated.output
     resumed = launch("resume", "hurt", run_dir="hurt")
     assert resumed.end() == 0, resumed.output
     assert curve(resumed.rows()) == curve(rows)
 
 
-def test_an_engine_and_a_rank_that_are_killed_cost_no_step(launch, leash, tmp_path):
+def test_an_engine_and_a_rank_that_are_killed_cost_no_step(launch, run_pause, tmp_path):
     path = recipe(tmp_path, "run", tensor_parallel_size=2)
-    leash.hold(tmp_path / "run", step=36)
+    run_pause.pause(tmp_path / "run", step=36)
     asked = ["checkpointing.save_period=4", "cluster.max_restarts=1", f"env.reward={REWARD}"]
     run = launch("run", path, *asked, run_dir="run")
     run.wait_for_step(8)
     run.kill("engine")
     run.wait_for_step(20)
     run.kill("trainer", 1)
-    leash.let_go()
+    run_pause.resume()
     assert run.end() == 0, run.output
     rows = run.rows()
     assert [row["step"] for row in rows] == [*range(4, STEPS + 1, 4)], "every step is there, and once"

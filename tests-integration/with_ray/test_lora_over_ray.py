@@ -1,4 +1,4 @@
-"""Adapters over real Ray: two ranks train them under FSDP2; an engine in a process of its own gets merged weights."""
+"""LoRA over real Ray: two FSDP2 ranks train the adapters; an engine in another process gets merged weights."""
 
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ if find_spec("ray") is None or find_spec("peft") is None:
 import json
 
 import torch
-from launched import Launched
+from launched_run import LaunchedRun
 from safetensors.torch import load_file
 
 SHARE_OF_DIGITS = """
@@ -34,7 +34,7 @@ def test_adapters_over_two_ranks_are_those_of_one_process_and_the_engine_has_the
     rows, adapters, model = {}, {}, {}
     for recipe in ("quickstart-ray", "quickstart"):
         run_dir = tmp_path / recipe
-        run = Launched("run", recipe, *ADAPTERS, *SHORT, f"run_dir={run_dir}", run_dir=run_dir, cwd=tmp_path)
+        run = LaunchedRun("run", recipe, *ADAPTERS, *SHORT, f"run_dir={run_dir}", run_dir=run_dir, cwd=tmp_path)
         try:
             assert run.end() == 0, run.output
         finally:

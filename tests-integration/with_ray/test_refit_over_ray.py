@@ -1,4 +1,4 @@
-"""Every step of a trainer over Ray reaches real vLLM engines over Ray: verified, and with the trainer's logp."""
+"""Every step of a trainer over Ray reaches real vLLM engines over Ray, verified, and gives the trainer's logp."""
 
 import sys
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if find_spec("ray") is None or find_spec("vllm") is None:
 
 import ray
 import torch
-from engines_world import make_world
+from ray_setup import make_setup
 
 from rl_backends import OptimizerConfig
 from rl_generation import Sampling, load_transformers_engine
@@ -32,7 +32,7 @@ class Rows:
 def world(tmp_path_factory, ray_cluster):
     """Two synchronous vLLM engines, each in the process of its actor."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see the tests
-    world = make_world(tmp_path_factory.mktemp("run"), num_engines=2, backend="vllm")
+    world = make_setup(tmp_path_factory.mktemp("run"), num_engines=2, backend="vllm")
     yield world
     world.close()
 

@@ -1,4 +1,4 @@
-"""SFT on conversations over ranks on Ray: what is held out measures the same loss as in one process."""
+"""SFT on conversations over several Ray ranks measures the held-out loss of one process."""
 
 from importlib.util import find_spec
 
@@ -7,7 +7,7 @@ import pytest
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed: nox -s integration-vllm runs these tests", allow_module_level=True)
 
-from two_ranks import logged_by_both
+from compare_with_ray import run_in_process_and_over_ray
 
 RECIPE = """
 run_dir: {folder}/one
@@ -24,7 +24,7 @@ def test_two_ranks_measure_the_held_out_loss_that_one_process_measures(ray_clust
         [{"role": "user", "content": f"{number}+1="}, {"role": "assistant", "content": str(number + 1)}]
         for number in range(60)
     ]
-    logs = logged_by_both(tmp_path, RECIPE, [{"messages": talk} for talk in talks], steps=4)
+    logs = run_in_process_and_over_ray(tmp_path, RECIPE, [{"messages": talk} for talk in talks], steps=4)
     alone, together = ([line["held_out_loss"] for line in lines if "held_out_loss" in line] for lines in logs)
     assert len(alone) == 3
     assert alone[-1] < alone[0]

@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU: the environment that it needs, before anything imports torch."""
+"""Real vLLM on a CPU: the environment that it needs, set before anything imports torch."""
 
 import os
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Folders that rl-backends exports, served by rl-generation's engine: one process trains, another serves from disk."""
+"""Model folders that rl-backends exports are served by rl-generation's engine in another process."""
 
 from importlib.util import find_spec
 

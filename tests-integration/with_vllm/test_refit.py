@@ -1,4 +1,4 @@
-"""rl-refit's sink in rl-generation's engines: neither package knows the other, and both speak of versions."""
+"""rl-refit's sink in rl-generation's vLLM engines."""
 
 import asyncio
 from importlib.util import find_spec

@@ -5,17 +5,21 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from rl_launcher.bundled_recipes import shipped_recipes
 from rl_launcher.cli import app
 from rl_launcher.cli.arguments import complete_keys, complete_recipes
+from rl_launcher.cli.console import or_refuse
+from rl_launcher.errors import Refusal
 
 COMMANDS = {
     "run",
     "resume",
     "explain",
     "validate",
+    "try-reward",
     "evaluate",
     "report",
     "export",
@@ -67,7 +71,7 @@ def test_help_lists_every_command_and_the_exit_codes():
     assert result.exit_code == 0
     for command in COMMANDS:
         assert command in result.output
-    for meaning in ("0 it holds", "2 refused or misused", "75 saved and ended", "130 interrupted"):
+    for meaning in ("0 it holds", "2 refused or misused", "75 saved and ended at its time limit", "130 interrupted"):
         assert meaning in said(result)
 
 
@@ -79,7 +83,11 @@ def test_names_of_shipped_recipes_and_keys_complete():
 
 def test_a_shipped_recipe_is_run_by_its_name_and_a_misspelt_one_is_answered():
     assert "quickstart" in shipped_recipes()
-    assert invoke("validate", "quickstart").exit_code == 0
+    valid = invoke("validate", "quickstart", "--json")
+    assert valid.exit_code == 0
+    ok, figures = valid.stdout.splitlines()
+    assert ok == "OK: quickstart: sft (100 steps), then grpo (480 steps); run directory runs/quickstart"
+    assert json.loads(figures)["stages"] == ["sft", "grpo"]
     result = invoke("validate", "quikstart")
     assert result.exit_code == 2
     assert "did you mean quickstart?" in said(result)
@@ -101,11 +109,11 @@ def test_keys_below_a_prefix_are_printed_and_a_wrong_prefix_is_answered():
     assert "did you mean grpo.async_grpo" in said(wrong)
 
 
-@pytest.mark.parametrize("command", ["validate", "explain"])
+@pytest.mark.parametrize("command", [["validate", "--print"], ["explain"]], ids=["validate", "explain"])
 def test_credentials_are_not_printed(recipe, command):
     long, short = "verysecret" * 9, "zebrasecret"
     variables = f"cluster.env_vars={{MY_TOKEN: {long}, MY_PASSWORD: {short}, NCCL_DEBUG: INFO}}"
-    result = invoke(command, recipe, variables)
+    result = invoke(*command, recipe, variables)
     assert result.exit_code == 0, result.output
     assert "verysecret" not in result.output
     assert short not in result.output
@@ -122,7 +130,7 @@ def test_a_path_to_a_shipped_recipe_that_is_not_there_is_answered_with_its_name(
     monkeypatch.chdir(tmp_path)
     result = invoke("validate", "recipes/grpo.yaml")
     assert result.exit_code == 2
-    assert "a recipe of that name is shipped: say grpo in its place" in said(result)
+    assert "a recipe of that name is shipped: write grpo instead" in said(result)
 
 
 def test_a_file_that_cannot_be_written_is_answered_in_words(tmp_path):
@@ -130,6 +138,32 @@ def test_a_file_that_cannot_be_written_is_answered_in_words(tmp_path):
     assert result.exit_code == 2
     assert f"there is no folder {tmp_path}/none; make it" in said(result)
     assert "Errno" not in result.output
+
+
+def test_a_refusal_is_one_message_and_a_bug_is_raised(capsys):
+    def refuse():
+        raise Refusal("no such thing; write another")
+
+    def fail():
+        return {}["nothing"]
+
+    with pytest.raises(typer.Exit) as refused:
+        or_refuse(refuse)
+    assert refused.value.exit_code == 2
+    assert capsys.readouterr().err == "rl-launcher: no such thing; write another\n"
+    with pytest.raises(typer.Exit):
+        or_refuse(refuse, traceback=True)
+    assert "in refuse" in capsys.readouterr().err
+    with pytest.raises(KeyError):
+        or_refuse(fail)
+
+
+def test_the_command_line_is_a_module_too():
+    finished = subprocess.run(
+        [sys.executable, "-m", "rl_launcher", "--help"], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0
+    assert "Usage: rl-launcher" in finished.stdout
 
 
 def test_the_version_is_printed():

@@ -261,13 +261,13 @@ def test_a_run_does_not_go_on_with_other_pairs(preferences, tmp_path, monkeypatc
         with pytest.raises(RunStoppedError):
             run(load(preferences))
     write_pairs(tmp_path, [{**row, "rejected": "3"} for row in PAIRS])
-    with pytest.raises(Refusal, match="the data are no longer those that the run"):
+    with pytest.raises(Refusal, match="the data have changed since the run"):
         resume(tmp_path / "run")
 
 
 @pytest.mark.parametrize("key", ["num_prompts", "num_generations_per_prompt", "pairs_per_prompt"])
 def test_keys_of_sampling_are_refused_beside_given_pairs(preferences, key):
-    with pytest.raises(RecipeError, match=rf"{key}=6 says how answers are sampled .* leave {key} out"):
+    with pytest.raises(RecipeError, match=rf"{key}=6 concerns responses sampled to make pairs, .* leave {key} out"):
         load(preferences, f"dpo.{key}=6")
     assert getattr(load(preferences, f"dpo.{key}=6", "dpo.pairs=sampled", "env.reward=a.py:b").value.dpo, key) == 6
 
@@ -281,7 +281,7 @@ def test_pairs_of_a_function_and_sampled_pairs_without_a_reward_are_refused(pref
 
 def test_they_are_explained(preferences):
     text = explain(load(preferences)).text()
-    assert "pairs to learn from" in text
+    assert "pairs to train on" in text
     assert "log sigmoid(0.5 delta)" in text
 
 

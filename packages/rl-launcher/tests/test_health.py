@@ -8,65 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_backends import DTensorBackend
 from rl_launcher import ray as distributed
 from rl_launcher.build import build
 from rl_launcher.checkpoints import list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError
+from rl_launcher.conditions import CONDITIONS, conditions_table, name_of, reaction_to
 from rl_launcher.errors import ConditionError, RestartableError, RunStoppedError
-from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run.run import Run, resume, run, supervise, weights_lost
 from rl_launcher.run.signals import Interruption
-from rl_launcher.schema import ClusterConfig, HealthConfig, Recipe
-from rl_observe import RunDirectory, read_events
-from rl_observe.health import CONDITIONS, EventQueue, Watch, conditions_table, is_disk_full, name_of
+from rl_launcher.schema import ClusterConfig, Recipe
+from rl_observe import RunDirectory, health, read_events
 
 NAMES = {each.name for each in CONDITIONS}
-
-
-def noticed(config, rewards, **values):
-    watch = Watch(config)
-    return [
-        (step, each.event.name, each.stop)
-        for step, reward in enumerate(rewards)
-        for each in watch.observe("grpo", {"reward": reward, **values})
-    ]
-
-
-def test_a_reward_that_collapses_is_told_once_until_it_recovers():
-    config = HealthConfig(reward_collapse_steps=2, on_reward_collapse="stop")
-    rewards = [1.0, 1.0, 0.4, 0.4, 0.3, 1.0, 1.0, 0.0, 0.0]
-    assert noticed(config, rewards) == [(3, "reward_collapse", True), (7, "reward_collapse", False)] or noticed(
-        config, rewards
-    ) == [(3, "reward_collapse", True), (8, "reward_collapse", True)]
-    assert noticed(HealthConfig(reward_collapse_steps=2, on_reward_collapse="ignore"), rewards) == []
-
-
-@given(st.lists(st.floats(-1, 0), max_size=30))
-def test_a_reward_that_was_never_positive_cannot_collapse(rewards):
-    assert noticed(HealthConfig(reward_collapse_steps=2), rewards) == []
-
-
-def test_engine_and_trainer_that_disagree_are_told_by_the_number():
-    watch = Watch(HealthConfig(max_token_mult_prob_error=1.02))
-    assert watch.observe("grpo", {"token_mult_prob_error": 1.01}) == []
-    (found,) = watch.observe("grpo", {"token_mult_prob_error": 1.03})
-    assert "token_mult_prob_error=1.03 is above health.max_token_mult_prob_error=1.02" in found.event.message
-    assert not found.stop
-    assert watch.observe("grpo", {"token_mult_prob_error": 1.04}) == []
-
-
-def test_failed_rollouts_are_told_at_powers_of_two():
-    watch = Watch(HealthConfig())
-    told = [errors for errors in range(20) if watch.observe("grpo", {}, errors=errors)]
-    assert told == [1, 2, 4, 8, 16]
-    resumed = Watch(HealthConfig())
-    resumed.replay([], errors=9)
-    assert [errors for errors in range(9, 20) if resumed.observe("grpo", {}, errors=errors)] == [16]
 
 
 def test_every_condition_has_a_cause_and_a_reaction_in_the_table():
@@ -75,22 +32,17 @@ def test_every_condition_has_a_cause_and_a_reaction_in_the_table():
     assert all(re.fullmatch(r"\| `\w+` \| .{10,} \| .{10,} \|", row) for row in table[2:])
 
 
-def test_a_full_disk_is_known_behind_any_error():
-    def behind(cause):
-        try:
-            try:
-                raise cause
-            except type(cause) as error:
-                raise ValueError("metrics.jsonl cannot be written") from error
-        except ValueError as outer:
-            return outer
+def test_the_conditions_of_the_log_are_among_those_of_a_run_and_each_stands_once():
+    names = [each.name for each in CONDITIONS]
+    assert {each.name for each in health.CONDITIONS} <= set(names)
+    assert len(set(names)) == len(names)
 
-    assert is_disk_full(behind(OSError(28, "No space left on device")))
-    assert is_disk_full(RuntimeError("rank 1: OSError: [Errno 28] No space left on device"))
-    assert not is_disk_full(behind(OSError(13, "Permission denied")))
-    assert name_of(behind(OSError(28, "No space left on device"))) == "disk_full"
+
+def test_what_ends_a_run_is_named_and_has_a_reaction():
     assert name_of(ConditionError("must_save_by", "now")) == "must_save_by"
     assert name_of(KeyError("else")) == "failed"
+    assert reaction_to("must_save_by") == "the run saves and ends with exit code 75: resume it"
+    assert reaction_to("a name of a user's own") == reaction_to("failed")
 
 
 def load(recipe, *overrides):
@@ -156,13 +108,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint_whole(recipe
     assert resume(tmp_path / "run")["conditions"] == {"disk_full": 1, "resumed": 1}
     run(load(recipe, f"run_dir={tmp_path}/whole"))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-
-
-def test_what_parts_tell_from_anywhere_is_told_with_the_step():
-    events = EventQueue()
-    events.add("engine_restarted", "engine 1 died", "restarted")
-    assert [each.name for each in events.take()] == ["engine_restarted"]
-    assert events.take() == []
 
 
 def names_told():

@@ -168,7 +168,7 @@ def test_explain_counts_what_trains_and_the_state_of_that_alone(recipe):
 
 
 def test_memory_and_disk_are_those_of_frozen_weights_and_of_what_trains(recipe, tmp_path):
-    from rl_launcher.checks.preflight import check_disk, known_policy, least_needed
+    from rl_launcher.checks.preflight import check_disk, known_model, least_needed
     from rl_launcher.ray.placement import plan_placement
 
     config = transformers.Qwen3Config(
@@ -183,7 +183,7 @@ def test_memory_and_disk_are_those_of_frozen_weights_and_of_what_trains(recipe, 
         "grpo.objective.kl.weight=0.1",
         "sft=null",
     ).value
-    model = known_policy(value.policy)
+    model = known_model(value.policy)
     size = model.adapters
     assert size.trainable == 2 * 4 * 7 * (64 + 64)  # layers, rank, linear layers of 64 x 64
     needs = least_needed(value, model=model, placement=plan_placement(value))

@@ -164,7 +164,7 @@ def test_files_inherit_and_a_section_can_replace_what_it_inherits(tmp_path):
     assert translation.problems == ()
     assert translation.recipe["grpo"]["max_num_steps"] == 20
     assert "math" not in read(tmp_path / "child.yaml")["env"]
-    assert notes(translation, "fill_in")["env.reward"] == "the function that judges an answer"
+    assert notes(translation, "fill_in")["env.reward"] == "the function that scores a response"
     assert translation.recipe["policy"]["generation"]["colocated"] == {"enabled": False, "resources": {"num_nodes": 1}}
 
 
@@ -287,14 +287,34 @@ def test_sft_dpo_and_distillation_have_stages_too(tmp_path):
     assert given.recipe["data"] == {"source": "theirs.jsonl", "columns": {"chosen": "better"}}
     ranked = theirs.replace("BinaryPreferenceDataset", "PreferenceDataset")
     listed = translate(written(tmp_path, DPO.replace("dataset_name: HelpSteer3", ranked), "ranked.yaml"))
-    assert "ranks answers within a row" in notes(listed, "fill_in")["data.source"]
-    assert notes(dpo, "untranslated")["policy.optimizer.name"] == "AdamW stands in its place"
+    assert "ranks responses within a row" in notes(listed, "fill_in")["data.source"]
+    assert notes(dpo, "untranslated")["policy.optimizer.name"] == "AdamW is used instead"
 
     distilled = translate(written(tmp_path, DISTILLATION))
     assert distilled.problems == ()
     stage = distilled.recipe["distill"]
     assert (stage["k"], stage["beta"], stage["interpolation"]) == (32, 0.75, "mixed")  # theirs weighs forward KL
     assert stage["teacher"] == {"model_name": "a/big"}
+
+
+def test_recipes_about_images_are_refused_and_a_vision_model_on_text_is_noted(tmp_path):
+    images = BASE.replace("dataset_name: OpenMathInstruct-2", "dataset_name: clevr-cogent")
+    with pytest.raises(
+        NemoRLError, match=r"trains on images or audio \(clevr-cogent\), and a recipe supports text only"
+    ):
+        translate(written(tmp_path, images))
+    named = translate(written(tmp_path, BASE.replace("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-VL-3B-Instruct")))
+    assert "on text only" in notes(named, "untranslated")["policy.model_name"]
+    assert "policy.model_name" not in notes(translate(written(tmp_path)), "untranslated")
+
+
+def test_a_setting_that_is_false_or_zero_and_has_an_effect_is_reported(tmp_path):
+    text = BASE.replace(
+        'tokenizer: {name: "${policy.model_name}"}', "tokenizer: {chat_template_kwargs: {enable_thinking: false}}"
+    )
+    shaping = "grpo: {reward_shaping: {enabled: true, max_response_length: 9, stop_properly_penalty_coef: 0.0}, "
+    told = notes(translate(written(tmp_path, text.replace("grpo: {", shaping, 1))), "untranslated")
+    assert {"policy.tokenizer.chat_template_kwargs", "grpo.reward_shaping.stop_properly_penalty_coef"} <= set(told)
 
 
 def test_interpolations_are_worked_out_as_omegaconf_does():
@@ -324,7 +344,7 @@ def test_interpolations_are_worked_out_as_omegaconf_does():
         ("sft: {max_num_steps: 1}", "names no model"),
         ("defaults: none.yaml", "there is no file .*none.yaml, inherited through"),
         ("defaults: theirs.yaml", "inherits itself"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not valid YAML"),
         ("- a", "holds no sections"),
     ],
 )

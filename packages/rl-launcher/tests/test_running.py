@@ -161,7 +161,7 @@ def test_bad_rows_are_left_out_only_when_asked_for_and_the_run_says_which(recipe
     assert "data.on_bad_row=skip: skipped 2 of 10 rows" in said
     assert "rows.jsonl:10: field 'prompt' is missing" in said
     explained = CliRunner().invoke(app, ["explain", str(recipe), "data.on_bad_row=skip"]).output
-    assert "6 prompts to learn from, 2 held out" in explained
+    assert "6 prompts to train on, 2 held out" in explained
     assert "skipped 2 of 10 rows" in explained
 
 
@@ -303,9 +303,9 @@ def test_a_second_run_in_the_same_folder_at_the_same_moment_takes_nothing_from_t
     monkeypatch.setattr("rl_launcher.checks.preflight.check", lambda *_, **__: None)
     with claimed(first):
         first.recipe.write_text("seed: 1")
-        with pytest.raises(Refusal, match="is being carried on already"):
+        with pytest.raises(Refusal, match="is in use by"):
             run_recipe(recipe)
-    with pytest.raises(Refusal, match=r"another run since a moment ago \(it holds recipe\.yaml\)"):
+    with pytest.raises(Refusal, match=r"has just been filled by another run \(it holds recipe\.yaml\)"):
         run_recipe(recipe)
     assert first.recipe.read_text() == "seed: 1"
 
@@ -325,7 +325,7 @@ def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
     assert result.exit_code == 0, result.output
     for text in (
         'override "seed=7"',
-        "6 prompts to learn from, 2 held out",
+        "6 prompts to train on, 2 held out",
         "dtensor trains the policy: dtensor_cfg.enabled is true, and megatron_cfg.enabled is false",
         "DTensorBackend of Qwen3ForCausalLM (2,800 parameters) on 1 cpu rank",
         "tied: model.embed_tokens.weight = lm_head.weight",
@@ -337,7 +337,7 @@ def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
 
 
 def test_validate_prints_the_recipe_resolved(recipe, tmp_path):
-    result = CliRunner().invoke(app, ["validate", str(recipe), "sft=null"])
+    result = CliRunner().invoke(app, ["validate", "--print", str(recipe), "sft=null"])
     assert result.exit_code == 0, result.output
     (tmp_path / "resolved.yaml").write_text(result.stdout)
     resolved = load_recipe(tmp_path / "resolved.yaml", schema=Recipe).value

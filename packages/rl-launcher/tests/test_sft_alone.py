@@ -164,7 +164,7 @@ def test_held_out_conversations_that_change_are_noticed_by_resume(alone, tmp_pat
     changed = [talk.replace('"no"', '"maybe"') if f'"{question}"' in talk else talk for talk in talks]
     assert changed != talks
     (tmp_path / "talks.jsonl").write_text("\n".join(changed))
-    with pytest.raises(Refusal, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data have changed since"):
         resume(tmp_path / "run")
 
 
@@ -263,9 +263,9 @@ GRPO = "grpo={max_num_steps: 2, num_prompts: 2, num_generations_per_prompt: 2, o
             ["distill", "env is missing"],
         ),
         (["dpo={max_num_steps: 2, optimizer: {lr: 0.01}}"], ["dpo", "env is missing", "dpo.pairs=data"]),
-        (["checkpointing.keep_top_k=1"], ["metric_name=held_out_greedy", "say metric_name=held_out_loss"]),
-        (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt=4 is about answers that are judged"]),
-        (["evaluation.pass_reward=0.5"], ["evaluation.pass_reward=0.5 is about", "leave the key out, or write env:"]),
+        (["checkpointing.keep_top_k=1"], ["metric_name=held_out_greedy", "set metric_name=held_out_loss"]),
+        (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt=4 concerns responses with rewards"]),
+        (["evaluation.pass_reward=0.5"], ["evaluation.pass_reward=0.5 concerns", "leave the key out, or write env:"]),
         (["sft.train_on=last"], ["sft.train_on", "last_turn"]),
     ],
 )
@@ -302,8 +302,8 @@ def test_the_commands_know_runs_without_a_judge(alone, tmp_path):
     assert code == 0, output
     code, output = invoke("explain", alone)
     assert code == 0, output
-    assert "7 conversations to learn from, 2 held out" in output
-    assert "nobody judges answers" in output
+    assert "7 conversations to train on, 2 held out" in output
+    assert "no reward (env is null)" in output
     code, output = invoke("run", alone, "sft.max_num_steps=2")
     assert code == 0, output
     code, output = invoke("report", tmp_path / "run")

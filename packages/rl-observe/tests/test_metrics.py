@@ -4,13 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_observe import MetricError, MetricsLog, RunDirectory, RunDirectoryError, read_metrics
+from rl_observe import LoggerConfig, MetricError, MetricsLog, RunDirectory, RunDirectoryError, RunLog, read_metrics
 from rl_observe.json_lines import JsonLinesWriter, read_json_lines
 
 
@@ -115,7 +116,7 @@ def test_whatever_is_written_is_read_again_in_its_order(tmp_path, rows):
 def test_samples_of_before_and_after_are_appended_to_one_file(tmp_path):
     run = RunDirectory.create(tmp_path)
     sample = {"when": "before", "stage": "grpo", "prompt": "21", "expected": None, "response": "1\n2", "reward": 1.0}
-    with MetricsLog(run) as log:
+    with closing(RunLog(run, LoggerConfig(tensorboard_enabled=False))) as log:
         log.write_samples([{**sample, "truncated": False}])
         log.write_samples([{**sample, "when": "after", "reward": math.nan, "truncated": True}])
     before, after = (strict(line) for line in run.samples.read_text().splitlines())

@@ -40,9 +40,9 @@ def test_a_directory_that_holds_something_is_refused_by_name_and_left_as_it_was(
 
 def test_a_file_in_the_way_is_refused_wherever_in_the_path_it_stands(tmp_path):
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="is a file, and a run needs a folder"):
+    with pytest.raises(RunDirectoryError, match="is a file, and a run needs a directory"):
         RunDirectory.create(tmp_path / "note")
-    with pytest.raises(RunDirectoryError, match="a file stands where a folder has to be"):
+    with pytest.raises(RunDirectoryError, match="a parent of the path is a file, not a directory"):
         RunDirectory.create(tmp_path / "note" / "run")
     assert (tmp_path / "note").read_text() == "mine"
 
@@ -93,7 +93,7 @@ def test_the_reasons_of_the_operating_system_are_said_in_words(code, words):
     assert describe(OSError(code, os.strerror(code), "/runs/first")) == f"{words} (/runs/first)"
 
 
-def test_a_reason_without_words_of_ours_keeps_those_of_the_system():
+def test_a_reason_without_our_own_words_keeps_those_of_the_system():
     assert describe(OSError(errno.EIO, "Input/output error")) == "Input/output error"
 
 

@@ -5,9 +5,9 @@ import math
 import os
 import shutil
 import types
+from contextlib import closing
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ QUIET = LoggerConfig(tensorboard_enabled=False)
 
 def test_a_step_is_logged_with_the_memory_in_use(tmp_path):
     run = RunDirectory.create(tmp_path / "run")
-    with RunLog(run, QUIET, recipe={}, warn=print) as log:
+    with closing(RunLog(run, QUIET)) as log:
         logged = log.step("grpo", 1, {"reward": 0.5, "loss": math.nan})
     assert log.finish({}, status="finished") == {}
     (row,) = read_metrics(run)
@@ -44,7 +44,7 @@ def test_a_step_is_logged_with_the_memory_in_use(tmp_path):
 def test_trace_profile_and_tensorboard_are_written_where_they_are_asked_for(tmp_path):
     run = RunDirectory.create(tmp_path / "run")
     config = LoggerConfig(trace=True, profiler=ProfilerConfig(first_step=1, num_steps=1))
-    with RunLog(run, config, recipe={}, warn=print) as log:
+    with closing(RunLog(run, config)) as log:
         log.profiler.reached("grpo", 0)
         log.step("grpo", 1, {"reward": 0.5})
         log.spans.step("grpo", 1, start_s=0.0, end_s=1.0, phases={"phase_s/train": 1.0})
@@ -92,10 +92,10 @@ def test_no_secret_of_a_recipe_is_in_any_file_of_its_run(tmp_path, variable, use
         "logger": {"mlflow": {"tracking_uri": f"https://somebody:{user}@host.example/x"}},
         "judge": {"api_key": key},
     }
-    run.recipe.write_text(yaml.safe_dump(redact(recipe)))
+    run.recipe.write_text(json.dumps(redact(recipe)))
     write_origins(run, {f"cluster.env_vars.{name}": f'override "cluster.env_vars.{name}={variable}"'}, recipe=recipe)
     run.versions.write_text(json.dumps(collect_versions()))
-    with RunLog(run, LoggerConfig(tensorboard_enabled=False, trace=True), recipe=recipe, warn=print) as log:
+    with closing(RunLog(run, LoggerConfig(tensorboard_enabled=False, trace=True), recipe=recipe)) as log:
         log.step("grpo", 1, {"reward": 0.5})
         log.step("grpo", 2, {"reward": 0.75})
         log.events.write("engine_died", 1, f"{name}={variable} at https://somebody:{user}@host", reaction=f"told {key}")
@@ -116,7 +116,7 @@ def test_the_process_environment_is_in_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-somebody")
     run = RunDirectory.create(tmp_path / "run")
     run.versions.write_text(json.dumps(collect_versions()))
-    with RunLog(run, QUIET, recipe={}, warn=print) as log:
+    with closing(RunLog(run, QUIET)) as log:
         log.step("grpo", 1, {"reward": 0.5})
     log.finish({}, status="finished")
     write_report(run)

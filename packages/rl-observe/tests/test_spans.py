@@ -97,7 +97,7 @@ def test_events_are_appended_without_the_secrets_of_the_recipe(run):
         "message": "cannot log in with <redacted>",
         "reaction": "restarted",
     }
-    assert (second["step"], second["reaction"], log.count) == (None, "stopped", 2)
+    assert (second["step"], second["reaction"]) == (None, "stopped")
 
 
 def refit(version, digest="9f2a", verified="every byte"):
@@ -118,17 +118,6 @@ def test_refits_are_appended_as_they_were_reported(run):
     first, second = read_refits(run)
     assert (first["version"], first["seconds"], first["digest"]) == (1, {"transfer": 0.2, "verify": 0.1}, "9f2a")
     assert (second["version"], second["verified"], second["digest"]) == (2, "nothing", None)
-
-
-def test_what_rl_refit_reports_is_what_is_logged():
-    import typing
-
-    from rl_observe.log_files import RefitFigures
-    from rl_refit import RefitReport
-
-    asked = {name for name, value in vars(RefitFigures).items() if isinstance(value, property)}
-    assert asked
-    assert asked <= set(typing.get_type_hints(RefitReport))
 
 
 def check_trace(events):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_observe import token_sample
-from rl_observe.token_samples import text_pieces
+from rl_observe.samples import text_pieces
 
 
 def bytes_decoder(tokens):
@@ -37,14 +37,6 @@ def test_half_a_letter_has_no_text_until_it_is_whole():
 @given(st.lists(st.integers(0, 255), max_size=60))
 def test_any_bytes_give_one_piece_a_token(tokens):
     assert len(text_pieces(tokens, bytes_decoder)) == len(tokens)
-
-
-def test_a_real_tokenizer_gives_its_text_back():
-    from rl_launcher.quickstart.tiny_model import character_tokenizer
-
-    tokenizer = character_tokenizer()
-    tokens = tokenizer("4+0=4").input_ids
-    assert "".join(text_pieces(tokens, tokenizer.decode)) == tokenizer.decode(tokens)
 
 
 def test_only_sampled_tokens_have_a_logp():

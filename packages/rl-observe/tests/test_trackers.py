@@ -18,7 +18,7 @@ from rl_observe.trackers import Delivery, start_tracker
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = """
-    import functools, json, sys
+    import contextlib, functools, json, sys
     from rl_observe import RunDirectory, RunLog, run_log
     from rl_observe.config import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
@@ -44,7 +44,7 @@ PROGRAM = """
             # As a run that is interrupted after its third step, and resumed.
             run = RunDirectory.create(folder) if first == 1 else RunDirectory.open(folder)
             warnings = []
-            with RunLog(run, config, recipe=recipe, warn=warnings.append) as log:
+            with contextlib.closing(RunLog(run, config, recipe=recipe, warn=warnings.append)) as log:
                 for step in range(first, first + 3):
                     log.step("grpo", step, {"reward": step / 8, "loss": float("nan"), "pass@1": 0.5})
                 log.step("sft", 1, {"loss": 2.5})
@@ -56,7 +56,7 @@ PROGRAM = """
 def carry_out(folder, which):
     """Log a run and its continuation; return its directory and the name that the tracker knows it by."""
     if importlib.util.find_spec(which) is None:
-        pytest.skip(f"{which} is not installed; the extra rl-launcher[{which}] brings it")
+        pytest.skip(f"{which} is not installed; the extra rl-observe[{which}] brings it")
     program = folder / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     environment = {**os.environ, "WANDB_API_KEY": KEY, "TRACKIO_DIR": str(folder / "trackio"), "HOME": str(folder)}
@@ -135,9 +135,7 @@ def test_trackio_has_the_figures_and_goes_on_in_the_same_run(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_tracker_whose_package_is_missing_is_refused_naming_the_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        TrackerError, match=rf"logger\.{name}_enabled=true needs .* pip install 'rl-launcher\[{name}\]'"
-    ):
+    with pytest.raises(TrackerError, match=rf"logger\.{name}_enabled=true needs .* pip install 'rl-observe\[{name}\]'"):
         check_trackers(LoggerConfig(**{f"{name}_enabled": True}))
 
 
@@ -193,7 +191,9 @@ class Service:
 
 def test_a_service_that_does_not_greet_is_refused_by_name(tmp_path):
     holds = threading.Event()
-    refusal = r"service could not be started: TimeoutError: no answer within 0\.05 s; .* logger\.service_enabled=false"
+    refusal = (
+        r"service could not be started: TimeoutError: no response within 0\.05 s; .* logger\.service_enabled=false"
+    )
     with pytest.raises(TrackerError, match=refusal):
         start_tracker(
             Service(holds=holds), {}, RunDirectory(tmp_path), known_as=None, secrets=Secrets(), timeout_s=0.05
@@ -210,12 +210,12 @@ def test_online_without_a_key_is_refused_and_never_asks_for_one(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert answer.returncode == 1
-    assert "logger.wandb.mode=online needs a key of Weights & Biases, and there is none" in answer.stderr
+    assert "logger.wandb.mode=online needs a key of Weights & Biases, and none is configured" in answer.stderr
 
 
 def deliver(service, *, steps=5, pause_s=0.0, timeout_s=120.0):
     warnings = []
-    delivery = Delivery(service, warn=warnings.append, first_pause_s=pause_s, end_pause_s=0.0)
+    delivery = Delivery(service, warn=warnings.append, first_pause_s=pause_s, last_pause_s=0.0)
     for step in range(1, steps + 1):
         delivery.log("grpo", step, {"reward": step / 8, "loss": math.nan})
     return delivery.finish({"wall_s": 1.0}, status="finished", timeout_s=timeout_s), warnings
@@ -243,6 +243,6 @@ def test_a_service_that_never_answers_does_not_hold_up_the_end():
     holds = threading.Event()
     outcome, warnings = deliver(Service(holds=holds), timeout_s=0.05)
     assert (outcome["sent"], outcome["lost"], outcome["finished"]) == (0, 5, False)
-    assert outcome["last_error"].startswith("TimeoutError: nothing more arrived within 0.05 s")
+    assert outcome["last_error"].startswith("TimeoutError: not everything was sent within 0.05 s")
     assert len(warnings) == 1
     holds.set()

@@ -30,7 +30,10 @@ def test_versions_are_those_that_are_installed_and_none_for_what_is_not(tmp_path
 
 def test_nothing_is_collected_but_what_is_listed(tmp_path):
     versions = collect_versions(tmp_path)
-    ours = {f"rl-{name}" for name in ("launcher", "algorithms", "generation", "backends", "refit", "parallel-plans")}
+    ours = {
+        f"rl-{name}"
+        for name in ("launcher", "observe", "algorithms", "generation", "backends", "refit", "parallel-plans")
+    }
     theirs = {"python", "torch", "transformers", "tokenizers", "megatron-core", "vllm", "ray", "packages"}
     machine = {"platform", "cpu", "cpu_count", "memory_bytes", "gpus", "gpu_driver"}
     code = {"git_commit", "git_dirty", "git_diff_stat"}

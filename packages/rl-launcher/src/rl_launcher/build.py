@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rl_generation import Sampling
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process
 from rl_launcher.inputs import closing, read_inputs, tokenize
 from rl_launcher.load_model import load_policy, load_teacher, named_by_key
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GenerationConfig, Recipe
-from rl_launcher.seeding import SeededEngine
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_launcher.weight_sync import WeightSync, weight_source
 from rl_refit import Refit
@@ -60,7 +61,7 @@ def _build_in_process(recipe: Recipe, objects: Objects) -> Parts:
     return Parts(
         policy=policy,
         selection=inputs.selection,
-        engine=SeededEngine(made.engine, seed=recipe.seed),
+        engine=RunEngine(made.engine, seeds=CallSeeds(recipe.seed)),
         weight_sync=WeightSync(refit, merge=None if inputs.selection.adapters is None else policy.shards),
         environment=inputs.environment,
         teacher=teacher,

@@ -16,7 +16,7 @@ class RestartableError(RuntimeError):
     """A process of the run is gone, and with new ones it could go on from its last checkpoint."""
 
     condition: ClassVar[str] = "trainer_died"
-    """The name in `rl_observe.health.CONDITIONS` of what happened."""
+    """The name in `rl_launcher.conditions.CONDITIONS` of what happened."""
 
     weights_lost: ClassVar[bool] = True
     """Whether the weights of the policy went with it, so that only what is saved is left."""

@@ -64,23 +64,30 @@ def load_policy(config: PolicyConfig, *, seed: int, objects: Objects = NO_OBJECT
     Raises:
         ValueError: there is no such model, its function fails, or the tokenizer is of another vocabulary.
     """
-    if objects.model is not None and objects.tokenizer is not None:
-        return objects.model, objects.tokenizer
-    return load_model(config, seed=seed, key="policy.model_name", padded_vocabulary=config.padded_vocabulary)
+    return load_model(
+        config, seed=seed, key="policy.model_name", padded_vocabulary=config.padded_vocabulary, objects=objects
+    )
 
 
-def load_model(named: NamedModel, *, seed: int, key: str, padded_vocabulary: bool) -> tuple[Any, Any]:
+def load_model(
+    named: NamedModel, *, seed: int, key: str, padded_vocabulary: bool, objects: Objects = NO_OBJECTS
+) -> tuple[Any, Any]:
     """As `load_policy`, of any model that a recipe names under `key`.
 
     Raises:
         ValueError: as there.
     """
-    if is_import_string(named.model_name):
+    if objects.model is not None:
+        model, tokenizer = objects.model, objects.tokenizer
+        check_generation_config(model)
+    elif is_import_string(named.model_name):
         model, tokenizer = _built(named.model_name, seed, key)
     else:
         origin, trust = named.revision, named.trust_remote_code
         tokenizer = load_tokenizer(named.model_name, revision=origin, trust_remote_code=trust)
         model = load_causal_lm(named.model_name, revision=origin, trust_remote_code=trust)
+    if objects.tokenizer is not None:
+        tokenizer = objects.tokenizer
     check_vocabulary(
         model_vocab_size=model.get_input_embeddings().num_embeddings,
         tokenizer_size=len(tokenizer),

@@ -3,7 +3,7 @@
 The loops of `rl_algorithms` ask less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -14,13 +14,12 @@ from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversatio
 from rl_algorithms.contracts import Environment, Reference, Teacher
 from rl_algorithms.data import SkippedRows
 from rl_backends import BackendSelection, OptimizerConfig
-from rl_generation import Rollout, Sampling
+from rl_launcher.engine_middleware import RunEngine, ServingEngine
 from rl_observe.health import EventQueue
 from rl_refit import RefitReport
 
 if TYPE_CHECKING:
     from rl_launcher.inputs import DataPairs
-    from rl_launcher.seeding import SeededEngine
 
 __all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
 
@@ -77,19 +76,6 @@ class Judge(Environment, Protocol):
         """Refuse data that lack a column which judging needs."""
 
 
-class ServingEngine(Protocol):
-    """What answers prompts: an engine of rl_generation, or several of them on Ray."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
-        """One rollout a prompt, in order; `sampling` for all of them, or one each."""
-
-    def explain(self) -> str:
-        """What it is and may do."""
-
-    def close(self) -> None:
-        """End what it holds."""
-
-
 class WeightSync(Protocol):
     """The way of new weights into the engine, and what it has done so far."""
 
@@ -116,7 +102,7 @@ class Parts:
     policy: TrainedPolicy
     selection: BackendSelection
     """Which backend trains, and why."""
-    engine: "SeededEngine"
+    engine: RunEngine
     weight_sync: WeightSync
     environment: Judge
     teacher: Teacher | None

@@ -1,17 +1,16 @@
-"""What the user sees of a run: its directory, its logs, the live view, the reports, and where its figures are sent.
+"""Log, watch and report any training run: run directory, metrics, trackers, live view, health conditions, HTML report.
 
-It watches and does not steer: nothing here changes what is trained.
+Nothing here changes what is trained. Start with `RunLog`.
 """
 
 from rl_observe.config import HealthConfig, LoggerConfig, ProfilerConfig
+from rl_observe.health import HealthError
 from rl_observe.live import LiveView, StageTotal
 from rl_observe.log_files import (
     EventLog,
     MetricError,
     MetricsLog,
     RefitLog,
-    Sample,
-    SampleTokens,
     SpanLog,
     read_events,
     read_metrics,
@@ -24,7 +23,7 @@ from rl_observe.redaction import REDACTED, Secrets, redact, redacted_keys
 from rl_observe.report import compare_runs, write_report
 from rl_observe.run_directory import RunDirectory, RunDirectoryError
 from rl_observe.run_log import RunLog
-from rl_observe.token_samples import token_sample
+from rl_observe.samples import Sample, SampleTokens, ScoredResponse, token_sample
 from rl_observe.trace import write_trace
 from rl_observe.trackers import TrackerError, check_trackers
 
@@ -32,6 +31,7 @@ __all__ = [
     "REDACTED",
     "EventLog",
     "HealthConfig",
+    "HealthError",
     "LiveView",
     "LoggerConfig",
     "MetricError",
@@ -44,6 +44,7 @@ __all__ = [
     "RunLog",
     "Sample",
     "SampleTokens",
+    "ScoredResponse",
     "Secrets",
     "SpanLog",
     "StageTotal",

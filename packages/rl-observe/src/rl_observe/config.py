@@ -1,33 +1,33 @@
-"""Where the figures of a run go, and how closely it is watched.
-
-It does not know the clients that send them; `observe.trackers` does.
-"""
+"""The settings of logging, trackers, profiler and health conditions, as plain dataclasses."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+__all__ = ["HealthConfig", "LoggerConfig", "MlflowConfig", "ProfilerConfig", "TrackioConfig", "WandbConfig"]
+
+# For programs that validate these dataclasses with pydantic, as rl-launcher does.
 STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
-__all__ = ["HealthConfig", "LoggerConfig", "MlflowConfig", "ProfilerConfig", "TrackioConfig", "WandbConfig"]
+Reaction = Literal["stop", "warn", "ignore"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases. Its key comes from `wandb login` or `WANDB_API_KEY` and never from a recipe."""
+    """Weights & Biases. The key comes from `wandb login` or `WANDB_API_KEY`, never from a recipe."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     project: str = "rl-stack"
-    """The project that the run is listed in."""
+    """The project that lists the run."""
 
     name: str | None = None
-    """What the run is called there; null takes the name of the run directory."""
+    """The name of the run there; null uses the name of the run directory."""
 
     entity: str | None = None
-    """The team or user whose project it is; null takes the one that the key belongs to."""
+    """The team or user that owns the project; null uses the owner of the key."""
 
     mode: Literal["online", "offline"] = "online"
-    """`offline` sends nothing and keeps all in `run_dir/wandb`, for `wandb sync`."""
+    """`offline` sends nothing and keeps everything in `run_dir/wandb`, for `wandb sync`."""
 
     def __post_init__(self) -> None:
         _refuse_empty(self, "project")
@@ -35,18 +35,18 @@ class WandbConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlflowConfig:
-    """MLflow. Credentials of its server come from its own variables, as `MLFLOW_TRACKING_TOKEN`."""
+    """MLflow. Credentials come from MLflow's own environment variables, such as `MLFLOW_TRACKING_TOKEN`."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     experiment_name: str = "rl-stack"
-    """The experiment that the run is listed in; made where there is none."""
+    """The experiment that lists the run; created if it does not exist."""
 
     run_name: str | None = None
-    """What the run is called there; null takes the name of the run directory."""
+    """The name of the run there; null uses the name of the run directory."""
 
     tracking_uri: str | None = None
-    """Address of the server, or `sqlite:///file`; null is `MLFLOW_TRACKING_URI`, or else `run_dir/mlflow.db`."""
+    """Address of the server, or `sqlite:///file`; null uses `MLFLOW_TRACKING_URI`, or else `run_dir/mlflow.db`."""
 
     def __post_init__(self) -> None:
         _refuse_empty(self, "experiment_name")
@@ -59,10 +59,10 @@ class TrackioConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     project: str = "rl-stack"
-    """The project that the run is listed in."""
+    """The project that lists the run."""
 
     name: str | None = None
-    """What the run is called there; null takes the name of the run directory."""
+    """The name of the run there; null uses the name of the run directory."""
 
     def __post_init__(self) -> None:
         _refuse_empty(self, "project")
@@ -70,27 +70,27 @@ class TrackioConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerConfig:
-    """What `torch.profiler` records of some steps: one file a rank of the trainer in `profile`, for ui.perfetto.dev."""
+    """Steps to record with `torch.profiler`: one file per trainer rank in `profile`, for ui.perfetto.dev."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     first_step: int = 3
-    """The first optimizer step that is recorded, from 1. The first ones compile and allocate, and show little else."""
+    """The first optimizer step to record, from 1. The first two mostly show compilation and allocation."""
 
     num_steps: int = 2
-    """Steps that are recorded. A file holds every operator call, so that each step costs megabytes and time."""
+    """Steps to record. Every operator call is written, so each step costs megabytes and time."""
 
     stage: str | None = None
-    """The stage whose steps are counted, as `grpo`; null takes the first that comes to `first_step`."""
+    """The stage to record, such as `grpo`; null records the first stage that reaches `first_step`."""
 
     with_stack: bool = False
-    """Record the lines of Python that called each operator. Slower, and larger files."""
+    """Record the Python lines that called each operator. Slower, and larger files."""
 
     record_shapes: bool = False
     """Record the shapes of each operator's inputs."""
 
     profile_memory: bool = False
-    """Record what each operator allocates."""
+    """Record the memory that each operator allocates."""
 
     def __post_init__(self) -> None:
         _refuse_below(self, first_step=1, num_steps=1)
@@ -98,7 +98,7 @@ class ProfilerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerConfig:
-    """Beside `metrics.jsonl` and `report.html`, which are always written."""
+    """Where metrics go in addition to `metrics.jsonl` and `report.html`, which are always written."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -106,25 +106,25 @@ class LoggerConfig:
     """Write TensorBoard events into `run_dir/tensorboard`."""
 
     wandb_enabled: bool = False
-    """Send the figures and the resolved recipe to Weights & Biases. Needs `rl-launcher[wandb]`."""
+    """Send metrics and the resolved recipe to Weights & Biases. Needs `rl-observe[wandb]`."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    """Where to, if they are sent."""
+    """Settings of Weights & Biases."""
 
     mlflow_enabled: bool = False
-    """Send them to MLflow. Needs `rl-launcher[mlflow]`."""
+    """Send metrics and the resolved recipe to MLflow. Needs `rl-observe[mlflow]`."""
 
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    """Where to, if they are sent."""
+    """Settings of MLflow."""
 
     trackio_enabled: bool = False
-    """Give them to trackio. Needs `rl-launcher[trackio]`."""
+    """Send metrics and the resolved recipe to trackio. Needs `rl-observe[trackio]`."""
 
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
-    """Where to, if they are given."""
+    """Settings of trackio."""
 
     num_samples_with_tokens: int = 4
-    """Held-out answers, before and after, of which the report shows every token with its log-probability."""
+    """Held-out responses, before and after training, that the report shows token by token with log-probabilities."""
 
     trace: bool = False
     """Write `run_dir/trace.json` at the end, for ui.perfetto.dev: what each process did, and when."""
@@ -138,29 +138,36 @@ class LoggerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthConfig:
-    """Conditions that a run notices by itself, by name, and what it does then."""
+    """Conditions that a run detects in its own log, and how it reacts."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
-    on_reward_collapse: Literal["stop", "warn", "ignore"] = "warn"
+    on_no_signal: Reaction = "warn"
+    """`no_signal`: for `no_signal_batches` batches in a row, no group had rewards that differ, so that nothing was
+    learned. `stop` saves and ends the run."""
+
+    no_signal_batches: int = 10
+    """Consecutive batches without a signal before `no_signal` is reported."""
+
+    on_reward_collapse: Reaction = "warn"
     """`reward_collapse`: the mean reward of `reward_collapse_steps` logged steps is below `reward_collapse_share` of
-    the best such mean before. `stop` saves and ends the run."""
+    the best earlier mean. `stop` saves and ends the run."""
 
     reward_collapse_steps: int = 20
-    """Logged steps that are looked at together. Fewer notice sooner, and are fooled by noise."""
+    """Logged steps to average over. Fewer steps notice a collapse sooner, and mistake noise for one more often."""
 
     reward_collapse_share: float = 0.5
-    """Share of the best mean below which a reward has collapsed."""
+    """Fraction of the best mean below which the reward has collapsed."""
 
-    on_logp_mismatch: Literal["stop", "warn", "ignore"] = "warn"
+    on_logp_mismatch: Reaction = "warn"
     """`logp_mismatch`: `token_mult_prob_error` is above `max_token_mult_prob_error`: engine and trainer do not hold the
-    same model."""
+    same model. `stop` saves and ends the run."""
 
     max_token_mult_prob_error: float = 1.05
-    """What engine and trainer may differ by; 1 is perfect."""
+    """The largest accepted `token_mult_prob_error`; 1 is perfect agreement."""
 
     def __post_init__(self) -> None:
-        _refuse_below(self, reward_collapse_steps=1, max_token_mult_prob_error=1)
+        _refuse_below(self, no_signal_batches=1, reward_collapse_steps=1, max_token_mult_prob_error=1)
         if not 0.0 < self.reward_collapse_share < 1.0:
             raise ValueError(f"reward_collapse_share={self.reward_collapse_share} must be between 0 and 1")
 

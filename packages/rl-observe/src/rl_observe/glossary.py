@@ -1,6 +1,7 @@
-"""What each metric of a run means, and the phases that a step's time is divided into.
+"""What each metric means and in which unit it is shown, and the phases that a step's time is divided into.
 
-The live view and the report take their words from here. Neither refuses a metric that is not listed.
+The live view and the report take labels, units and explanations from here. Metrics that are not listed are shown as
+plain numbers under their own names.
 """
 
 from __future__ import annotations
@@ -13,168 +14,148 @@ from rl_observe.json_lines import finite_number
 __all__ = ["FAMILIES", "METRICS", "PHASES", "PHASE_PREFIX", "Metric", "Phase", "metric_of", "phase_seconds"]
 
 PHASE_PREFIX = "phase_s/"
-"""A metric named so holds the seconds that one logged step spent in a phase."""
+"""A metric with this prefix holds the seconds that one logged step spent in a phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name in a run's log, for people."""
+    """How one metric is shown."""
 
     label: str
-    """What it is called on a page."""
+    """The name shown to people."""
 
     unit: str
-    """How its number is written: a key of `figures.format_value`."""
+    """A unit of `number_format.format_value`."""
 
     meaning: str
-    """One sentence for somebody who does not know it."""
+    """One sentence for somebody who does not know the metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One kind of work that a step's time goes into."""
+    """One kind of work in a step."""
 
     name: str
     """The part of the metric's name after `phase_s/`."""
 
     colour: str
-    """For a terminal, legible on light and on dark; the report has its own, in `report.css`."""
+    """Its colour in a terminal, legible on light and dark; the report has colours of its own."""
 
     meaning: str
     """What is done in it."""
 
 
 PHASES = (
-    Phase("generate", "#4c8dff", "the engine answers the prompts"),
-    Phase("reward", "#b07cff", "the environment judges the answers"),
-    Phase("reference", "#c9a227", "log-probabilities of the frozen model"),
-    Phase("teacher", "#d08a5a", "the teacher's likeliest words, which are learnt from"),
+    Phase("generate", "#4c8dff", "the engine samples responses"),
+    Phase("reward", "#b07cff", "the environment scores the responses"),
+    Phase("reference", "#c9a227", "log-probabilities under the frozen model"),
+    Phase("teacher", "#d08a5a", "the teacher's top-k tokens, which the policy learns from"),
     Phase("train", "#f0883e", "forward, backward and optimizer step"),
     Phase("refit", "#2bb3a3", "new weights into the engine, verified"),
     Phase("evaluate", "#e667a5", "held-out problems"),
-    Phase("wait", "#7f8c5a", "nothing to train on yet: rollouts are awaited"),
-    Phase("drain", "#5aa0c8", "answers under way end before the weights change"),
+    Phase("wait", "#7f8c5a", "nothing to train on yet: waiting for rollouts"),
+    Phase("drain", "#5aa0c8", "unfinished responses complete before the weights change"),
     Phase("checkpoint", "#a5814f", "weights, optimizer and progress are saved"),
-    Phase("other", "#8b93a1", "everything else, the driver included"),
+    Phase("other", "#8b93a1", "everything else, including the driver"),
 )
 """In the order in which a step goes through them."""
 
-METRICS: Mapping[str, Metric] = {
-    "reward": Metric("reward", "score", "Mean reward of the step's rollouts, sampled as in training."),
-    "reward_std": Metric("spread of rewards", "number", "Standard deviation of the rewards over the step's rollouts."),
-    "held_out_sampled": Metric("held-out, sampled", "score", "Mean reward on problems never trained on, sampled."),
-    "held_out_greedy": Metric("held-out, greedy", "score", "The same with the likeliest token taken each time."),
-    "held_out_loss": Metric(
-        "held-out loss", "number", "Mean of −logp over the learnt tokens of demonstrations never trained on, in nats."
+_SHOWN = (  # name, label, unit, meaning
+    ("reward", "reward", "score", "Mean reward of the step's rollouts, sampled as in training."),
+    ("reward_std", "spread of rewards", "number", "Standard deviation of the rewards over the step's rollouts."),
+    ("held_out_sampled", "held-out, sampled", "score", "Mean reward on problems never trained on, sampled."),
+    ("held_out_greedy", "held-out, greedy", "score", "The same, with greedy decoding."),
+    ("held_out_loss", "held-out loss", "number", "Mean −logp per trained token of held-out demonstrations, in nats."),
+    ("groups_with_signal", "groups with signal", "share", "Groups whose rewards differ; others have no gradient."),
+    ("response_tokens", "response length", "count", "Mean number of tokens in a response, stop token included."),
+    ("response_tokens_max", "longest response", "count", "Tokens of the step's longest response."),
+    ("turns", "turns", "number", "Mean number of responses in a conversation."),
+    ("failed", "failed", "share", "Rollouts that could not be scored: not trained on, and in no baseline."),
+    ("staleness", "staleness", "number", "Mean age of the sampling weights over tokens, in optimizer steps."),
+    ("staleness_max", "oldest token", "count", "Age of the oldest weights that sampled a token, in steps."),
+    ("tokens_per_s", "tokens per second", "count", "Tokens sampled and trained on in the step, over its seconds."),
+    ("clip_fraction", "clipped tokens", "share", "Tokens whose ratio left the trust region."),
+    ("ratio", "ratio", "ratio", "Mean of exp(logp − logp_proximal) over tokens: 1 until the policy moves."),
+    ("importance_weight", "importance weight", "ratio", "Mean off-policy weight over tokens: 1 if both sides agree."),
+    ("effective_sample_size", "effective sample size", "share", "The equally weighted tokens these are worth."),
+    ("rejected_fraction", "rejected tokens", "share", "Tokens to which the off-policy correction gave weight 0."),
+    ("kl_reference", "KL to the reference", "scientific", "Estimate of KL(policy || reference) per token, in nats."),
+    ("truncated", "truncated", "share", "Responses that ended at the token limit."),
+    ("sampled_tokens", "sampled tokens", "count", "Response tokens that the engine generated in the step."),
+    ("trained_tokens", "trained tokens", "count", "Tokens that the step's loss was computed over."),
+    ("kl_engine", "KL, engine to trainer", "scientific", "Mean of logp_old − logp over tokens, in nats."),
+    ("token_mult_prob_error", "trainer / engine agreement", "ratio", "Mean of exp |logp − logp_old|: 1 is perfect."),
+    ("entropy", "entropy", "number", "Mean −logp of the sampled tokens, or the policy's entropy, in nats."),
+    ("loss", "loss", "number", "The quantity that the optimizer minimizes."),
+    ("grad_norm", "gradient norm", "number", "Norm of the whole gradient before clipping."),
+    ("rows_without_tokens", "rows without tokens", "count", "Rows of the step that have no token to train on."),
+    ("learning_rate", "learning rate", "scientific", "The optimizer's learning rate."),
+    ("steps_taken", "steps", "count", "Steps of the stage, including batches without a signal."),
+    ("version", "version", "count", "Optimizer steps that the engine's weights have seen."),
+    ("refit_bytes", "refit size", "bytes", "Bytes moved into the engine."),
+    ("refit_verified", "refit verified", "share", "1 if the digests of both sides were compared and equal, else 0."),
+    ("refits_repeated", "refits repeated", "count", "Refits so far that were repeated because an engine died."),
+    ("engine_restarts", "engine restarts", "count", "Engines that died so far."),
+    ("retried_prompts", "prompts retried", "count", "Prompts sent again so far because an engine died."),
+    (
+        "engine_tokens_per_s",
+        "engines' tokens per second",
+        "count",
+        "Tokens of the latest call of all engines, over its seconds.",
     ),
-    "groups_with_signal": Metric(
-        "groups with signal", "share", "Share of groups whose rewards differ; the others have no gradient."
-    ),
-    "response_tokens": Metric("response length", "count", "Mean number of tokens in a response, stop token included."),
-    "response_tokens_max": Metric("longest response", "count", "Tokens of the step's longest response."),
-    "turns": Metric("turns", "number", "Mean number of answers in a conversation."),
-    "failed": Metric("failed", "share", "Share of rollouts that could not be judged: not trained on, in no baseline."),
-    "staleness": Metric("staleness", "number", "Mean age of the sampling weights, in optimizer steps, over tokens."),
-    "staleness_max": Metric("oldest token", "count", "Age of the oldest weights that sampled a token, in steps."),
-    "tokens_per_s": Metric("tokens per second", "count", "Tokens that went through the step, over its seconds."),
-    "clip_fraction": Metric("clipped tokens", "share", "Share of tokens whose ratio left the trust region."),
-    "ratio": Metric("ratio", "ratio", "Mean of exp(logp − logp_proximal) over tokens: 1 until the policy moves."),
-    "importance_weight": Metric(
-        "importance weight", "ratio", "Mean weight that makes up for the sampler, over tokens: 1 where both agree."
-    ),
-    "effective_sample_size": Metric(
-        "effective sample size", "share", "Share of the tokens that as many equally weighted ones would be worth."
-    ),
-    "rejected_fraction": Metric("rejected tokens", "share", "Share of tokens that the correction gave weight 0."),
-    "kl_reference": Metric(
-        "KL to the reference", "scientific", "Estimate of KL(policy || reference) a token, in nats."
-    ),
-    "truncated": Metric("truncated", "share", "Share of responses that ended at the token limit."),
-    "sampled_tokens": Metric("sampled tokens", "count", "Response tokens that the engine made in the step."),
-    "trained_tokens": Metric("trained tokens", "count", "Tokens that the step's loss was taken over."),
-    "kl_engine": Metric("KL, engine to trainer", "scientific", "Mean of logp_old − logp over tokens, in nats."),
-    "token_mult_prob_error": Metric(
-        "trainer / engine agreement",
-        "ratio",
-        "Mean of exp |logp − logp_old| over tokens: 1 is perfect, above 1.05 is a fault.",
-    ),
-    "entropy": Metric(
-        "entropy", "number", "Mean of −logp over the sampled tokens, or of the policy's entropy, in nats."
-    ),
-    "loss": Metric("loss", "number", "What the optimizer lowers."),
-    "grad_norm": Metric("gradient norm", "number", "Norm of the whole gradient before clipping."),
-    "rows_without_tokens": Metric("rows without tokens", "count", "Rows of the step that nothing is learnt from."),
-    "learning_rate": Metric("learning rate", "scientific", "The optimizer's step size."),
-    "steps_taken": Metric("steps", "count", "Optimizer steps of the stage, those without a signal included."),
-    "version": Metric("version", "count", "Optimizer steps that the engine's weights have seen."),
-    "refit_bytes": Metric("refit size", "bytes", "Bytes moved into the engine."),
-    "refit_verified": Metric(
-        "refit verified",
+    ("memory_rss_bytes", "memory", "bytes", "Main memory of the process that drives the run."),
+    ("memory_gpu_bytes", "GPU memory", "bytes", "GPU memory that torch reserves in the driving process."),
+    ("memory_gpu_peak_bytes", "peak GPU memory", "bytes", "The most GPU memory that torch has reserved so far."),
+    ("dropped_groups", "dropped groups", "count", "Groups that became too old before they were trained on."),
+    ("buffer_groups", "groups in the buffer", "count", "Groups that were ready when a batch was taken."),
+    ("refit_s", "refit time", "seconds", "Seconds that the refit took, verification included."),
+    ("nll", "likelihood loss", "number", "Negative log-likelihood of the chosen responses, per token."),
+    ("margin", "margin", "number", "Gain of the chosen response over the rejected one, times beta."),
+    ("pair_accuracy", "pair accuracy", "share", "Pairs in which the chosen response gained more."),
+    ("chosen_logratio", "chosen", "number", "log p(chosen) − log p_ref(chosen)."),
+    ("rejected_logratio", "rejected", "number", "log p(rejected) − log p_ref(rejected)."),
+    ("held_out_margin", "held-out margin", "number", "The margin on pairs never trained on."),
+    ("held_out_pair_accuracy", "held-out pair accuracy", "share", "The accuracy on pairs never trained on."),
+    (
+        "student_mass",
+        "student's mass",
         "share",
-        "1 where both sides' digests were compared, and equal; 0 where none were.",
+        "Mean probability that the policy gives to the teacher's top-k tokens.",
     ),
-    "refits_repeated": Metric(
-        "refits repeated", "count", "Refits of the run that were given up and done again, since an engine had died."
+    ("teacher_mass", "teacher's mass", "share", "Mean probability that the teacher gives to its top-k tokens."),
+    ("value", "value", "score", "Mean of the critic's values over tokens, before the update."),
+    ("return", "return", "score", "Mean of the returns over tokens, which the critic learns to predict."),
+    ("explained_variance", "explained variance", "number", "1 − var(return − value) / var(return): 1 is perfect."),
+    ("value_loss", "value loss", "number", "The quantity that the critic's optimizer minimizes."),
+    ("value_clip_fraction", "clipped values", "share", "Tokens whose value moved beyond its clip."),
+    ("value_grad_norm", "critic's gradient norm", "number", "Norm of the critic's gradient before clipping."),
+    (
+        "environment/generation_batches",
+        "batches sampled",
+        "count",
+        "Batches sampled to find enough groups with signal.",
     ),
-    "engine_restarts": Metric("engine restarts", "count", "Engines of the run that died so far."),
-    "retried_prompts": Metric("prompts asked again", "count", "Prompts that an engine owed when it died, so far."),
-    "engine_tokens_per_s": Metric(
-        "engines' tokens per second", "count", "Tokens that all engines made in their latest call, over its seconds."
-    ),
-    "memory_rss_bytes": Metric("memory", "bytes", "Main memory of the process that drives the run."),
-    "memory_gpu_bytes": Metric("GPU memory", "bytes", "What torch holds of the GPU of the driving process."),
-    "memory_gpu_peak_bytes": Metric("GPU memory, most", "bytes", "The most that torch has held of that GPU so far."),
-    "dropped_groups": Metric("dropped groups", "count", "Groups that became too old while they were sampled."),
-    "buffer_groups": Metric("groups in the buffer", "count", "Groups that were ready when a batch was taken."),
-    "refit_s": Metric("refit time", "seconds", "Seconds that the refit took, verification included."),
-    "nll": Metric("likelihood loss", "number", "Negative log-likelihood of the chosen answers, a token."),
-    "margin": Metric("margin", "number", "How much more the chosen answer gained over the rejected one, times beta."),
-    "pair_accuracy": Metric("pair accuracy", "share", "Share of pairs in which the chosen answer gained more."),
-    "chosen_logratio": Metric("chosen", "number", "log p(chosen) − log p_ref(chosen)."),
-    "rejected_logratio": Metric("rejected", "number", "log p(rejected) − log p_ref(rejected)."),
-    "held_out_margin": Metric("held-out margin", "number", "The margin on pairs never trained on."),
-    "held_out_pair_accuracy": Metric("held-out pair accuracy", "share", "The accuracy on pairs never trained on."),
-    "student_mass": Metric(
-        "student's mass", "share", "Mean probability that the policy gives to the words that its teacher named."
-    ),
-    "teacher_mass": Metric(
-        "teacher's mass", "share", "Mean probability that the teacher gives to the words that it named."
-    ),
-    "value": Metric("value", "score", "Mean of the critic's values over tokens, when the batch was begun."),
-    "return": Metric("return", "score", "Mean of the returns over tokens, which the critic learns to foresee."),
-    "explained_variance": Metric(
-        "explained variance", "number", "1 − var(return − value) / var(return): 1 is perfect, below 0 harmful."
-    ),
-    "value_loss": Metric("value loss", "number", "What the critic's optimizer lowers."),
-    "value_clip_fraction": Metric("clipped values", "share", "Share of tokens whose value moved beyond its clip."),
-    "value_grad_norm": Metric("critic's gradient norm", "number", "Norm of the critic's gradient before clipping."),
-    "environment/generation_batches": Metric(
-        "batches asked", "count", "Batches of prompts asked until enough groups had a signal."
-    ),
-    "environment/groups_too_many": Metric(
-        "groups left out", "count", "Groups with a signal beyond what a batch holds, which were not trained on."
-    ),
-}
-"""By the name that the trainer logs it under."""
+    ("environment/groups_too_many", "groups left out", "count", "Groups with a signal that the batch had no room for."),
+)
+METRICS: Mapping[str, Metric] = {name: Metric(label, unit, meaning) for name, label, unit, meaning in _SHOWN}
+"""By the name under which the trainer logs it."""
 
 FAMILIES: Mapping[str, Metric] = {
-    "reward/": Metric("reward", "number", "Mean of this part of the reward, weighted as it counts."),
-    "environment/": Metric("environment", "number", "What the environment logs under this name, a mean."),
+    "reward/": Metric("reward", "number", "Mean of this component of the reward, weighted as it counts."),
+    "environment/": Metric("environment", "number", "What the environment logs under this name, as a mean."),
     PHASE_PREFIX: Metric("phase", "seconds", "Seconds that the step spent in this phase."),
     "collector_s/": Metric(
-        "collectors", "seconds", "Seconds of all collecting threads in this phase, beside the step: `wait` for a place."
+        "collectors", "seconds", "Seconds of all collecting threads in this phase, beside the step."
     ),
     "held_out_sampled/": Metric("held-out, sampled", "score", "An end of the 95 % interval of that mean."),
     "held_out_greedy/": Metric("held-out, greedy", "score", "An end of the 95 % interval of that mean."),
-    "held_out_pass@": Metric(
-        "held-out pass at", "share", "Chance that one of so many answers to a problem is right; or its interval's end."
-    ),
+    "held_out_pass@": Metric("held-out pass at", "share", "Chance that one of k responses is right, or its interval."),
 }
-"""By the beginning of names that a run gives itself, as those of its rewards."""
+"""By the prefix of names that a run chooses, such as those of its reward components."""
 
 
 def metric_of(name: str) -> Metric | None:
-    """What is known of a metric, by its name or by its family; None for a stranger."""
+    """Look up a metric by its name, or else by its family; None if it is unknown."""
     family = next((prefix for prefix in FAMILIES if name.startswith(prefix)), None)
     if name in METRICS or family is None:
         return METRICS.get(name)
@@ -183,7 +164,7 @@ def metric_of(name: str) -> Metric | None:
 
 
 def phase_seconds(values: Mapping[str, object]) -> dict[str, float]:
-    """Take the seconds of each phase out of a step's values: known phases in their order, then any other."""
+    """Extract the seconds of each phase from a step's values: known phases in their order, then any others."""
     found = {
         name.removeprefix(PHASE_PREFIX): seconds
         for name, value in values.items()

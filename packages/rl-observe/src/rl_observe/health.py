@@ -1,183 +1,121 @@
-"""Health conditions of a run: their names, how they are detected from logged metrics, and how they are reported.
+"""Named conditions of a run: how they are detected in its log, and how events are collected and reported.
 
-The names stand in `events.jsonl`, in the summary and in the live view; documents take the table from here.
+`Watch` looks at every logged step. `EventQueue` collects events from any thread, and `Reporter` shows them and writes
+them to `events.jsonl`. Names of conditions stand in that file, in the summary and in the live view.
 """
 
 import errno
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_observe import RunDirectory, RunDirectoryError, read_events
 from rl_observe.config import HealthConfig
+from rl_observe.log_files import read_events
+from rl_observe.run_directory import RunDirectory, RunDirectoryError
+from rl_observe.samples import ScoredResponse
 
 __all__ = [
     "CONDITIONS",
     "Condition",
     "Event",
     "EventQueue",
-    "Events",
+    "HealthError",
+    "Noticed",
     "Reporter",
-    "RewardWindow",
-    "View",
     "Watch",
     "conditions_table",
     "count_events",
     "is_disk_full",
     "name_of",
-    "reaction_to",
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Condition:
     """Something that may happen to a run."""
 
     name: str
     cause: str
-    """What is the case, or how it is noticed."""
+    """When it occurs, or how it is detected."""
     reaction: str
     """What the run does."""
 
 
 CONDITIONS = (
     Condition(
-        name="nonfinite_loss",
-        cause="the loss of a step is NaN or infinite",
-        reaction="its gradient is not applied; the run saves what it was before the step, and ends with exit code 1",
+        "no_signal",
+        "in `health.no_signal_batches` consecutive batches no group had rewards that differ (`groups_with_signal` is "
+        "0), so nothing was learned",
+        "`health.on_no_signal`: `warn` reports it once until a group differs, with two responses and their rewards; "
+        "`stop` saves and ends the run with exit code 1",
     ),
     Condition(
-        name="reward_collapse",
-        cause="the mean reward of `health.reward_collapse_steps` logged steps is below `health.reward_collapse_share` "
-        "of the best such mean before, and that was positive",
-        reaction="`health.on_reward_collapse`: told once until it recovers, or saved and ended with exit code 1",
+        "reward_collapse",
+        "the mean reward of `health.reward_collapse_steps` logged steps is below `health.reward_collapse_share` of the "
+        "best earlier mean, and that was positive",
+        "`health.on_reward_collapse`: `warn` reports it once until it recovers; `stop` saves and ends the run with "
+        "exit code 1",
     ),
     Condition(
-        name="logp_mismatch",
-        cause="`token_mult_prob_error` is above `health.max_token_mult_prob_error`: engine and trainer do not hold "
-        "the same model",
-        reaction="`health.on_logp_mismatch`: told once until it recovers, or saved and ended with exit code 1",
+        "logp_mismatch",
+        "`token_mult_prob_error` is above `health.max_token_mult_prob_error`: engine and trainer do not hold the same "
+        "model",
+        "`health.on_logp_mismatch`: `warn` reports it once until it recovers; `stop` saves and ends the run with exit "
+        "code 1",
     ),
     Condition(
-        name="disk_full",
-        cause="the disk, or its quota, refuses a line of the log or a checkpoint",
-        reaction="the run ends with exit code 1; every checkpoint that was whole is whole, and the message says what "
-        "is free",
-    ),
-    Condition(
-        name="rollouts_failed",
-        cause="an answer could not be judged, or an environment failed or took longer than `env.timeout_s`",
-        reaction="that rollout alone is left out, or is worth 0 (`env.on_error`), and is counted; told at the 1st, "
-        "2nd, 4th, 8th ...",
-    ),
-    Condition(
-        name="engine_restarted",
-        cause="an engine died or did not answer",
-        reaction="a new one takes its place and its current version of the weights; its prompts are asked again",
-    ),
-    Condition(
-        name="engine_healed",
-        cause="a restarted engine has weights again",
-        reaction="it answers prompts as before",
-    ),
-    Condition(
-        name="refit_repeated",
-        cause="an engine died during a refit",
-        reaction="the refit is given up everywhere, and done again with a new engine",
-    ),
-    Condition(
-        name="engine_waits",
-        cause="a restarted engine has no weights yet, since the trainer's are moving",
-        reaction="the other engines go on; the next refit brings it weights",
-    ),
-    Condition(
-        name="engine_died",
-        cause="an engine died, and `policy.generation.max_restarts` are used up",
-        reaction="the run saves; with `cluster.max_restarts` left, all processes start anew from there, else it ends "
-        "with exit code 1",
-    ),
-    Condition(
-        name="trainer_died",
-        cause="a rank of the trainer died",
-        reaction="with `cluster.max_restarts` left, all processes start anew from the last whole checkpoint; else the "
-        "run ends with exit code 1",
-    ),
-    Condition(
-        name="restarted",
-        cause="the run went on by itself after it had lost a process",
-        reaction="later steps than the checkpoint's are cut from the log into `*.discarded`, and taken again",
-    ),
-    Condition(
-        name="resumed",
-        cause="`rl-launcher resume`",
-        reaction="as `restarted`; which keys, and which of the user's files, were changed is told",
-    ),
-    Condition(
-        name="interrupted",
-        cause="Ctrl-C or SIGTERM",
-        reaction="the step at hand ends, the run saves and ends with exit code 130; a second signal ends it at once, "
-        "without saving",
-    ),
-    Condition(
-        name="must_save_by",
-        cause="`checkpointing.checkpoint_must_save_by` would pass during the next step",
-        reaction="the run saves and ends with exit code 75: to be resumed",
-    ),
-    Condition(
-        name="failed",
-        cause="anything else that ends a run half-way",
-        reaction="the run saves what it can, and ends with exit code 1",
+        "rollouts_failed",
+        "a response could not be scored, or an environment failed or exceeded `env.timeout_s`",
+        "only that rollout is dropped or gets reward 0 (`env.on_error`), and is counted; reported at the 1st, 2nd, "
+        "4th, 8th ...",
     ),
 )
+"""The conditions that `Watch` detects."""
 
 
-def conditions_table() -> str:
-    """All conditions as a table in Markdown."""
-    rows = [f"| `{each.name}` | {each.cause} | {each.reaction} |" for each in CONDITIONS]
+def conditions_table(conditions: Sequence[Condition] = CONDITIONS) -> str:
+    """Return a table of conditions in Markdown."""
+    rows = [f"| `{each.name}` | {each.cause} | {each.reaction} |" for each in conditions]
     return "\n".join(["| condition | cause | reaction |", "|---|---|---|", *rows])
 
 
-def reaction_to(name: str) -> str:
-    """What the run does about a condition."""
-    known = {each.name: each.reaction for each in CONDITIONS}
-    return known.get(name, known["failed"])
+class HealthError(RuntimeError):
+    """A condition with the reaction `stop` ends the run; `condition` is its name."""
+
+    def __init__(self, condition: str, message: str) -> None:
+        super().__init__(f"{condition}: {message}")
+        self.condition = condition
 
 
 def name_of(error: BaseException) -> str:
-    """Which condition ended a run."""
+    """Name the condition that ended a run: the error's own `condition`, or interrupted, disk_full or failed."""
     if isinstance(condition := getattr(error, "condition", None), str):
         return condition
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if is_disk_full(error):
-        return "disk_full"
-    # A sibling raises it as a ValueError with this text; the claim about NaN in test_health holds the two together.
-    return "nonfinite_loss" if str(error).startswith("the loss of this step is ") else "failed"
+    return "disk_full" if is_disk_full(error) else "failed"
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk is behind an error, or behind what another process told of one."""
-    full = {errno.ENOSPC, errno.EDQUOT}
-    return any(
-        (isinstance(each, OSError) and each.errno in full) or "No space left on device" in str(each)
-        for each in _chain(error)
-    )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    """Return True if a full disk or quota caused `error`, also on another process that reports it as text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return True
+        if "No space left on device" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One of them."""
+    """One occurrence of a condition."""
 
     name: str
-    """Of a condition, as in `rl_observe.health.CONDITIONS`."""
+    """The name of the condition."""
     message: str
     """What happened, with its numbers."""
     reaction: str
@@ -185,19 +123,19 @@ class Event:
 
 
 class EventQueue:
-    """A queue that parts put into and the recorder empties after each step. As safe from many threads as from one."""
+    """Thread-safe queue of events for the run log; the driver empties it after each step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
 
     def add(self, name: str, message: str, reaction: str) -> None:
-        """Tell that something happened."""
+        """Append an event."""
         with self._lock:
             self._waiting.append(Event(name=name, message=message, reaction=reaction))
 
     def take(self) -> list[Event]:
-        """All that was added since the last time, oldest first."""
+        """Remove and return all events, oldest first."""
         with self._lock:
             taken, self._waiting = self._waiting, []
         return taken
@@ -205,76 +143,92 @@ class EventQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed:
-    """A event, and whether it ends the run."""
+    """An event that `Watch` found, and whether the run should stop."""
 
     event: Event
     stop: bool
 
 
-class RewardWindow:
-    """The mean of the last `size` rewards against the best such mean before."""
-
-    def __init__(self, *, size: int, share: float) -> None:
-        self._share, self._size = share, size
-        self._last: deque[float] = deque(maxlen=size)
-        self.best = float("-inf")
-        """The best mean of a full window so far."""
-
-    def add(self, reward: float) -> float | None:
-        """Take in one step's reward; return the mean of the window if it has collapsed, else None."""
-        self._last.append(reward)
-        if len(self._last) < self._size:
-            return None
-        mean = sum(self._last) / self._size
-        collapsed = self.best > 0 and mean < self._share * self.best
-        self.best = max(self.best, mean)
-        return mean if collapsed else None
-
-
 class Watch:
-    """Looks at what is logged. A condition is told when it begins, and again only after it was over."""
+    """Detect conditions in what is logged. Each is reported when it begins, and again only after it was over.
+
+    Call `observe` after every logged step. To resume a run, call `replay` with the rows logged so far.
+
+    `no_signal` quotes responses, which the log of a step does not hold. Pass them as `samples`: a few responses of
+    the step's batch with their rewards, of which the first two are quoted, or a function without arguments that
+    returns them. The function is called only when the condition is reported, so that nothing is decoded otherwise.
+    """
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
-        self._rewards: dict[str, RewardWindow] = {}
+        self._rewards: dict[str, _RewardWindow] = {}
+        self._batches_without_signal: dict[str, int] = {}
         self._under_way: set[str] = set()
         self._errors = 0
 
-    def observe(self, stage: str, values: Mapping[str, float], *, errors: int = 0) -> list[Noticed]:
-        """Take in the figures of one step.
+    def observe(
+        self,
+        stage: str,
+        values: Mapping[str, float],
+        *,
+        errors: int = 0,
+        samples: Sequence[ScoredResponse] | Callable[[], Sequence[ScoredResponse]] | None = None,
+    ) -> list[Noticed]:
+        """Process one logged step and return the conditions that begin with it.
 
         Args:
-            stage: whose step it is; rewards of different stages are not compared.
-            values: as they are logged.
-            errors: rollouts that could not be judged, over the whole run.
+            stage: the stage of the step; rewards of different stages are not compared.
+            values: the metrics of the step.
+            errors: rollouts that could not be scored, over the whole run.
+            samples: responses of this step, or a function that returns them (see the class).
         """
         config = self._config
         found = [
+            self._begun("no_signal", self._no_signal(stage, values), config.on_no_signal),
             self._begun("reward_collapse", self._collapse(stage, values), config.on_reward_collapse),
             self._begun("logp_mismatch", self._mismatch(values), config.on_logp_mismatch),
+            self._failed_rollouts(errors),
         ]
-        return [each for each in found if each is not None] + self._failed_rollouts(errors)
+        noticed = [each for each in found if each is not None]
+        if samples is not None and noticed and noticed[0].event.name == "no_signal":
+            event = noticed[0].event
+            quoted = _quote(samples() if callable(samples) else samples)
+            event = Event(name=event.name, message=event.message + quoted, reaction=event.reaction)
+            noticed[0] = Noticed(event=event, stop=noticed[0].stop)
+        return noticed
 
     def replay(self, rows: Sequence[Mapping[str, object]], *, errors: int) -> None:
-        """Take in what an earlier process of the run has logged, of which it told already."""
+        """Process the rows that earlier processes of the run logged, without reporting their conditions again."""
         for row in rows:
             self.observe(str(row["stage"]), {k: float(v) for k, v in row.items() if isinstance(v, int | float)})
         self._errors = errors
+
+    def _no_signal(self, stage: str, values: Mapping[str, float]) -> str | None:
+        counts = self._batches_without_signal
+        if "groups_with_signal" in values:
+            counts[stage] = 0 if values["groups_with_signal"] > 0 else counts.get(stage, 0) + 1
+        count, limit = counts.get(stage, 0), self._config.no_signal_batches
+        if count < limit:
+            return None
+        return (
+            f"in {count} consecutive batches (health.no_signal_batches={limit}) all rewards of each group were equal, "
+            f"so there was nothing to learn from; check that the reward function gives different rewards to right and "
+            f"wrong responses, that responses have the format it looks for, and that the prompts are neither too easy "
+            f"nor too hard"
+        )
 
     def _collapse(self, stage: str, values: Mapping[str, float]) -> str | None:
         if "reward" not in values:
             return None
         config = self._config
-        window = self._rewards.setdefault(
-            stage, RewardWindow(size=config.reward_collapse_steps, share=config.reward_collapse_share)
-        )
-        mean = window.add(values["reward"])
-        if mean is None:
+        window = self._rewards.setdefault(stage, _RewardWindow(config.reward_collapse_steps))
+        earlier_best, mean = window.best, window.add(values["reward"])
+        if mean is None or earlier_best <= 0 or mean >= config.reward_collapse_share * earlier_best:
             return None
         return (
             f"the mean reward of the last {config.reward_collapse_steps} logged steps is {mean:.4g}, below "
-            f"health.reward_collapse_share={config.reward_collapse_share} of the best such mean, {window.best:.4g}; "
-            f"look at the learning rate, the samples of the report, and kl"
+            f"health.reward_collapse_share={config.reward_collapse_share} of the best such mean, {earlier_best:.4g}; "
+            f"check the learning rate, the KL to the reference, and the samples in the report"
         )
 
     def _mismatch(self, values: Mapping[str, float]) -> str | None:
@@ -283,7 +237,7 @@ class Watch:
             return None
         return (
             f"token_mult_prob_error={error:.6g} is above health.max_token_mult_prob_error={limit}: engine and trainer "
-            f"do not hold the same model; look at their precisions, and at what the last refit verified"
+            f"do not hold the same model; check their precisions, and what the last refit verified"
         )
 
     def _begun(self, name: str, message: str | None, wanted: str) -> Noticed | None:
@@ -293,44 +247,72 @@ class Watch:
             return None
         self._under_way.add(name)
         stop = wanted == "stop"
-        reaction = "the run is saved and ends" if stop else f"none but this message (health.on_{name}=warn)"
+        reaction = "the run is saved and ends" if stop else f"the run continues (health.on_{name}=warn)"
         return Noticed(event=Event(name=name, message=message, reaction=reaction), stop=stop)
 
-    def _failed_rollouts(self, errors: int) -> list[Noticed]:
+    def _failed_rollouts(self, errors: int) -> Noticed | None:
         before, self._errors = self._errors, max(errors, self._errors)
-        if errors <= before or errors.bit_length() == before.bit_length():  # told at powers of two alone
-            return []
-        message = f"{errors} rollouts of the run so far could not be judged, or their environment failed"
-        reaction = "each costs one rollout, as env.on_error says; the run goes on"
-        return [Noticed(event=Event(name="rollouts_failed", message=message, reaction=reaction), stop=False)]
+        if errors <= before or errors.bit_length() == before.bit_length():  # reported at powers of two only
+            return None
+        message = f"{errors} rollouts of the run so far could not be scored, or their environment failed"
+        reaction = "each is dropped or gets reward 0, as env.on_error says; the run continues"
+        return Noticed(event=Event(name="rollouts_failed", message=message, reaction=reaction), stop=False)
 
 
-class Events(Protocol):
-    """What writes an event down; `rl_observe.EventLog` does."""
+class _RewardWindow:
+    """The mean of the last `size` rewards, and the best such mean so far."""
 
-    def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None:
-        """Append one event."""
+    def __init__(self, size: int) -> None:
+        self._last: deque[float] = deque(maxlen=size)
+        self.best = float("-inf")
+
+    def add(self, reward: float) -> float | None:
+        """Add one step's reward; return the mean of the window, or None until it is full."""
+        self._last.append(reward)
+        if len(self._last) < (self._last.maxlen or 0):
+            return None
+        mean = sum(self._last) / len(self._last)
+        self.best = max(self.best, mean)
+        return mean
 
 
-class View(Protocol):
-    """What shows an event."""
+def _quote(samples: Sequence[ScoredResponse]) -> str:
+    """Quote the first two responses, each cut to one line."""
 
-    def event(self, name: str, step: int | None, message: str) -> None:
-        """Show it."""
+    def cut(text: str, size: int) -> str:
+        line = " ".join(text.split())
+        return repr(line if len(line) <= size else line[: size - 1] + "…")
+
+    quotes = [
+        f"{cut(each['response'], 160)} to the prompt {cut(each['prompt'], 80)} got reward {each['reward']}"
+        for each in samples[:2]
+    ]
+    return f". For example, the response {'; and '.join(quotes)}" if quotes else ""
+
+
+class _EventWriter(Protocol):
+    def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None: ...
+
+
+class _View(Protocol):
+    def event(self, name: str, step: int | None, message: str) -> None: ...
 
 
 class Reporter:
-    """Tells of events. A disk that refuses an event does not end a run that goes on: the view has shown it."""
+    """Show events and write them down, with `RunLog.events` and `LiveView` for example.
 
-    def __init__(self, events: Events, view: View) -> None:
+    If the disk refuses an event, the run continues: the view has shown it, and `unwritten` keeps the reason.
+    """
+
+    def __init__(self, events: _EventWriter, view: _View) -> None:
         self._events, self._view = events, view
         self.unwritten: list[str] = []
-        """Events that the disk refused."""
+        """Why events could not be written, one entry per event."""
 
     def report(
         self, name: str, message: str, *, reaction: str, stage: str | None = None, step: int | None = None
     ) -> None:
-        """Show and write down one event."""
+        """Show and write one event."""
         self._view.event(name, step, f"{message}; {reaction}")
         try:
             self._events.write(name, step, message, reaction=reaction, stage=stage)
@@ -339,5 +321,5 @@ class Reporter:
 
 
 def count_events(run: RunDirectory) -> dict[str, int]:
-    """How often each condition occurred, over all processes of a run; empty where nothing happened."""
+    """Count how often each condition occurred, over all processes of a run."""
     return dict(Counter(str(event["name"]) for event in read_events(run)))

@@ -1,7 +1,4 @@
-"""Files of one JSON object a line: appended so that a killed process loses nothing, read so that a torn line costs one.
-
-It does not know what the objects mean.
-"""
+"""Files of one JSON object per line: a killed writer loses no complete line, and a torn line costs only itself."""
 
 from __future__ import annotations
 
@@ -11,75 +8,80 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeAlias
 
 from rl_observe.run_directory import RunDirectoryError, describe
 
-__all__ = ["JsonLines", "JsonLinesWriter", "JsonValue", "finite_number", "read_json_lines"]
+__all__ = ["Closing", "JsonLines", "JsonLinesWriter", "JsonValue", "finite_number", "read_json_lines", "read_rows"]
 
 JsonValue: TypeAlias = "str | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
-"""What a JSON object may hold."""
-
-
-_LARGEST = 10**300
+"""A value that JSON can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """What could be read of a file."""
+    """The readable part of a file."""
 
     rows: list[dict[str, JsonValue]]
     """The objects, in the file's order."""
 
     unreadable: int
-    """Lines that are not a JSON object, such as the last one of a run that was killed while it wrote."""
+    """Lines that are not a JSON object, such as the last line of a run that was killed while writing it."""
 
 
-class JsonLinesWriter:
-    """Append to a file, from any thread; a line that `append` returned from is with the operating system."""
+class Closing:
+    """A context manager that calls `close` on exit."""
+
+    def close(self) -> None:
+        """Release what is held; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonLinesWriter(Closing):
+    """Append rows to a file, from any thread. When `append` returns, the operating system has the line.
+
+    Raises:
+        RunDirectoryError: the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         try:
             self._file = path.open("ab", buffering=0)
-            # After a torn line the next object would be torn as well.
-            if self._file.tell() and _last_byte(path) != b"\n":
-                self._file.write(b"\n")
+            # Start a new line after a torn one; appended to it, the next object would be torn as well.
+            if self._file.tell():
+                with path.open("rb") as file:
+                    file.seek(-1, 2)
+                    if file.read(1) != b"\n":
+                        self._file.write(b"\n")
         except OSError as error:
             raise RunDirectoryError(f"{path} cannot be opened for writing: {describe(error)}") from error
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one object as one line; a number that is not finite becomes null, which JSON can hold.
+        """Write one object as one line; a number that is not finite becomes null.
 
         Raises:
-            RunDirectoryError: the disk refused the line; the lines before it are whole.
+            RunDirectoryError: the disk refused the line; the lines before it are complete.
         """
-        line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+        data = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
             with self._lock:
-                self._write_all(line.encode())
+                while data:  # an unbuffered write may write less than it was given
+                    data = data[self._file.write(data) :]
         except OSError as error:
             raise RunDirectoryError(
-                f"{self._path} cannot be written: {describe(error)}; every earlier line is whole"
+                f"{self._path} cannot be written: {describe(error)}; all earlier lines are complete"
             ) from error
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _write_all(self, data: bytes) -> None:
-        while data:
-            data = data[self._file.write(data) :]
 
 
 def read_json_lines(path: Path) -> JsonLines:
@@ -105,11 +107,16 @@ def read_json_lines(path: Path) -> JsonLines:
     return JsonLines(rows, unreadable)
 
 
+def read_rows(path: Path) -> list[dict[str, JsonValue]]:
+    """Read the objects of a file that may not exist yet; lines that cannot be parsed are skipped."""
+    return read_json_lines(path).rows if path.exists() else []
+
+
 def finite_number(value: object) -> float | None:
-    """The number that `value` is, or None if it is something else, not finite, or beyond 1e300, where sums overflow."""
+    """Return `value` if it is a number of magnitude up to 1e300 (beyond that, sums overflow), else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if abs(value) <= _LARGEST else None
+    return value if abs(value) <= 10**300 else None
 
 
 def _finite(value: object) -> object:
@@ -118,9 +125,3 @@ def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1)

@@ -1,13 +1,7 @@
-"""The live view of a run: a panel on a terminal, aligned lines elsewhere.
+"""The live view of a run: a panel that is redrawn on a terminal, aligned lines of text elsewhere.
 
-It does not know how it is shown: `panel` and `lines` read it.
-
-It chooses which steps are worth a line and writes them in ASCII, without colour. It does not know where they go.
-
-It knows when to draw and how much time that may take. What is drawn is in `panel` and `lines`.
-
-It draws a `RunProgress` and knows nothing else. Lines are assembled by hand, since tables and progress bars of the
-terminal library take several times as long and a panel is drawn while the run computes.
+`RunProgress` holds the state, `LineWriter` chooses the steps worth a line, `render` draws the panel, and `LiveView`
+decides when.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -30,62 +23,123 @@ from rich.text import Text
 from rl_observe.glossary import METRICS, PHASES, phase_seconds
 from rl_observe.number_format import format_bytes, format_clock, format_count, format_duration, format_value
 
-__all__ = ["Event", "LineWriter", "LiveView", "RunProgress", "StageProgress", "StageTotal", "Trace", "render"]
+__all__ = ["LineWriter", "LiveView", "RunProgress", "StageProgress", "StageTotal", "render", "resampled"]
 
-# A panel is never wider, so that a longer history could not be seen.
-_TRACE_CAPACITY = 512
+_MIN_INTERVAL_S = 1 / 8
+# The panel is drawn so rarely that drawing takes at most this share of the time.
+_SHARE_OF_TIME = 0.005
+
+
+class LiveView:
+    """Show a run. Use it as a context manager around all of its stages.
+
+    with LiveView("sort digits", [StageTotal("sft", 100), StageTotal("grpo", 120)]) as view:
+        view.update("sft", 1, {"loss": 3.9})
+
+    On a terminal a thread redraws the panel at most eight times a second; when the context ends the panel stays, and
+    what is printed next appears below it. Elsewhere each line is printed when its step is logged.
+    """
+
+    def __init__(self, title: str, stages: Sequence[StageTotal] = (), *, console: Console | None = None) -> None:
+        self._title = title
+        self._console = console or Console()
+        self._progress = RunProgress(stages)
+        self._lines = LineWriter([stage.name for stage in stages])
+        self._lock = threading.Lock()
+        self._start_s = time.monotonic()
+        # FORCE_COLOR and the like make a pipe look like a terminal. Colours may be forced; redrawing may not.
+        is_terminal = self._console.is_interactive and (console is not None or sys.stdout.isatty())
+        self._on_terminal = is_terminal and self._console.encoding.lower().startswith("utf")
+        self._changed = True
+        self._stopped = False
+        self._finish = threading.Event()
+        self._live = Live(get_renderable=self._render, console=self._console, auto_refresh=False)
+        self._thread = threading.Thread(target=self._redraw, name="live-view", daemon=True)
+
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        """Show the metrics of one step. A stage that was not announced is added."""
+        now_s = self._elapsed_s()
+        with self._lock:
+            progress = self._progress.update(stage, step, values, now_s=now_s)
+            self._changed = True
+        if not self._on_terminal and (line := self._lines.line(progress, values, now_s=now_s)) is not None:
+            self.message(line)
+
+    def event(self, name: str, step: int | None, message: str) -> None:
+        """Print a condition that occurred, and count it in the panel; may be called from any thread."""
+        with self._lock:
+            self._progress.event(name, step, message)
+            self._changed = True
+        self.message(f"{format_clock(self._elapsed_s()):>7}  {name}{_at_step(step)}: {message}")
+
+    def message(self, text: str) -> None:
+        """Print a line of text, on a terminal above the panel."""
+        # Text is not parsed as markup, and soft_wrap keeps each line in one piece, however narrow the output is.
+        self._console.print(Text(text), soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._start_s = time.monotonic()
+        if self._on_terminal:
+            self._live.start()
+            self._thread.start()
+        else:
+            self.message(self._title)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._on_terminal:
+            self._finish.set()
+            self._thread.join()
+            self._stopped = kind is not None
+            self._live.refresh()
+            self._live.stop()
+        elif kind is not None:
+            self.message(f"{format_clock(self._elapsed_s()):>7}  stopped by {kind.__name__}")
+
+    def _render(self) -> Panel:
+        now_s, width = self._elapsed_s(), self._console.width
+        with self._lock:
+            return render(self._progress, title=self._title, now_s=now_s, width=width, stopped=self._stopped)
+
+    def _redraw(self) -> None:
+        interval_s = _MIN_INTERVAL_S
+        drawn_s = 0.0
+        while not self._finish.wait(interval_s):
+            # Between updates only the clocks move, once a second.
+            if not self._changed and time.monotonic() - drawn_s < 1.0:
+                continue
+            self._changed = False
+            # The thread's own CPU time: waiting for the trainer to release the GIL costs the trainer nothing.
+            before_s = time.thread_time()
+            self._live.refresh()
+            interval_s = max(_MIN_INTERVAL_S, (time.thread_time() - before_s) / _SHARE_OF_TIME)
+            drawn_s = time.monotonic()
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+
+# -- The state of a run ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StageTotal:
-    """One stage of a run, as announced before it starts."""
+    """A stage of a run, announced before it starts."""
 
     name: str
-    """As in `update(stage, …)`."""
+    """The name used in `update(stage, …)`."""
 
     steps: int
-    """Steps that it will take."""
+    """The number of steps that it will take."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"stage {self.name!r} is announced with steps={self.steps}; a stage has at least 1 step")
 
 
-class Trace:
-    """The history of one metric, in at most so many means over equally many steps."""
-
-    def __init__(self) -> None:
-        self.means: list[float] = []
-        self.last = math.nan
-        self._pending: list[float] = []
-        self._stride = 1
-
-    def append(self, value: float) -> None:
-        """Add the next step's value; one that is not finite is passed over."""
-        if not math.isfinite(value):
-            return
-        self.last = value
-        self._pending.append(value)
-        if len(self._pending) < self._stride:
-            return
-        self.means.append(sum(self._pending) / self._stride)
-        self._pending.clear()
-        if len(self.means) == _TRACE_CAPACITY:
-            self.means = [(left + right) / 2 for left, right in zip(self.means[::2], self.means[1::2], strict=True)]
-            self._stride *= 2
-
-    def resampled(self, width: int) -> list[float]:
-        """The whole history as at most `width` means, oldest first."""
-        values = self.means or ([self.last] if math.isfinite(self.last) else [])
-        if len(values) <= width:
-            return values
-        edges = [round(index * len(values) / width) for index in range(width + 1)]
-        return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-
-
 @dataclass(slots=True)
 class StageProgress:
-    """One stage: how far it is, and what it measured."""
+    """The progress of one stage, and its latest metrics."""
 
     name: str
     steps: int
@@ -93,18 +147,19 @@ class StageProgress:
     started_s: float | None = None
     updated_s: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
-    """The last value of each metric that the stage has logged."""
+    """The last value of each metric."""
     first: dict[str, float] = field(default_factory=dict)
-    """The first one."""
+    """The first value of each metric."""
     headline: str | None = None
-    """The metric that `trace` follows."""
-    trace: Trace = field(default_factory=Trace)
+    """The metric that `history` holds."""
+    history: list[float] = field(default_factory=list)
+    """The finite values of `headline`."""
     phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase, over the logged steps so far."""
+    """Total seconds of each phase."""
 
     @property
     def done(self) -> bool:
-        """Whether every announced step has been taken."""
+        """True once every announced step has been taken."""
         return self.step >= self.steps
 
     @property
@@ -119,36 +174,27 @@ class StageProgress:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the end of the stage at the mean speed so far; NaN before the first step."""
+        """Estimated seconds to the end of the stage; NaN before the first step."""
         return self.seconds_per_step * max(0, self.steps - self.step)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A condition that came up."""
-
-    name: str
-    step: int | None
-    message: str
-
-
 class RunProgress:
-    """All stages of a run, the announced ones first."""
+    """All stages of a run, the announced ones first, and the conditions that occurred."""
 
     def __init__(self, stages: Sequence[StageTotal]) -> None:
         names = [stage.name for stage in stages]
         if len(set(names)) < len(names):
-            raise ValueError(f"stages are told apart by their names, which must differ; got {names}")
+            raise ValueError(f"the names of stages must differ; got {names}")
         self.stages = {stage.name: StageProgress(stage.name, stage.steps) for stage in stages}
         self.current: StageProgress | None = None
-        self.last_event: Event | None = None
+        self.last_event: str | None = None
         self.event_counts: dict[str, int] = {}
         self._last_update_s = 0.0
 
     def update(self, stage: str, step: int, values: Mapping[str, float], *, now_s: float) -> StageProgress:
-        """Take in what one step logged, `now_s` seconds after the run's start.
+        """Add the metrics of one step, `now_s` seconds after the start of the run.
 
-        A stage starts when the one before it made its last update. One that was not announced is added.
+        A stage starts at the last update of the previous stage. A stage that was not announced is added.
         """
         progress = self.stages.setdefault(stage, StageProgress(stage, max(1, step)))
         if progress.started_s is None:
@@ -162,34 +208,30 @@ class RunProgress:
                 progress.values[name] = value
         for name, seconds in phase_seconds(values).items():
             progress.phase_s[name] = progress.phase_s.get(name, 0.0) + seconds
-        progress.headline = progress.headline or _headline(values)
-        if progress.headline is not None and progress.headline in values:
-            progress.trace.append(values[progress.headline])
+        if progress.headline is None:
+            progress.headline = next((name for name in ("reward", "margin", "loss") if name in values), None)
+        if progress.headline is not None and math.isfinite(value := values.get(progress.headline, math.nan)):
+            progress.history.append(value)
         self.current = progress
         return progress
 
-    def event(self, event: Event) -> None:
-        """Take in a condition that came up."""
-        self.last_event = event
-        self.event_counts[event.name] = self.event_counts.get(event.name, 0) + 1
-
-    def held_out(self, name: str) -> tuple[float, float] | None:
-        """The first and the last value of a held-out metric over the whole run, or None where it has none."""
-        found = [stage for stage in self.stages.values() if name in stage.values]
-        return (found[0].first[name], found[-1].values[name]) if found else None
+    def event(self, name: str, step: int | None, message: str) -> None:
+        """Add a condition that occurred."""
+        self.last_event = f"last{_at_step(step)}: {message.partition(chr(10))[0]}"
+        self.event_counts[name] = self.event_counts.get(name, 0) + 1
 
 
-def _headline(values: Mapping[str, float]) -> str | None:
-    return next((name for name in ("reward", "margin", "loss") if name in values), None)
+def _at_step(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
 
 
-# Nobody reads a line more often than this, and a run of many hours still fits into a file.
+# -- Lines, where there is no terminal ------------------------------------------------------------
+
+# Frequent enough for a reader, rare enough that a run of many hours makes a short file.
 _LINE_INTERVAL_S = 5.0
-_LINES_A_STAGE = 10
-
-# Of the longest, such as -0.000924.
+_LINES_PER_STAGE = 10
+# The width of the longest number, such as -0.000924.
 _NUMBER_WIDTH = 9
-
 _COLUMNS = {
     "reward": "reward",
     "loss": "loss",
@@ -210,177 +252,46 @@ _EVALUATIONS = {
 
 
 class LineWriter:
-    """Turns updates into lines: the first and last of a stage, every evaluation, and some between."""
+    """Choose and format lines: the first and last step of a stage, every evaluation, every tenth, every 5 seconds."""
 
-    def __init__(self, stage_names: list[str]) -> None:
+    def __init__(self, stage_names: Sequence[str]) -> None:
         self._name_width = max((len(name) for name in stage_names), default=0)
         self._columns: dict[str, list[str]] = {}
-        self._last_line_s: dict[str, float] = {}
-        self._last_tenth: dict[str, int] = {}
+        self._last: dict[str, tuple[float, int]] = {}
 
-    def line(self, progress: StageProgress, values: dict[str, float], *, now_s: float) -> str | None:
-        """Write the line of one update, or return None if it is not worth one."""
-        if not self._is_worth_a_line(progress, values, now_s):
-            return None
-        self._last_line_s[progress.name] = now_s
-        self._last_tenth[progress.name] = _tenth(progress)
-        # The columns of a stage are those of its first line with any: later lines stay aligned with it.
+    def line(self, progress: StageProgress, values: Mapping[str, float], *, now_s: float) -> str | None:
+        """Return the line for one update, or None if it is not worth a line."""
+        tenth = progress.step * _LINES_PER_STAGE // progress.steps
+        evaluations = [f"{label} {_number(name, values)}" for name, label in _EVALUATIONS.items() if name in values]
+        if progress.name in self._last and not progress.done and not evaluations:
+            last_s, last_tenth = self._last[progress.name]
+            if tenth <= last_tenth and now_s - last_s < _LINE_INTERVAL_S:
+                return None
+        self._last[progress.name] = now_s, tenth
+        # The first line with columns fixes those of the stage, so that later lines are aligned with it.
         if not self._columns.get(progress.name):
             self._columns[progress.name] = [name for name in _COLUMNS if name in values]
         columns = self._columns[progress.name]
-        cells = [
-            f"{format_clock(now_s):>7}",
-            f"{progress.name:<{self._name_width}}",
-            f"{progress.step:>{len(str(progress.steps))}}/{progress.steps}",
-            *(
-                f"{_COLUMNS[name]} {_number(name, values.get(name)):<{_NUMBER_WIDTH}}"
-                for name in columns
-                if not values.keys().isdisjoint(columns)
-            ),
-            *(f"{label} {_number(name, values[name])}" for name, label in _EVALUATIONS.items() if name in values),
-        ]
-        return "  ".join(cells).rstrip()
-
-    def _is_worth_a_line(self, progress: StageProgress, values: dict[str, float], now_s: float) -> bool:
-        last_s = self._last_line_s.get(progress.name)
-        return (
-            last_s is None
-            or progress.done
-            or any(name in values for name in _EVALUATIONS)
-            or _tenth(progress) > self._last_tenth[progress.name]
-            or now_s - last_s >= _LINE_INTERVAL_S
-        )
+        cells = [f"{_COLUMNS[name]} {_number(name, values):<{_NUMBER_WIDTH}}" for name in columns]
+        count = f"{progress.step:>{len(str(progress.steps))}}/{progress.steps}"
+        shown = [] if values.keys().isdisjoint(columns) else cells
+        start = [f"{format_clock(now_s):>7}", f"{progress.name:<{self._name_width}}", count]
+        return "  ".join([*start, *shown, *evaluations]).rstrip()
 
 
-def _tenth(progress: StageProgress) -> int:
-    return progress.step * _LINES_A_STAGE // progress.steps
-
-
-def _number(name: str, value: float | None) -> str:
-    if value is None or not math.isfinite(value):
+def _number(name: str, values: Mapping[str, float]) -> str:
+    value = values.get(name, math.nan)
+    if not math.isfinite(value):
         return "-"
     unit = METRICS[name].unit
     return format_value(value, "score" if unit == "share" else unit).replace(" ", "")
 
 
-_SHORTEST_INTERVAL_S = 1 / 8
-# A panel is drawn so seldom that drawing takes at most this share of the time.
-_SHARE_OF_TIME = 0.005
-
-
-class LiveView:
-    """Show a run. Use it as a context manager around all of its stages.
-
-    with LiveView("sort digits", [StageTotal("sft", 100), StageTotal("grpo", 120)]) as view:
-        view.update("sft", 1, {"loss": 3.9})
-
-    On a terminal the panel is redrawn at most eight times a second by a thread of its own; when the context ends it
-    stays, and what is printed next appears below it. Elsewhere each line is printed when its step is logged.
-    """
-
-    def __init__(self, title: str, stages: Sequence[StageTotal], *, console: Console | None = None) -> None:
-        self._title = title
-        self._console = console or Console()
-        self._progress = RunProgress(stages)
-        self._lines = LineWriter([stage.name for stage in stages])
-        self._lock = threading.Lock()
-        self._start_s = time.monotonic()
-        self._on_terminal = _can_redraw(self._console, given=console is not None)
-        self._changed = True
-        self._stopped = False
-        self._finish = threading.Event()
-        self._live = Live(get_renderable=self._render, console=self._console, auto_refresh=False)
-        self._thread = threading.Thread(target=self._redraw, name="live-view", daemon=True)
-
-    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Take in what one step logged. A stage that was not announced is added."""
-        now_s = self._elapsed_s()
-        with self._lock:
-            progress = self._progress.update(stage, step, values, now_s=now_s)
-            self._changed = True
-        if not self._on_terminal:
-            line = self._lines.line(progress, dict(values), now_s=now_s)
-            if line is not None:
-                self._print(line)
-
-    def event(self, name: str, step: int | None, message: str) -> None:
-        """Print a condition that came up, and count it in the panel; may be called from any thread."""
-        with self._lock:
-            self._progress.event(Event(name, step, message))
-            self._changed = True
-        place = "" if step is None else f" at step {step}"
-        self._print(f"{format_clock(self._elapsed_s()):>7}  {name}{place}: {message}")
-
-    def message(self, text: str) -> None:
-        """Print a line of text, on a terminal above the panel."""
-        self._print(text)
-
-    def __enter__(self) -> Self:
-        self._start_s = time.monotonic()
-        if self._on_terminal:
-            self._live.start()
-            self._thread.start()
-        else:
-            self._print(self._title)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._on_terminal:
-            self._finish.set()
-            self._thread.join()
-            self._stopped = kind is not None
-            self._live.refresh()
-            self._live.stop()
-        elif kind is not None:
-            self._print(f"{format_clock(self._elapsed_s()):>7}  stopped by {kind.__name__}")
-
-    def _render(self) -> Panel:
-        with self._lock:
-            return render(
-                self._progress,
-                title=self._title,
-                now_s=self._elapsed_s(),
-                width=self._console.width,
-                stopped=self._stopped,
-            )
-
-    def _redraw(self) -> None:
-        interval_s = _SHORTEST_INTERVAL_S
-        drawn_s = 0.0
-        while not self._finish.wait(interval_s):
-            # Between updates only the clocks move, and those by the second.
-            if not self._changed and time.monotonic() - drawn_s < 1.0:
-                continue
-            self._changed = False
-            # The thread's own processor time: waiting for the trainer to give way costs the trainer nothing.
-            before_s = time.thread_time()
-            self._live.refresh()
-            cost_s = time.thread_time() - before_s
-            interval_s = max(_SHORTEST_INTERVAL_S, cost_s / _SHARE_OF_TIME)
-            drawn_s = time.monotonic()
-
-    def _print(self, text: str) -> None:
-        # Text takes no markup and soft_wrap keeps one line one line, however narrow the log.
-        self._console.print(Text(text), soft_wrap=True)
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._start_s
-
-
-def _can_redraw(console: Console, *, given: bool) -> bool:
-    # A variable such as FORCE_COLOR makes a pipe pass for a terminal. Colours may be forced; redrawing may not.
-    is_terminal = console.is_interactive and (given or sys.stdout.isatty())
-    return is_terminal and console.encoding.lower().startswith("utf")
-
+# -- The panel, on a terminal ---------------------------------------------------------------------
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {phase.name: phase.colour for phase in PHASES}
-_ACCENT = "#4c8dff"
-_HELD_OUT = "#f0883e"
-_GOOD = "#3fb068"
-_TRACK = "bright_black"
+_ACCENT, _HELD_OUT, _GOOD, _DIM = "#4c8dff", "#f0883e", "#3fb068", "bright_black"
 _MAX_WIDTH = 100
 _LABEL_WIDTH = 12
 
@@ -388,32 +299,20 @@ _LABEL_WIDTH = 12
 def render(progress: RunProgress, *, title: str, now_s: float, width: int, stopped: bool = False) -> Panel:
     """Draw the panel.
 
+    Rows are assembled as text: rich's tables and progress bars take several times as long, during the run.
+
     Args:
-        progress: what to draw.
-        title: what the run is called.
-        now_s: seconds since the run's start.
-        width: columns of the terminal; the panel takes no more than 100.
-        stopped: whether the run ended before its last step.
+        progress: the state to draw.
+        title: the name of the run.
+        now_s: seconds since the start of the run.
+        width: columns of the terminal; the panel takes at most 100.
+        stopped: True if the run ended before its last step.
     """
     width = min(width, _MAX_WIDTH)
     inner = max(20, width - 4)
     rows = [_stage_row(stage, progress, now_s=now_s, width=inner) for stage in progress.stages.values()]
-    current = progress.current
-    if current is not None:
-        rows.append(Text())
-        rows += [
-            row
-            for row in (
-                _headline_row(current, inner),
-                _held_out_row(progress),
-                _speed_row(current),
-                *_phase_rows(current, inner),
-                _memory_row(current),
-                _refit_row(current),
-                _event_row(progress),
-            )
-            if row is not None
-        ]
+    if progress.current is not None:
+        rows += [Text(), *_detail_rows(progress, progress.current, inner)]
     clock = format_clock(now_s)
     return Panel(
         Group(*rows),
@@ -421,17 +320,21 @@ def render(progress: RunProgress, *, title: str, now_s: float, width: int, stopp
         title_align="left",
         subtitle=Text(f"stopped after {clock}" if stopped else clock, style="default"),
         subtitle_align="right",
-        border_style="red" if stopped else _TRACK,
+        border_style="red" if stopped else _DIM,
         width=width,
     )
 
 
 def _stage_row(stage: StageProgress, progress: RunProgress, *, now_s: float, width: int) -> Text:
     active = stage is progress.current and not stage.done
-    mark = ("✔", _GOOD) if stage.done else ("▸", _ACCENT) if active else ("·", _TRACK)
+    mark = ("✔", _GOOD) if stage.done else ("▸", _ACCENT) if active else ("·", _DIM)
     digits = len(str(max(other.steps for other in progress.stages.values())))
     count = f"{stage.step:>{digits}}/{stage.steps:<{digits}}"
-    clock = _stage_clock(stage, now_s, active=active)
+    clock = ""
+    if stage.done:
+        clock = format_clock(stage.elapsed_s)
+    elif active and not math.isnan(stage.remaining_s):
+        clock = f"ETA {format_clock(max(0.0, stage.remaining_s - (now_s - stage.updated_s)))}"
     name_width = max(_LABEL_WIDTH - 2, *(len(other.name) for other in progress.stages.values()))
     bar_width = max(4, width - name_width - len(count) - 12 - 4)
     filled = round(bar_width * min(1.0, stage.step / stage.steps))
@@ -440,130 +343,95 @@ def _stage_row(stage: StageProgress, progress: RunProgress, *, now_s: float, wid
         " ",
         (f"{stage.name:<{name_width}}", "bold" if active else ""),
         ("━" * filled, _GOOD if stage.done else _ACCENT),
-        ("━" * (bar_width - filled), _TRACK),
+        ("━" * (bar_width - filled), _DIM),
         "  ",
         count,
-        (f"{clock:>12}", "" if active else _TRACK),
+        (f"{clock:>12}", "" if active else _DIM),
         no_wrap=True,
         overflow="crop",
     )
 
 
-def _stage_clock(stage: StageProgress, now_s: float, *, active: bool) -> str:
-    if stage.done:
-        return format_clock(stage.elapsed_s)
-    if not active or math.isnan(stage.remaining_s):
-        return ""
-    return f"ETA {format_clock(max(0.0, stage.remaining_s - (now_s - stage.updated_s)))}"
+def _detail_rows(progress: RunProgress, stage: StageProgress, width: int) -> list[Text]:
+    values, rows = stage.values, []
+    if stage.headline is not None and stage.history:
+        metric = METRICS[stage.headline]
+        number = format_value(stage.history[-1], metric.unit)
+        curve = resampled(stage.history, max(8, width - _LABEL_WIDTH - len(number) - 2))
+        low, high = min(curve), max(curve)
+        scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+        blocks = "".join(_BLOCKS[round((value - low) * scale)] for value in curve)
+        rows.append(_row(metric.label, (blocks, _ACCENT), "  ", (number, "bold")))
 
+    held_out: list[str | tuple[str, str]] = []
+    labels = {"sampled": "sampled", "greedy": "greedy", "loss": "loss", "pair_accuracy": "pairs right"}
+    for name, label in labels.items():
+        if found := [each for each in progress.stages.values() if f"held_out_{name}" in each.values]:
+            first, last = found[0].first[f"held_out_{name}"], found[-1].values[f"held_out_{name}"]
+            held_out += [("   " if held_out else "") + label + " ", (f"{first:.3f}", _DIM), " → "]
+            held_out.append((f"{last:.3f}", f"bold {_HELD_OUT}"))
+    if held_out:
+        rows.append(_row("held-out", *held_out))
 
-def _headline_row(stage: StageProgress, width: int) -> Text | None:
-    if stage.headline is None or math.isnan(stage.trace.last):
-        return None
-    number = format_value(stage.trace.last, METRICS[stage.headline].unit)
-    curve = stage.trace.resampled(max(8, width - _LABEL_WIDTH - len(number) - 2))
-    return _row(METRICS[stage.headline].label, (_sparkline(curve), _ACCENT), "  ", (number, "bold"))
+    speed = [f"{format_count(values['tokens_per_s'])} tokens/s"] if "tokens_per_s" in values else []
+    speed += [] if math.isnan(stage.seconds_per_step) else [f"{format_duration(stage.seconds_per_step)} a step"]
+    if speed:
+        rows.append(_row("speed", " · ".join(speed)))
+    rows += _phase_rows(stage.phase_s, width - _LABEL_WIDTH)
 
+    memory = [f"{format_bytes(values['memory_rss_bytes'])} process"] if "memory_rss_bytes" in values else []
+    if "memory_gpu_bytes" in values:
+        peak = values.get("memory_gpu_peak_bytes")
+        at_most = "" if peak is None else f", at most {format_bytes(peak)}"
+        memory.append(f"{format_bytes(values['memory_gpu_bytes'])} GPU{at_most}")
+    if memory:
+        rows.append(_row("memory", " · ".join(memory)))
 
-def _sparkline(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
+    if "refit_bytes" in values:
+        refit = [f"version {values['version']:.0f}"] if "version" in values else []
+        refit.append(format_bytes(values["refit_bytes"]))
+        refit += [format_duration(values["refit_s"])] if "refit_s" in values else []
+        verified = values.get("refit_verified", 0.0) >= 1
+        mark = (" · ✓ verified", _GOOD) if verified else (" · not verified", _HELD_OUT)
+        rows.append(_row("last refit", " · ".join(refit), *([mark] if "refit_verified" in values else [])))
 
-
-def _held_out_row(progress: RunProgress) -> Text | None:
-    parts: list[str | tuple[str, str]] = []
-    for name, label in (
-        ("held_out_sampled", "sampled"),
-        ("held_out_greedy", "greedy"),
-        ("held_out_loss", "loss"),
-        ("held_out_pair_accuracy", "pairs right"),
-    ):
-        figures = progress.held_out(name)
-        if figures is not None:
-            parts += [("   " if parts else "") + label + " ", (f"{figures[0]:.3f}", _TRACK), " → "]
-            parts.append((f"{figures[1]:.3f}", f"bold {_HELD_OUT}"))
-    return _row("held-out", *parts) if parts else None
-
-
-def _speed_row(stage: StageProgress) -> Text | None:
-    parts = []
-    if "tokens_per_s" in stage.values:
-        parts.append(f"{format_count(stage.values['tokens_per_s'])} tokens/s")
-    if not math.isnan(stage.seconds_per_step):
-        parts.append(f"{format_duration(stage.seconds_per_step)} a step")
-    return _row("speed", " · ".join(parts)) if parts else None
-
-
-def _phase_rows(stage: StageProgress, width: int) -> list[Text]:
-    total = sum(stage.phase_s.values())
-    if total <= 0:
-        return []
-    columns = width - _LABEL_WIDTH
-    edge, covered = 0, 0.0
-    bar: list[tuple[str, str]] = []
-    legend: list[tuple[str, str]] = []
-    for name in sorted(stage.phase_s, key=_phase_order):
-        covered += stage.phase_s[name]
-        end = round(columns * covered / total)
-        bar.append(("█" * (end - edge), _COLOURS.get(name, _TRACK)))
-        edge = end
-        legend.append((f"{name} {100 * stage.phase_s[name] / total:.0f} %", _COLOURS.get(name, _TRACK)))
-    return [_row("a step", *bar), *_legend_rows(legend, columns)]
-
-
-def _legend_rows(legend: list[tuple[str, str]], columns: int) -> list[Text]:
-    rows: list[Text] = []
-    used = columns
-    for text, colour in legend:
-        size = len(text) + 4
-        if used + size > columns + 2:
-            rows.append(_row(""))
-            used = 0
-        rows[-1].append_text(Text.assemble(("■ ", colour), text, "  "))
-        used += size
+    if progress.last_event is not None:
+        counts = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in progress.event_counts.items())
+        rows.append(_row("events", (counts, f"bold {_HELD_OUT}"), f"  {progress.last_event}"))
     return rows
 
 
-def _phase_order(name: str) -> int:
-    names = list(_COLOURS)
-    return names.index(name) if name in names else len(names)
+def resampled(values: Sequence[float], width: int) -> Sequence[float]:
+    """Average the values so that at most `width` means remain, oldest first."""
+    if len(values) <= width:
+        return values
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
 
 
-def _memory_row(stage: StageProgress) -> Text | None:
-    parts = []
-    if "memory_rss_bytes" in stage.values:
-        parts.append(f"{format_bytes(stage.values['memory_rss_bytes'])} process")
-    if "memory_gpu_bytes" in stage.values:
-        gpu = f"{format_bytes(stage.values['memory_gpu_bytes'])} GPU"
-        most = stage.values.get("memory_gpu_peak_bytes")
-        parts.append(gpu if most is None else f"{gpu}, at most {format_bytes(most)}")
-    return _row("memory", " · ".join(parts)) if parts else None
-
-
-def _refit_row(stage: StageProgress) -> Text | None:
-    if "refit_bytes" not in stage.values:
-        return None
-    parts = [format_bytes(stage.values["refit_bytes"])]
-    if "version" in stage.values:
-        parts.insert(0, f"version {stage.values['version']:.0f}")
-    if "refit_s" in stage.values:
-        parts.append(format_duration(stage.values["refit_s"]))
-    verified = stage.values.get("refit_verified")
-    marks: dict[bool, tuple[str, str]] = {True: (" · ✓ verified", _GOOD), False: (" · not verified", _HELD_OUT)}
-    mark = [] if verified is None else [marks[verified >= 1]]
-    return _row("last refit", " · ".join(parts), *mark)
-
-
-def _event_row(progress: RunProgress) -> Text | None:
-    last = progress.last_event
-    if last is None:
-        return None
-    counts = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in progress.event_counts.items())
-    place = "" if last.step is None else f" at step {last.step}"
-    first_line = last.message.partition("\n")[0]
-    return _row("came up", (counts, f"bold {_HELD_OUT}"), f"  last{place}: {first_line}")
+def _phase_rows(phase_s: Mapping[str, float], columns: int) -> list[Text]:
+    """Draw one bar divided as the time was, and its legend on as many rows as it needs."""
+    total = sum(phase_s.values())
+    if total <= 0:
+        return []
+    order = [*(name for name in _COLOURS if name in phase_s), *(name for name in phase_s if name not in _COLOURS)]
+    bar: list[tuple[str, str]] = []
+    legend: list[Text] = []
+    edge, covered, used = 0, 0.0, columns
+    for name in order:
+        covered += phase_s[name]
+        end = round(columns * covered / total)
+        colour = _COLOURS.get(name, _DIM)
+        bar.append(("█" * (end - edge), colour))
+        edge = end
+        text = f"{name} {100 * phase_s[name] / total:.0f} %"
+        if used + len(text) + 4 > columns + 2:
+            legend.append(_row(""))
+            used = 0
+        legend[-1].append_text(Text.assemble(("■ ", colour), text, "  "))
+        used += len(text) + 4
+    return [_row("a step", *bar), *legend]
 
 
 def _row(label: str, *parts: str | tuple[str, str]) -> Text:
-    return Text.assemble((f"{label:<{_LABEL_WIDTH - 1}} ", _TRACK), *parts, no_wrap=True, overflow="ellipsis")
+    return Text.assemble((f"{label:<{_LABEL_WIDTH - 1}} ", _DIM), *parts, no_wrap=True, overflow="ellipsis")

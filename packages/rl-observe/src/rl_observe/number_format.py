@@ -1,7 +1,4 @@
-"""Numbers as people read them: percentages, durations, bytes, counts.
-
-Plain text only; it does not know terminals or HTML. The decimal point is a point, the thin space groups nothing.
-"""
+"""Numbers as people read them: percentages, durations, bytes, counts. Plain text, with a decimal point."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ __all__ = ["format_bytes", "format_clock", "format_count", "format_duration", "f
 
 
 def format_value(value: float, unit: str) -> str:
-    """Write a number in one of the units of `glossary.Metric`; one that is not known is written as a plain number."""
+    """Write a number in one of the units of `glossary.Metric`; an unknown unit is written as a plain number."""
     return _FORMATS.get(unit, _format_number)(value)
 
 
 def format_percent(share: float) -> str:
-    """Write a share of one: `91.2 %`."""
+    """Write a fraction of 1 as `91.2 %`."""
     return f"{100 * share:.1f} %"
 
 
@@ -52,39 +49,25 @@ def format_clock(seconds: float) -> str:
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if abs(value) < 999.5:
-            return f"{_significant(value)} {unit}".rstrip()
+    unit = units[0]
+    for unit in units:
+        if abs(value) < 999.5 or unit is units[-1]:
+            break
         value /= 1000
-    return f"{_significant(value)} {units[-1]}"
-
-
-def _significant(value: float) -> str:
-    return f"{value:.0f}" if value == round(value) else f"{value:.3g}"
+    digits = f"{value:.0f}" if value == round(value) else f"{value:.3g}"
+    return f"{digits} {unit}".rstrip()
 
 
 def _format_number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
-def _format_scientific(value: float) -> str:
-    return f"{value:.1e}" if value else "0"
-
-
-def _format_ratio(value: float) -> str:
-    return f"{value:.6f}".rstrip("0").rstrip(".")
-
-
-def _format_score(value: float) -> str:
-    return f"{value:.3f}"
-
-
 _FORMATS: dict[str, Callable[[float], str]] = {
     "bytes": format_bytes,
     "count": format_count,
-    "ratio": _format_ratio,
-    "scientific": _format_scientific,
-    "score": _format_score,
+    "ratio": lambda value: f"{value:.6f}".rstrip("0").rstrip("."),
+    "scientific": lambda value: f"{value:.1e}" if value else "0",
+    "score": lambda value: f"{value:.3f}",
     "seconds": format_duration,
     "share": format_percent,
 }

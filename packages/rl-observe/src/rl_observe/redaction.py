@@ -1,7 +1,7 @@
-"""What must not be written down or sent: credentials, found by the names of their keys and by their looks.
+"""Remove credentials from what is written or sent, found by the names of their keys and by their format.
 
-It knows plain data and text. It does not know which file or tracker they are for. `redact` is for data with keys;
-`Secrets` remembers what was found in a recipe, and takes it out of texts that have no keys, as messages of errors.
+`redact` is for data with keys. `Secrets` collects the credentials of a recipe and removes them from texts without keys,
+such as error messages.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["REDACTED", "Secrets", "redact", "redacted_keys"]
 T = TypeVar("T")
 
 REDACTED = "<redacted>"
-"""What stands where a credential was."""
+"""The replacement for a credential."""
 
-# In the variables of a process every name with such a word is taken for a credential's.
+# Among environment variables, a name that contains one of these words is a credential.
 _WORD = re.compile(
     r"tokens?|keys?|apikey|secrets?|passwords?|passwd|passphrase|pwd|pass|pat|credentials?|creds?|auth|authorization"
     r"|bearer|cookies?|dsn|sas|jwt|signature|session|private"
 )
-# Elsewhere a recipe has keys and tokens of other kinds: the column of a data set, a token of a vocabulary.
+# Elsewhere only the last word counts, since recipes have other keys and tokens: a column's key, a padding token.
 _LAST_WORD = re.compile(
     r"apikey|secrets?|passwords?|passwd|passphrase|pwd|pat|credentials?|creds|authorization|bearer|cookies?|jwt"
 )
@@ -34,65 +34,66 @@ _BEFORE_KEY = re.compile(
 _BEFORE_TOKEN = re.compile(r"pad|eos|bos|unk|sep|cls|mask|stop|end|start|think|image|audio|video|special|new|per")
 _VARIABLES = frozenset({"env_vars", "env_var", "environment_variables", "environ", "envvars", "runtime_env"})
 
-# The user of a repository over ssh is always the same, and no secret.
+# `git@` is the user of every repository over ssh, and not a secret.
 _USERINFO = re.compile(r"(?<=://)(?!git@)[^/?#\s]+(?=@)")
 _ASSIGNED = re.compile(
     r"(?i)(?<![a-z0-9])((?:[a-z0-9]+[_-])*(?:api[_-]?key|access[_-]?key|secret[_-]?key|token|secret|password|passwd|pwd"
     r"|signature|sig|credential)s?(?:=|[\"']\s*:\s*[\"']))([^\s&;,\"']+)"
 )
-_LOOKS = re.compile(
+_KNOWN_FORMATS = re.compile(
     r"(?:\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\bA(?:KIA|SIA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|(?i:\bbearer\s+)[\w.~+/=-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
     re.DOTALL,
 )
-# Shorter ones are found by their keys, but not looked for in texts, which would lose every `a`.
-_SHORTEST_SOUGHT = 4
+# Shorter credentials are redacted under their keys, but not searched for in texts: "a" would match everywhere.
+_MIN_SEARCHED_LENGTH = 4
 
 
 def redact(data: T) -> T:
-    """Plain data of the same shape in which every credential is `<redacted>`.
+    """Return plain data of the same shape in which every credential is `<redacted>`.
 
-    A value is one if its key is named like one (`token`, `api_key`, `password`, under `env_vars` every name with such
-    a word), if it is the user's part of a URL or a parameter named so, or if it looks like a key of a known service.
-    `${env:NAME}` names a variable and is kept; so are null and booleans.
+    A value is a credential if its key says so (`token`, `api_key`, `password`; under `env_vars` every name that
+    contains such a word), if it is the user info of a URL or a URL parameter with such a name, or if it has the format
+    of a known service's key. `${env:NAME}` names a variable and is kept, as are null and booleans.
     """
     return _redacted(data, name="", in_variables=False)  # type: ignore[return-value]  # of the same shape
 
 
 def redacted_keys(data: object) -> list[str]:
-    """The dotted keys at which `redact` has left its mark: a run that is resumed needs those values again."""
+    """Return the dotted keys that `redact` has replaced: a resumed run needs their values again."""
     return [".".join(path) for path, value in _leaves(data, ()) if isinstance(value, str) and REDACTED in value]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Secrets:
-    """The credentials of one recipe, to be taken out of texts. Its own representation does not show them."""
+    """The credentials of one recipe, to be removed from texts. Its `repr` does not show them."""
 
     values: tuple[str, ...] = ()
-    """What is sought, the longest first."""
+    """The strings to search for, longest first."""
 
     @classmethod
     def of(cls, data: object) -> Secrets:
-        """Collect what `redact` would remove from `data`, as it is written and as a URL would write it."""
+        """Collect what `redact` would remove from `data`, both verbatim and URL-encoded."""
         found: set[str] = set()
-        for before, after in zip(_leaves(data, ()), _leaves(redact(data), ()), strict=True):
-            if before[1] != after[1]:
-                found.update(_removed(str(before[1]), str(after[1])))
-        written = {
-            form for value in found for form in (value, quote(value, safe=""), quote_plus(value), unquote(value))
-        }
-        sought = {form for form in written if len(form) >= _SHORTEST_SOUGHT and form not in REDACTED}
-        return cls(tuple(sorted(sought, key=lambda value: (-len(value), value))))
+        for (_, before), (_, after) in zip(_leaves(data, ()), _leaves(redact(data), ()), strict=True):
+            if before != after:
+                # The removed parts stand in `before` where `after` has the replacement.
+                kept = [re.escape(part) for part in str(after).split(REDACTED)]
+                match = re.fullmatch("(.*?)".join(kept), str(before), re.DOTALL)
+                found.update(match.groups() if match else [str(before)])
+        forms = {form for value in found for form in (value, quote(value, safe=""), quote_plus(value), unquote(value))}
+        searched = {form for form in forms if len(form) >= _MIN_SEARCHED_LENGTH and form not in REDACTED}
+        return cls(tuple(sorted(searched, key=lambda value: (-len(value), value))))
 
     def scrub(self, data: T) -> T:
-        """`data` without the secrets, in keys and in values, and without whatever else looks like one in a text."""
+        """Return `data` without the secrets, in keys and values, and without other text in the format of a key."""
         if isinstance(data, str):
             text: str = data
             for value in self.values:
                 text = text.replace(value, REDACTED)
-            return _without_looks(text)  # type: ignore[return-value]  # a string again
+            return _redact_text(text)  # type: ignore[return-value]  # a string again
         if isinstance(data, Mapping):
             return {self.scrub(name): self.scrub(value) for name, value in data.items()}  # type: ignore[return-value]
         if isinstance(data, list | tuple):
@@ -100,7 +101,6 @@ class Secrets:
         return data
 
     def __repr__(self) -> str:
-        """How many there are."""
         return f"Secrets({len(self.values)} hidden)"
 
 
@@ -113,11 +113,11 @@ def _redacted(data: object, *, name: str, in_variables: bool) -> object:
     if isinstance(data, str) and name.lower() in _VARIABLES and "=" in data:
         variable, _, value = data.partition("=")
         return f"{variable}={_redacted(value, name=variable, in_variables=True)}"
-    if data is None or isinstance(data, bool) or (isinstance(data, str) and _names_a_variable(data)):
+    if data is None or isinstance(data, bool) or re.fullmatch(r"\$\{env:\w+\}", str(data)):
         return data
     if _is_credential(name, in_variables=in_variables, is_number=not isinstance(data, str)):
         return REDACTED if data != "" else data
-    return _without_looks(data) if isinstance(data, str) else data
+    return _redact_text(data) if isinstance(data, str) else data
 
 
 def _is_credential(name: str, *, in_variables: bool, is_number: bool) -> bool:
@@ -134,27 +134,11 @@ def _is_credential(name: str, *, in_variables: bool, is_number: bool) -> bool:
     return _LAST_WORD.fullmatch(last) is not None
 
 
-def _without_looks(text: str) -> str:
+def _redact_text(text: str) -> str:
     text = _USERINFO.sub(REDACTED, text)
-    text = _ASSIGNED.sub(
-        lambda match: match[1] + ("" if match[2].startswith("$") else REDACTED) + _kept(match[2]), text
-    )
-    return _LOOKS.sub(REDACTED, text)
-
-
-def _kept(value: str) -> str:
-    return value if value.startswith("$") else ""
-
-
-def _names_a_variable(text: str) -> bool:
-    return re.fullmatch(r"\$\{env:\w+\}", text) is not None
-
-
-def _removed(before: str, after: str) -> Iterator[str]:
-    """The parts of `before` that stand where `after` has the mark."""
-    kept = [re.escape(part) for part in after.split(REDACTED)]
-    match = re.fullmatch("(.*?)".join(kept), before, re.DOTALL)
-    yield from match.groups() if match else [before]
+    # `token=$HF_TOKEN` names a variable and is kept.
+    text = _ASSIGNED.sub(lambda match: match[0] if match[2].startswith("$") else match[1] + REDACTED, text)
+    return _KNOWN_FORMATS.sub(REDACTED, text)
 
 
 def _leaves(data: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:

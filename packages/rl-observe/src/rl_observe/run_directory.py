@@ -1,11 +1,4 @@
-"""The folder of one run: where each of its files lies, how the folder is made, and how it is found again.
-
-It knows names and places. It does not know what any file holds; `metrics` and `report` do.
-
-    recipe.yaml   metrics.jsonl   samples.jsonl   summary.json   versions.json   report.html   recipe_origins.json
-    spans.jsonl   events.jsonl    refits.jsonl    trackers.json  trace.json
-    tensorboard/  profile/        model/ (a Hugging Face folder)
-"""
+"""The directory of one run: the names of its files, how it is created, and how an earlier one is opened."""
 
 from __future__ import annotations
 
@@ -15,56 +8,136 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["RunDirectory", "RunDirectoryError"]
+__all__ = ["RunDirectory", "RunDirectoryError", "describe", "write_text"]
 
 _REASONS = {
     errno.EACCES: "permission denied",
-    errno.EPERM: "the operation is not permitted here",
+    errno.EPERM: "operation not permitted",
     errno.EROFS: "the file system is read-only",
     errno.ENOSPC: "no space is left on the device",
     errno.EDQUOT: "the disk quota is used up",
     errno.ENAMETOOLONG: "a name in the path is too long",
-    errno.ENOTDIR: "a file stands where a folder has to be",
-    errno.EEXIST: "a file stands where a folder has to be",
-    errno.ENOENT: "no folder can be made there",
+    errno.ENOTDIR: "a parent of the path is a file, not a directory",
+    errno.EEXIST: "a parent of the path is a file, not a directory",
+    errno.ENOENT: "no directory can be created there",
 }
 
 
 class RunDirectoryError(ValueError):
-    """A run directory that cannot be made, found or written."""
+    """A run directory that cannot be created, opened or written."""
+
+
+class _Entry:
+    """A file or folder of the run, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of one run. Make one with `create` or `open`, which check what the constructor does not."""
+    """The paths of one run. Make one with `create` or `open`; the constructor checks nothing."""
 
     path: Path
-    """The folder itself, absolute."""
+    """The directory itself, absolute."""
 
     made: Path | None = field(default=None, compare=False)
-    """The outermost folder that `create` made for it; None where the folder was there already, and empty."""
+    """The outermost directory that `create` had to make; None if the run directory existed already and was empty."""
+
+    recipe = _Entry("recipe.yaml")
+    """The settings of the run, as YAML (JSON is YAML too)."""
+    origins = _Entry("recipe_origins.json")
+    """Where each key of the recipe was set, by dotted key."""
+    versions = _Entry("versions.json")
+    """Software, hardware and commit (see `collect_versions`)."""
+    metrics = _Entry("metrics.jsonl")
+    """One flat JSON object per logged step (see `MetricsLog`)."""
+    samples = _Entry("samples.jsonl")
+    """Held-out responses before and after training, one JSON object per line (see `Sample`)."""
+    spans = _Entry("spans.jsonl")
+    """Start and end of each piece of work, one JSON object per line (see `SpanLog`)."""
+    events = _Entry("events.jsonl")
+    """Conditions that occurred and the reaction to each, one JSON object per line (see `EventLog`)."""
+    refits = _Entry("refits.jsonl")
+    """Every refit, one JSON object per line (see `RefitLog`)."""
+    summary = _Entry("summary.json")
+    """The figures of the whole run, one JSON object."""
+    report = _Entry("report.html")
+    """The page that `write_report` makes of all other files."""
+    trace = _Entry("trace.json")
+    """Spans and events for a trace viewer (see `write_trace`)."""
+    tensorboard = _Entry("tensorboard")
+    """The folder of TensorBoard event files."""
+    profile = _Entry("profile")
+    """The folder of `torch.profiler` recordings (see `Profiler`)."""
+    trackers = _Entry("trackers.json")
+    """The id of the run at each tracker, so that a resumed run continues there; one JSON object."""
+    model = _Entry("model")
+    """The trained model, a Hugging Face folder."""
+    adapter = _Entry("adapter")
+    """The trained adapter in PEFT's format, if the run trained one; `model` has it merged."""
 
     @classmethod
     def create(cls, path: Path | str) -> RunDirectory:
-        """Make an empty run directory, parents included, and prove that it can be written.
+        """Create an empty run directory, parents included, and check that it is writable.
 
         Raises:
-            RunDirectoryError: something is there already, or the folder cannot be made or written. Then no
-                folder made on the way is left behind.
+            RunDirectoryError: the path is not empty, or cannot be created or written. Directories created on the
+                way are removed again.
         """
-        folder = _absolute(path)
+        folder = Path(path).expanduser().absolute()
+        created: list[Path] = []
         try:
-            missing = [each for each in (folder, *folder.parents) if not each.exists()]
-            _refuse_what_is_there(folder)
-            _make_writable_folder(folder)
+            if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+                raise RunDirectoryError(
+                    f"run_dir={str(folder)!r} is a file, and a run needs a directory; "
+                    f"choose another run_dir=… or delete it"
+                )
+            for place in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+                place.mkdir()
+                created.append(place)
+            if names := sorted(entry.name for entry in folder.iterdir()):
+                held = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+                raise RunDirectoryError(
+                    f"run_dir={str(folder)!r} exists and is not empty (it holds {held}); "
+                    f"choose another run_dir=… or delete it"
+                )
+            # An existing directory may be read-only or on a full disk: only a written byte proves otherwise.
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"\0")
+                probe.flush()
         except OSError as error:
+            for place in reversed(created):
+                place.rmdir()
             raise RunDirectoryError(
                 f"run_dir={str(folder)!r} cannot be written: {describe(error)}; choose another run_dir=…"
             ) from error
-        return cls(folder, made=missing[-1] if missing else None)
+        return cls(folder, made=created[0] if created else None)
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDirectory:
+        """Open the directory of an earlier run.
+
+        Raises:
+            RunDirectoryError: there is no such directory, or it holds no file of a run.
+        """
+        run = cls(Path(path).expanduser().absolute())
+        if not run.path.is_dir():
+            what = "is a file" if run.path.exists() else "does not exist"
+            raise RunDirectoryError(f"run_dir={str(run.path)!r} {what}; name the directory of an earlier run")
+        marks = (run.recipe, run.metrics, run.summary)
+        if not any(mark.is_file() for mark in marks):
+            names = ", ".join(mark.name for mark in marks)
+            raise RunDirectoryError(
+                f"run_dir={str(run.path)!r} is not a run directory: it has none of {names}; name another directory"
+            )
+        return run
 
     def discard(self) -> None:
-        """Remove the run, and of the folders around it only those that `create` made."""
+        """Delete the run, and those of its parents that `create` made."""
         if self.made is not None:
             shutil.rmtree(self.made, ignore_errors=True)
             return
@@ -74,143 +147,24 @@ class RunDirectory:
             else:
                 entry.unlink()
 
-    @classmethod
-    def open(cls, path: Path | str) -> RunDirectory:
-        """Find the directory of an earlier run.
 
-        Raises:
-            RunDirectoryError: there is no such folder, or no file of a run is in it.
-        """
-        run = cls(_absolute(path))
-        if not run.path.is_dir():
-            what = "is a file" if run.path.exists() else "does not exist"
-            raise RunDirectoryError(f"run_dir={str(run.path)!r} {what}; name the folder of an earlier run")
-        marks = (run.recipe, run.metrics, run.summary)
-        if not any(mark.is_file() for mark in marks):
-            names = ", ".join(mark.name for mark in marks)
-            raise RunDirectoryError(
-                f"run_dir={str(run.path)!r} is not the folder of a run: it holds none of {names}; name another folder"
-            )
-        return run
+def write_text(path: Path, text: str) -> Path:
+    """Write a file of a run completely or not at all, and return its path.
 
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe, as YAML."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One flat JSON object a line, one line a logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def samples(self) -> Path:
-        """Held-out answers before and after training, one JSON object a line."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def spans(self) -> Path:
-        """What was done when, one JSON object a span (see `SpanLog`)."""
-        return self.path / "spans.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """Conditions that occurred, and what was done about each, one JSON object a line (see `EventLog`)."""
-        return self.path / "events.jsonl"
-
-    @property
-    def refits(self) -> Path:
-        """Every refit, one JSON object a line (see `RefitLog`)."""
-        return self.path / "refits.jsonl"
-
-    @property
-    def trackers(self) -> Path:
-        """Under which names the trackers know the run, so that a resumed one goes on there; one JSON object."""
-        return self.path / "trackers.json"
-
-    @property
-    def origins(self) -> Path:
-        """Where each key of the recipe was written; one JSON object."""
-        return self.path / "recipe_origins.json"
-
-    @property
-    def trace(self) -> Path:
-        """The spans and the events, for a trace viewer (see `write_trace`)."""
-        return self.path / "trace.json"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of what `torch.profiler` recorded (see `Profiler`)."""
-        return self.path / "profile"
-
-    @property
-    def summary(self) -> Path:
-        """The figures of the whole run, one JSON object."""
-        return self.path / "summary.json"
-
-    @property
-    def versions(self) -> Path:
-        """What the run was made with, one JSON object (see `collect_versions`)."""
-        return self.path / "versions.json"
-
-    @property
-    def model(self) -> Path:
-        """The trained model, a Hugging Face folder."""
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """The trained adapter in PEFT's format, of a run that trains adapters; merged it is `model`."""
-        return self.path / "adapter"
-
-    @property
-    def report(self) -> Path:
-        """The page that `write_report` makes of all the rest."""
-        return self.path / "report.html"
+    Raises:
+        RunDirectoryError: the disk refused it; an earlier version of the file is still there.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error
+    return path
 
 
 def describe(error: OSError) -> str:
-    """Say in words why the operating system refused, with the path that it named."""
+    """Say why the operating system refused, with the path if it named one."""
     reason = _REASONS.get(error.errno or 0, error.strerror or type(error).__name__)
     return f"{reason} ({error.filename})" if error.filename else reason
-
-
-def _absolute(path: Path | str) -> Path:
-    return Path(path).expanduser().absolute()
-
-
-def _refuse_what_is_there(folder: Path) -> None:
-    if folder.is_dir():
-        names = sorted(entry.name for entry in folder.iterdir())
-        if names:
-            some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            raise RunDirectoryError(
-                f"run_dir={str(folder)!r} exists and is not empty (it holds {some}); "
-                f"choose another run_dir=… or delete it"
-            )
-    elif folder.exists() or folder.is_symlink():
-        raise RunDirectoryError(
-            f"run_dir={str(folder)!r} is a file, and a run needs a folder; choose another run_dir=… or delete it"
-        )
-
-
-def _make_writable_folder(folder: Path) -> None:
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    made: list[Path] = []
-    try:
-        for place in reversed(missing):
-            place.mkdir()
-            made.append(place)
-        # A folder that exists may still be read-only or full: only a byte that reaches it proves otherwise.
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\0")
-            probe.flush()
-    except OSError:
-        for place in reversed(made):
-            place.rmdir()
-        raise

@@ -1,21 +1,12 @@
-"""Checkpoints of a run: one format for all savings, whole or absent, from which any number of ranks can go on.
+"""Checkpoints of a run: atomic, verified by digests, and loadable on any number of ranks.
 
-retention   when one is due, and which are kept: rules over numbers
-saving      what is written; folders: what makes it whole, and which there are
-history     the log of a run that goes on from an earlier step
-exporting   a Hugging Face folder of one
+`save` writes and prunes them, `progress` is what they hold besides the policy, `folders` is their layout on disk.
 """
 
 from rl_launcher.checkpoints.export import export
-from rl_launcher.checkpoints.folders import (
-    Checkpoint,
-    CheckpointError,
-    find_latest,
-    list_checkpoints,
-    unfinished_of,
-)
+from rl_launcher.checkpoints.folders import Checkpoint, CheckpointError, find_latest, list_checkpoints, unfinished_of
 from rl_launcher.checkpoints.progress import Progress
-from rl_launcher.checkpoints.save import Keeper, cut_history, load_progress, save_in_a_step, stage_start_of
+from rl_launcher.checkpoints.save import Keeper, cut_history, load_progress, save_in_a_step
 
 __all__ = [
     "Checkpoint",
@@ -28,6 +19,5 @@ __all__ = [
     "list_checkpoints",
     "load_progress",
     "save_in_a_step",
-    "stage_start_of",
     "unfinished_of",
 ]

@@ -1,16 +1,16 @@
-"""Progress of a run between two optimizer steps: everything a resumed run needs besides weights and optimizer.
+"""The progress of a run: everything that a resumed run needs besides weights, optimizer and schedule.
 
-Weights, optimizer and schedule are the backend's own affair. The orders of data and the seeds of calls depend on the
-recipe's seed and on the numbers here alone.
+Those three are saved by the backend. The order of the data and the seeds of generation calls follow from the recipe's
+seed and the numbers here. `pack` splits nested state into JSON and tensors, so that nothing is pickled:
 
-{"groups": [{"ticket": 3, "tokens": Tensor}]}  ->  {"groups": [{"ticket": 3, "tokens": {"$tensor": "state/0"}}]}
-                                                   {"state/0": Tensor}
+    {"groups": [{"ticket": 3, "tokens": Tensor}]}  ->  {"groups": [{"ticket": 3, "tokens": {"$tensor": "state/0"}}]}
+                                                       {"state/0": Tensor}
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,130 +23,94 @@ from rl_launcher.run_parts import Parts
 
 __all__ = ["NUMBER_FIELDS", "Progress", "data_digest", "pack", "unpack"]
 
-NUMBER_FIELDS = (
-    "stage",
-    "step",
-    "total",
-    "version",
-    "order",
-    "calls",
-    "before",
-    "wall_s",
-    "reward_errors",
-    "refits",
-    "metric",
-    "restarts",
-    "logs",
-    "data",
-    "code",
-    "cwd",
-)
-
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a run has come. The recorder moves it on after every step."""
+    """How far a run has come. The recorder advances it after every step."""
 
     stage: str | None = None
-    """The stage of the last step; None before the first."""
-
+    """The stage of the last step, or None before the first step."""
     step: int = 0
-    """Optimizer steps that this stage has gone through."""
-
+    """Steps of this stage so far."""
     total: int = 0
-    """As `step`, over all stages: what a checkpoint is called by."""
-
+    """Steps over all stages so far; the name of a checkpoint."""
     version: int = 0
-    """Optimizer steps that the weights have seen: less than `total` where a batch had nothing to train on."""
-
+    """Optimizer steps that the weights have seen: fewer than `total` if a batch had nothing to train on."""
     order: dict[str, int] | None = None
-    """Where in the order of the prompts the stage stands, if its step alone does not say."""
-
+    """The stage's position in the order of prompts, if it does not follow from `step`."""
     calls: int = 0
-    """Calls of the engine that were given a seed so far."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """What the stage made at its start and cannot make again, as DPO's pairs."""
-
-    state: Any = None
-    """What the stage's loop keeps besides, as the replay buffer; only of a run that was loaded."""
-
+    """Engine calls that used a seed so far."""
     before: dict[str, float] | None = None
-    """Held-out figures before the stage that the run is about."""
-
+    """The held-out figures before the main stage."""
     wall_s: float = 0.0
-    """Seconds that the run took before this process went on with it."""
-
+    """Seconds that the run took in earlier processes."""
     reward_errors: int = 0
-    """Answers that could not be judged so far."""
-
+    """Responses whose reward failed so far."""
     refits: int = 0
     """Refits so far."""
-
     metric: float | None = None
     """The last value of `checkpointing.metric_name`."""
-
     restarts: int = 0
-    """How often the run went on by itself after it had lost a process."""
-
+    """How often the run restarted by itself after it lost a process."""
     logs: dict[str, int] = field(default_factory=dict)
-    """Bytes of each file of the log that belong to the steps so far."""
-
+    """The bytes of each log file that belong to the steps so far."""
     data: str = ""
-    """Fingerprint of the data, which a resumed run must find unchanged."""
-
+    """A digest of the data, which must be unchanged when the run is resumed."""
     code: dict[str, str] = field(default_factory=dict)
-    """Digest of the file of each function that the recipe names, by key: a resumed run tells which is another."""
-
+    """A digest of the file of each function in the recipe, by key, to report which ones changed."""
     cwd: str = ""
-    """Where the run was started: its recipe's paths are relative to it."""
+    """The directory that the run was started in, and its recipe's paths are relative to."""
 
+    # These are not in progress.json.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """What the stage computed at its start and cannot compute again, such as DPO's reference log-probabilities."""
+    state: Any = None
+    """Further state of the stage's loop, such as the replay buffer; set when a checkpoint is loaded."""
     folder: Path | None = None
-    """The checkpoint that it was loaded from; None for a run from its beginning."""
-
+    """The checkpoint that it was loaded from, or None for a new run."""
     keep_state: Callable[[], Any] | None = None
-    """Gives what becomes `state` when a checkpoint is saved."""
+    """Returns the value of `state` when a checkpoint is saved."""
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What goes into `progress.json`."""
+        """The content of `progress.json`."""
         return {name: getattr(self, name) for name in NUMBER_FIELDS}
 
     @property
     def weights(self) -> Path:
-        """Where the backend's part of the checkpoint lies that this was loaded from.
+        """The backend's folder in the checkpoint that this was loaded from.
 
         Raises:
-            ValueError: it was loaded from none.
+            ValueError: the run was not loaded from a checkpoint.
         """
         if self.folder is None:
-            raise ValueError("a run from its beginning was loaded from no checkpoint")
+            raise ValueError("a new run has no checkpoint to load weights from")
         return self.folder / POLICY
 
     def steps_of(self, stage: str) -> int:
-        """Steps of `stage` that are already done when the run goes on there; 0 if it begins there."""
+        """Return the steps of `stage` that are already done: 0 if the run did not stop within it."""
         return self.step if self.stage == stage else 0
 
     def reach(self, stage: str, step: int, *, parts: Parts, order: Mapping[str, int] | None = None) -> None:
-        """Note that `step` of `stage` is done."""
+        """Record that `step` of `stage` is done."""
         self.total += step - self.steps_of(stage)
         self.stage, self.step, self.version = stage, step, parts.policy.version
         self.order = None if order is None else dict(order)
-        self.calls = parts.engine.calls
+        self.calls = parts.engine.seeds.calls
         self.reward_errors, self.refits = parts.environment.errors, parts.weight_sync.count
 
     def restore(self, parts: Parts) -> None:
-        """Give the parts of a new process the weights and the counts that the run has reached."""
+        """Set the weights and counters of a new process to those that the run has reached."""
         if self.folder is not None:
             parts.policy.load_checkpoint(self.weights, optimizer=False)
-        parts.policy.version, parts.engine.calls = self.version, self.calls
+        parts.policy.version, parts.engine.seeds.calls = self.version, self.calls
         parts.environment.errors, parts.weight_sync.count = self.reward_errors, self.refits
 
     def check(self, parts: Parts) -> None:
-        """Hold a run that goes on to the place and the data that it began with.
+        """Check that a resumed run has the directory and the data that it started with.
 
         Raises:
-            Refusal: it was started elsewhere, or the data have changed since.
+            Refusal: it was started in another directory, or the data have changed.
         """
         if self.folder is None:
             return
@@ -156,14 +120,20 @@ class Progress:
             )
         if self.data != data_digest(parts):
             raise Refusal(
-                f"the data are no longer those that the run in {self.folder.parents[1]} began with, so it cannot go "
-                f"on as if it had not stopped; bring them back, or start anew from its weights: "
+                f"the data have changed since the run in {self.folder.parents[1]} started, so it cannot continue as "
+                f"if it had not stopped; restore them, or start a new run from its weights: "
                 f"rl-launcher export {self.folder} FOLDER, then policy.model_name=FOLDER"
             )
 
 
+NUMBER_FIELDS = tuple(
+    each.name for each in fields(Progress) if each.name not in {"tensors", "state", "folder", "keep_state"}
+)
+"""The fields in `progress.json`."""
+
+
 def data_digest(parts: Parts) -> str:
-    """A fingerprint of all prompts, demonstrations and pairs in their order, with what a reward may read."""
+    """Return a digest of all prompts, demonstrations and pairs in order, with the columns that a reward may read."""
     digest = hashlib.sha256()
     for items in (parts.prompts, parts.held_out, parts.demonstrations, parts.held_out_demonstrations):
         digest.update(b"%d\n" % len(items))
@@ -175,7 +145,7 @@ def data_digest(parts: Parts) -> str:
 
 
 def _plain(value: object) -> Any:
-    """A value of a column, the same in every process; of what is named by its address, only its type."""
+    """Return a column's value in a form that is the same in every process: no memory addresses, no set order."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -190,22 +160,22 @@ def _plain(value: object) -> Any:
     return {"type": type(value).__qualname__, "text": "" if " at 0x" in text else text}
 
 
-TENSOR, TUPLE, SEVERAL = "$tensor", "$tuple", "$mapping"
+TENSOR, TUPLE, MAPPING = "$tensor", "$tuple", "$mapping"
 
 
 def pack(value: Any, *, prefix: str) -> tuple[Any, dict[str, Tensor]]:
-    """Split `value` into what JSON holds and what safetensors holds; tensors are copied to the CPU.
+    """Split `value` into a part for JSON and tensors for safetensors, which are copied to the CPU.
 
     Raises:
-        TypeError: it holds something that is neither a tensor nor text, a number, a boolean, None, a list, a tuple or
-            a mapping by text: no object is pickled.
+        TypeError: it contains something other than tensors, strings, numbers, booleans, None, lists, tuples and
+            mappings with string keys. No object is pickled.
     """
     tensors: dict[str, Tensor] = {}
-    return _packed(value, tensors, prefix), tensors
+    return _pack(value, tensors, prefix), tensors
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given; mappings come back as dicts.
+    """Return the value that was packed; mappings come back as dicts.
 
     Raises:
         KeyError: a tensor is missing.
@@ -218,11 +188,11 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value[TENSOR]]
     if value.keys() == {TUPLE}:
         return tuple(unpack(item, tensors) for item in value[TUPLE])
-    inner = value[SEVERAL] if value.keys() == {SEVERAL} else value
+    inner = value[MAPPING] if value.keys() == {MAPPING} else value
     return {name: unpack(item, tensors) for name, item in inner.items()}
 
 
-def _packed(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
+def _pack(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
     if torch.is_tensor(value):
         name = f"{prefix}/{len(tensors)}"
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
@@ -230,14 +200,14 @@ def _packed(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, tuple):
-        return {TUPLE: [_packed(item, tensors, prefix) for item in value]}
+        return {TUPLE: [_pack(item, tensors, prefix) for item in value]}
     if isinstance(value, list):
-        return [_packed(item, tensors, prefix) for item in value]
+        return [_pack(item, tensors, prefix) for item in value]
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        inner = {name: _packed(item, tensors, prefix) for name, item in value.items()}
-        # A mapping that looks like one of the marks is wrapped, so that it comes back as it was.
-        return {SEVERAL: inner} if len(inner) == 1 and next(iter(inner)) in {TENSOR, TUPLE, SEVERAL} else inner
+        inner = {name: _pack(item, tensors, prefix) for name, item in value.items()}
+        # A mapping that looks like one of these marks is wrapped, so that it comes back unchanged.
+        return {MAPPING: inner} if len(inner) == 1 and next(iter(inner)) in {TENSOR, TUPLE, MAPPING} else inner
     raise TypeError(
-        f"state of type {type(value).__name__} cannot be saved: give tensors, text, numbers, booleans, None, lists, "
-        f"tuples and mappings by text"
+        f"state of type {type(value).__name__} cannot be saved: use tensors, strings, numbers, booleans, None, "
+        f"lists, tuples and mappings with string keys"
     )

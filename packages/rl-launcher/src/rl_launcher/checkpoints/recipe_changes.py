@@ -1,4 +1,4 @@
-"""Which keys of a recipe may change when a run goes on: those that say where and how it runs, not what it learns."""
+"""Which keys of a recipe may change when a run is resumed: where and how it runs, but not what it learns."""
 
 import fnmatch
 from typing import Any
@@ -28,11 +28,11 @@ MAY_CHANGE = (
     "policy.generation.vllm_cfg.tensor_parallel_size",
     "policy.refit.*",
 )
-"""Patterns of dotted keys. Another number of ranks adds in another order, so that figures agree but for rounding."""
+"""Patterns of dotted keys. Another number of ranks adds in another order, so figures then differ by rounding."""
 
 
 def changed_keys(before: Any, after: Any, *, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """The leaves in which two plain recipes differ: key -> (before, after).
+    """Return the leaves in which two plain recipes differ, as key -> (before, after).
 
     >>> changed_keys({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     {'a.c': (2, 3)}
@@ -47,16 +47,16 @@ def changed_keys(before: Any, after: Any, *, prefix: str = "") -> dict[str, tupl
 
 
 def check_changes(changes: dict[str, tuple[Any, Any]]) -> None:
-    """Refuse to go on with what would be another run.
+    """Refuse to resume with changes that would make it another run.
 
     Raises:
-        Refusal: naming every key that must stay, and those that may change.
+        Refusal: with every key that must stay, and those that may change.
     """
     fixed = [key for key in changes if not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_CHANGE)]
     if fixed:
-        told = ", ".join(f"{key} ({changes[key][0]!r} -> {changes[key][1]!r})" for key in fixed)
+        changed = ", ".join(f"{key} ({changes[key][0]!r} -> {changes[key][1]!r})" for key in fixed)
         raise Refusal(
-            f"{told} cannot change when a run goes on: its curve would be another's. Leave it, or start a run of its "
-            f"own from the weights (rl-launcher export, then policy.model_name). These may change: "
+            f"{changed} cannot change when a run is resumed: its curve would be another's. Leave it out, or start a "
+            f"new run from the weights (rl-launcher export, then policy.model_name). These keys may change: "
             f"{', '.join(MAY_CHANGE)}"
         )

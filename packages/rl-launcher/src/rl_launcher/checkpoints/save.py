@@ -1,6 +1,7 @@
-"""When a checkpoint is due, what it contains, which ones are kept, and writing it.
+"""Write checkpoints: when one is due, what it contains, and which ones are kept.
 
-A killed process has logged steps of which nothing else is left; they are taken again, and no step is logged twice.
+`Keeper` holds the checkpoints of one run while it trains. `load_progress` reads one back, and `cut_history` cuts the
+logs of a resumed run back to it, since a killed run has logged steps that are trained again.
 """
 
 import json
@@ -10,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,174 +35,24 @@ from rl_launcher.run_parts import Parts
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory, read_metrics
 
-__all__ = [
-    "Due",
-    "Keeper",
-    "Measured",
-    "cut_history",
-    "due",
-    "load_progress",
-    "save_beginning",
-    "save_in_a_step",
-    "save_progress",
-    "stage_start_of",
-    "to_keep",
-]
+__all__ = ["Keeper", "cut_history", "due", "load_progress", "save_in_a_step", "to_keep"]
 
 NUMBERS, TENSORS = "progress.json", "progress.safetensors"
 LOGS = ("metrics.jsonl", "samples.jsonl", "spans.jsonl", "refits.jsonl")
-"""Files of a run directory that a resumed run appends to; `events.jsonl` is kept whole, since it all did happen."""
-
-
-def save_progress(progress: Progress, parts: Parts, run: RunDirectory) -> Checkpoint:
-    """Write a checkpoint to go on from; one that is there already is this one, and stays.
-
-    Raises:
-        OSError: it cannot be written; every earlier checkpoint is whole. The policy's errors as they are.
-    """
-    folder = root_of(run) / folder_name(progress.total)
-    if folder.exists():
-        return read_checkpoint(folder)
-    _write(progress, parts, run, folder=folder)
-    return read_checkpoint(folder)
-
-
-def save_in_a_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
-    """Write the weights of a run that failed in the middle of a batch: to look at, to export, not to go on from."""
-    folder = root_of(run) / folder_name(progress.total + 1).replace("step", "in_step")
-    _write(progress, parts, run, folder=folder)
-    return folder
-
-
-def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path) -> None:
-    progress.data = progress.data or data_digest(parts)  # of a run that goes on, it has been checked
-    progress.cwd = str(Path.cwd())
-    progress.logs = _sizes(run)
-    state, tensors = pack(progress.keep_state() if progress.keep_state else None, prefix="state")
-    with appearing(folder) as unfinished:
-        parts.policy.save_checkpoint(unfinished / POLICY)
-        save_file(
-            {**{f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}, **tensors},
-            unfinished / TENSORS,
-        )
-        (unfinished / NUMBERS).write_text(json.dumps({**progress.numbers, "state": state}), encoding="utf-8")
-        names = (each.name for each in fields(Checkpoint) if each.name != "folder")
-        mark_complete(unfinished, {name: getattr(progress, name) for name in names})
-
-
-def save_beginning(parts: Parts, run: RunDirectory) -> None:
-    """Keep the weights that a stage begins with, for a run that is held to them and may have to go on."""
-    with appearing(stage_start_of(run)) as unfinished:
-        parts.policy.save_checkpoint(unfinished / POLICY)
-        mark_complete(unfinished, {})
-
-
-def stage_start_of(run: RunDirectory) -> Path:
-    """Where `save_beginning` writes to."""
-    return root_of(run) / STAGE_START
-
-
-def load_progress(checkpoint: Checkpoint) -> Progress:
-    """Where a checkpoint stands.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    folder = checkpoint.folder
-    try:
-        tensors = load_file(folder / TENSORS)
-        numbers: dict[str, Any] = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
-        state = unpack(numbers.pop("state", None), tensors)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be resumed from: {error}") from error
-    if set(numbers) != set(NUMBER_FIELDS):
-        raise CheckpointError(
-            f"{folder / NUMBERS} must have {', '.join(NUMBER_FIELDS)}; it has {', '.join(numbers)}: go on with the "
-            f"release of rl-launcher that wrote it"
-        )
-    kept = {name.removeprefix("kept/"): tensor for name, tensor in tensors.items() if name.startswith("kept/")}
-    return Progress(**numbers, tensors=kept, state=state, folder=folder)
-
-
-def _sizes(run: RunDirectory) -> dict[str, int]:
-    """How long the log is, once all of it is on disk."""
-    sizes = {}
-    for name in LOGS:
-        path = run.path / name
-        if path.exists():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            sizes[name] = path.stat().st_size
-    return sizes
-
-
-class Measured(Protocol):
-    """What is known of a checkpoint."""
-
-    @property
-    def total(self) -> int:
-        """Its place in the run."""
-
-    @property
-    def metric(self) -> float | None:
-        """How good it is; None where nothing was measured before it."""
-
-
-MeasuredT = TypeVar("MeasuredT", bound=Measured)
-
-
-def to_keep(checkpoints: Sequence[MeasuredT], config: CheckpointingConfig) -> list[MeasuredT]:
-    """The newest `ft_keep_latest_k` and the best `keep_top_k`, oldest first; of equals, the later is the better.
-
-    What was never measured is kept for its age alone.
-    """
-    by_age = sorted(checkpoints, key=lambda each: each.total)
-    sign = 1.0 if config.higher_is_better else -1.0
-    measured = [(sign * each.metric, each.total, each) for each in by_age if each.metric is not None]
-    best = sorted(measured, key=lambda each: each[:2], reverse=True)[: config.keep_top_k]
-    kept = {each.total for each in by_age[-config.ft_keep_latest_k :]} | {total for _, total, _ in best}
-    return [each for each in by_age if each.total in kept]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """What is to be done after a step."""
-
-    save: bool
-    end: bool
-    """Save, and end the run: `checkpoint_must_save_by` would pass during the next step."""
-
-
-def due(
-    config: CheckpointingConfig, *, before: int, after: int, since_save_s: float, elapsed_s: float, step_s: float
-) -> Due:
-    """Decide after a step.
-
-    Args:
-        config: of the recipe.
-        before: steps over all stages before this one.
-        after: and after it; a batch of rollouts may be several at once.
-        since_save_s: seconds since the last checkpoint, or since the process started.
-        elapsed_s: seconds since the process started.
-        step_s: how long the longest step so far took: the next may take as long.
-    """
-    period, limit = config.save_period, config.must_save_after_s
-    counted = period > 0 and before // period < after // period
-    timed = config.save_period_s is not None and since_save_s >= config.save_period_s
-    end = limit is not None and elapsed_s + step_s >= limit
-    return Due(save=counted or timed or end, end=end)
+"""The files that a resumed run appends to. `events.jsonl` is never cut, since the events did happen."""
+DISCARDED = ".discarded"
 
 
 class Keeper:
-    """The checkpoints of one run, while it goes on.
+    """The checkpoints of one run, while it trains.
 
     Args:
-        run: whose.
-        config: when to save, and what to keep.
+        run: the run's directory.
+        config: when to save, and how many checkpoints to keep.
         parts: what is saved.
         progress: how far the run has come.
-        started: of `time.perf_counter`, when this process began with the run.
-        counted_until: of the same clock, up to when `progress` has counted its seconds; None: none of this process.
+        started: `time.perf_counter` when this process started on the run.
+        counted_until: the same clock, up to which `progress.wall_s` counts the run's seconds; None means `started`.
     """
 
     def __init__(
@@ -220,8 +71,8 @@ class Keeper:
         self._last_save = self._last_step = time.perf_counter()
         self._longest_step_s = 0.0
 
-    def after_step(self, *, before: int) -> Due:
-        """What is to be done now, `before` being the steps over all stages before this one."""
+    def after_step(self, *, before: int) -> "Due":
+        """Decide what to do now; `before` is the number of steps over all stages before this one."""
         now = time.perf_counter()
         self._longest_step_s, self._last_step = max(self._longest_step_s, now - self._last_step), now
         return due(
@@ -234,55 +85,161 @@ class Keeper:
         )
 
     def save(self) -> Checkpoint:
-        """Save now, then remove what is no longer kept: never before the new one is whole."""
+        """Save now, and then remove the checkpoints that are no longer kept. A step that is saved already stays.
+
+        Raises:
+            OSError: it cannot be written; earlier checkpoints stay complete. The policy's errors are passed on.
+        """
         self.count_time()
-        saved = save_progress(self.progress, self._parts, self._run)
+        folder = root_of(self._run) / folder_name(self.progress.total)
+        if not folder.exists():
+            _write(self.progress, self._parts, self._run, folder=folder)
+        saved = read_checkpoint(folder)
         for old in set(found := list_checkpoints(self._run)) - set(to_keep(found, self._config)):
             _remove(old)
         self._last_save = self._last_step = time.perf_counter()
         return saved
 
     def keep_beginning(self) -> None:
-        """Keep the weights that the stage begins with."""
-        save_beginning(self._parts, self._run)
+        """Save the weights with which a stage starts, for a stage whose loss compares with them."""
+        with appearing(self.beginning.parent) as unfinished:
+            self._parts.policy.save_checkpoint(unfinished / POLICY)
+            mark_complete(unfinished, {})
 
     @property
     def beginning(self) -> Path:
-        """Where they are."""
-        return stage_start_of(self._run) / POLICY
+        """The folder that `keep_beginning` wrote the weights to."""
+        return root_of(self._run) / STAGE_START / POLICY
 
     def count_time(self) -> float:
-        """Seconds that the run has taken over all processes; what a checkpoint remembers."""
+        """Return the seconds that the run has taken over all processes, and note them for the next checkpoint."""
         self.progress.wall_s = self._earlier_s + time.perf_counter() - self._counted_until
         return self.progress.wall_s
 
     def finish(self) -> None:
-        """Of a run that has come to its end: remove what only an early end needs, and what kills left."""
-        asked = self._config.save_period > 0 or self._config.save_period_s is not None
-        shutil.rmtree(stage_start_of(self._run), ignore_errors=True)
+        """Clean up after a run that completed: the stage's first weights, unfinished folders, unwanted checkpoints."""
+        shutil.rmtree(self.beginning.parent, ignore_errors=True)
         for path in unfinished_of(self._run):
             shutil.rmtree(path, ignore_errors=True)
-        root = root_of(self._run)
-        if not asked and root.exists():
-            shutil.rmtree(root, ignore_errors=True)
+        # Without a save period, checkpoints are only written when a run stops early.
+        if self._config.save_period <= 0 and self._config.save_period_s is None:
+            shutil.rmtree(root_of(self._run), ignore_errors=True)
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    # Under another name first, so that a kill half-way leaves no torn one under a good name.
+    # Renamed first: a kill in the middle leaves no half-removed folder with a checkpoint's name.
     doomed = checkpoint.folder.with_name(unfinished_name(checkpoint.folder))
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
-DISCARDED = ".discarded"
+# ---- When to save, and what to keep: pure functions.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What to do after a step."""
+
+    save: bool
+    end: bool
+    """Save and end the run, because `checkpoint_must_save_by` would pass during the next step."""
+
+
+def due(
+    config: CheckpointingConfig, *, before: int, after: int, since_save_s: float, elapsed_s: float, step_s: float
+) -> Due:
+    """Decide what to do after a step.
+
+    Args:
+        config: the recipe's `checkpointing`.
+        before: steps over all stages before this batch.
+        after: steps over all stages after it; one batch may take several steps.
+        since_save_s: seconds since the last checkpoint, or since the process started.
+        elapsed_s: seconds since the process started.
+        step_s: seconds of the longest step so far; the next one may take as long.
+    """
+    period, limit = config.save_period, config.must_save_after_s
+    counted = period > 0 and before // period < after // period
+    timed = config.save_period_s is not None and since_save_s >= config.save_period_s
+    end = limit is not None and elapsed_s + step_s >= limit
+    return Due(save=counted or timed or end, end=end)
+
+
+def to_keep(checkpoints: Sequence[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:
+    """Return the newest `ft_keep_latest_k` and the best `keep_top_k`, oldest first.
+
+    Of two with equal metrics the later counts as better. One without a metric can only be kept as one of the newest.
+    """
+    by_age = sorted(checkpoints, key=lambda each: each.total)
+    sign = 1.0 if config.higher_is_better else -1.0
+    measured = [(sign * each.metric, each.total) for each in by_age if each.metric is not None]
+    best = sorted(measured, reverse=True)[: config.keep_top_k]
+    kept = {each.total for each in by_age[-config.ft_keep_latest_k :]} | {total for _, total in best}
+    return [each for each in by_age if each.total in kept]
+
+
+# ---- Writing and reading.
+
+
+def save_in_a_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
+    """Write the weights of a run that failed within a batch. They can be exported, but not resumed from."""
+    folder = root_of(run) / folder_name(progress.total + 1).replace("step", "in_step")
+    _write(progress, parts, run, folder=folder)
+    return folder
+
+
+def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path) -> None:
+    progress.data = progress.data or data_digest(parts)  # a resumed run has compared it already
+    progress.cwd = str(Path.cwd())
+    for name in LOGS:
+        path = run.path / name
+        if path.exists():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # the length below must be on disk before the checkpoint that records it
+            progress.logs[name] = path.stat().st_size
+    state, tensors = pack(progress.keep_state() if progress.keep_state else None, prefix="state")
+    with appearing(folder) as unfinished:
+        parts.policy.save_checkpoint(unfinished / POLICY)
+        save_file(
+            {**{f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}, **tensors},
+            unfinished / TENSORS,
+        )
+        (unfinished / NUMBERS).write_text(json.dumps({**progress.numbers, "state": state}), encoding="utf-8")
+        names = (each.name for each in fields(Checkpoint) if each.name != "folder")
+        mark_complete(unfinished, {name: getattr(progress, name) for name in names})
+
+
+def load_progress(checkpoint: Checkpoint) -> Progress:
+    """Read the progress from a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    folder = checkpoint.folder
+    try:
+        tensors = load_file(folder / TENSORS)
+        numbers: dict[str, Any] = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
+        state = unpack(numbers.pop("state", None), tensors)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be resumed from: {error}") from error
+    if set(numbers) != set(NUMBER_FIELDS):
+        raise CheckpointError(
+            f"{folder / NUMBERS} must have {', '.join(NUMBER_FIELDS)}; it has {', '.join(numbers)}: resume with the "
+            f"release of rl-launcher that wrote it"
+        )
+    kept = {name.removeprefix("kept/"): tensor for name, tensor in tensors.items() if name.startswith("kept/")}
+    return Progress(**numbers, tensors=kept, state=state, folder=folder)
+
+
+# ---- The logs of a resumed run.
 
 
 def cut_history(run: RunDirectory, *, logs: Mapping[str, int]) -> list[str]:
-    """Cut every file of the log to the bytes that it had; return what was done, in words, [] if nothing was.
+    """Cut every log file back to the bytes in `logs`, and return messages about what was cut.
 
-    What is cut off is appended to `NAME.discarded`. TensorBoard's files are written anew from what is left of
-    `metrics.jsonl`, since nothing can be cut out of them.
+    What is cut off is appended to `NAME.discarded`. TensorBoard's files cannot be cut, so they are written again from
+    what remains of `metrics.jsonl`.
     """
     cut = {name: lines for name in LOGS if (lines := _cut(run.path / name, logs.get(name, 0)))}
     if run.metrics.name in cut and run.tensorboard.is_dir():
@@ -291,6 +248,7 @@ def cut_history(run: RunDirectory, *, logs: Mapping[str, int]) -> list[str]:
 
 
 def _cut(path: Path, num_bytes: int) -> int:
+    """Cut a file to its first `num_bytes` bytes, and return the number of lines that were cut."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:
@@ -298,6 +256,7 @@ def _cut(path: Path, num_bytes: int) -> int:
         rest = file.read()
         if not rest:
             return 0
+        # The copy is on disk before the original is cut, so that a kill in between loses nothing.
         with path.with_name(path.name + DISCARDED).open("ab") as discarded:
             discarded.write(rest if rest.endswith(b"\n") else rest + b"\n")
             discarded.flush()
@@ -308,7 +267,7 @@ def _cut(path: Path, num_bytes: int) -> int:
 
 
 def _rewrite_tensorboard(run: RunDirectory) -> None:
-    # TensorBoard takes a second to import, and few runs come here.
+    # Imported here because TensorBoard takes a second to import, and few runs need it.
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import FileWriter
 

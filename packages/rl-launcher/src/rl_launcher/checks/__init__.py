@@ -1,1 +1,1 @@
-"""Checks before and around a run: preflight, explain, predict, doctor."""
+"""Checks that need no training: preflight, explain, predict, doctor."""

@@ -1,6 +1,6 @@
-"""`python -m rl_launcher.checks.doctor_probes NAME`: try one thing, and print what came out as one line of JSON.
+"""`python -m rl_launcher.checks.doctor_probes NAME`: check one component, and print its figures as one line of JSON.
 
-Each is run in a process of its own by `trying.ask`; what it raises is its answer. It does not judge.
+`doctor_findings.run_probe` runs each probe in its own process; an exception means that the component does not work.
 """
 
 import json
@@ -14,17 +14,17 @@ from typing import Any
 
 __all__ = ["PROBES", "main"]
 
-PATIENCE = timedelta(seconds=30)  # of a collective; the deadline of the process is behind it
+TIMEOUT = timedelta(seconds=30)  # of a collective or a task; the process has its own, longer deadline
 ELEMENTS = 1024
 
 
 def torch_works() -> dict[str, Any]:
-    """Multiply on the CPU, and say what torch sees of a GPU."""
+    """Multiply on the CPU, add on the first GPU, and return what torch knows of the GPUs."""
     import torch
 
     square = torch.eye(8) @ torch.eye(8)
     if not torch.equal(square, torch.eye(8)):
-        raise ArithmeticError("a product of unit matrices is not one")
+        raise ArithmeticError("the product of identity matrices is wrong")
     figures: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda_of_torch": torch.version.cuda,
@@ -44,7 +44,7 @@ def torch_works() -> dict[str, Any]:
 
 
 def collective(backend: str, processes: str) -> dict[str, Any]:
-    """Add up one tensor over so many processes on this machine; gloo on loopback, NCCL on one GPU each."""
+    """All-reduce one tensor over `processes` processes on this machine: gloo on loopback, NCCL with a GPU each."""
     import torch.multiprocessing as mp
 
     if backend == "gloo":
@@ -55,7 +55,7 @@ def collective(backend: str, processes: str) -> dict[str, Any]:
     return {"processes": int(processes)}
 
 
-def _add_up(rank: int, backend: str, processes: int, store: str) -> None:  # noqa: PLR0917 - spawn gives them so
+def _add_up(rank: int, backend: str, processes: int, store: str) -> None:  # noqa: PLR0917 - spawn passes positional arguments
     import torch
     import torch.distributed as dist
 
@@ -67,14 +67,14 @@ def _add_up(rank: int, backend: str, processes: int, store: str) -> None:  # noq
         init_method=f"file://{store}",
         rank=rank,
         world_size=processes,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
     ranks = torch.full((ELEMENTS,), float(rank + 1), device=device)
     dist.all_reduce(ranks)
     expected = processes * (processes + 1) / 2
     if not torch.equal(ranks, torch.full_like(ranks, expected)):
-        raise ArithmeticError(f"rank {rank} has {ranks[0].item()} for the sum, and it is {expected}")
+        raise ArithmeticError(f"rank {rank} got {ranks[0].item()} as the sum instead of {expected}")
     dist.destroy_process_group()
 
 
@@ -87,11 +87,11 @@ def cuda_ipc() -> dict[str, Any]:
     shared = torch.zeros(ELEMENTS, device="cuda")
     process = context.Process(target=_fill, args=(shared,))
     process.start()
-    process.join(PATIENCE.total_seconds())
+    process.join(TIMEOUT.total_seconds())
     if process.exitcode != 0:
-        raise OSError(f"the other process ended with {process.exitcode}; IPC of CUDA may be off in this container")
+        raise OSError(f"the other process ended with {process.exitcode}; CUDA IPC may be disabled in this container")
     if float(shared.sum()) != ELEMENTS:
-        raise ArithmeticError("what the other process wrote is not there")
+        raise ArithmeticError("what the other process wrote did not arrive")
     return {"bytes": shared.nbytes}
 
 
@@ -103,7 +103,7 @@ def _fill(tensor: Any) -> None:
 
 
 def shared_memory(folder: str, size: str) -> dict[str, Any]:
-    """Write and read back so many bytes."""
+    """Write `size` bytes to `folder` and read the first of them back."""
     with tempfile.TemporaryFile(dir=folder) as file:
         pattern = b"rl-launcher " * 4096
         written = 0
@@ -112,38 +112,38 @@ def shared_memory(folder: str, size: str) -> dict[str, Any]:
         file.flush()
         file.seek(0)
         if file.read(len(pattern)) != pattern:
-            raise OSError(f"what was written into {folder} is not there")
+            raise OSError(f"{folder} does not return what was written")
     return {"bytes": written}
 
 
 def ray_starts() -> dict[str, Any]:
-    """Start a Ray of one CPU, run one task in it, and end it."""
+    """Start Ray with one CPU, run one task, and stop it."""
     import ray
 
-    # Its sockets have long names, and the system allows 107 characters.
-    # Its agents may write for a moment after its end.
+    # The prefix is short because the paths of Ray's sockets may have at most 107 characters.
+    # Cleanup ignores errors because Ray's agents may still write for a moment after the shutdown.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder)
         try:
-            answer = ray.get(ray.remote(_process_id).remote(), timeout=PATIENCE.total_seconds())
+            process_id = ray.get(ray.remote(_process_id).remote(), timeout=TIMEOUT.total_seconds())
         finally:
             ray.shutdown()
-    return {"ray": ray.__version__, "in_another_process": answer != os.getpid()}
+    return {"ray": ray.__version__, "in_another_process": process_id != os.getpid()}
 
 
-def _process_id() -> int:
+def _process_id() -> int:  # Ray refuses the builtin os.getpid
     return os.getpid()
 
 
 def imports(module: str) -> dict[str, Any]:
-    """Import one module, as `vllm`."""
+    """Import one module, for example `vllm`."""
     import importlib
 
     return {"version": str(getattr(importlib.import_module(module), "__version__", ""))}
 
 
 def tensorboard_writes() -> dict[str, Any]:
-    """Write one figure as TensorBoard's events."""
+    """Write one value as a TensorBoard event."""
     from torch.utils.tensorboard import SummaryWriter
 
     with tempfile.TemporaryDirectory() as folder:
@@ -165,10 +165,10 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main(arguments: list[str]) -> None:
     """Run one probe."""
-    from rl_launcher.checks.doctor_findings import ANSWER
+    from rl_launcher.checks.doctor_findings import RESULT_PREFIX
 
-    name, *words = arguments
-    sys.stdout.write(f"\n{ANSWER}{json.dumps(PROBES[name](*words))}\n")
+    name, *rest = arguments
+    sys.stdout.write(f"\n{RESULT_PREFIX}{json.dumps(PROBES[name](*rest))}\n")
 
 
 if __name__ == "__main__":

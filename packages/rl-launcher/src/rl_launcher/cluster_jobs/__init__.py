@@ -1,7 +1,4 @@
-"""Files that start a recipe on a cluster: a batch script for SLURM, a manifest for Kubernetes with KubeRay.
-
-They only write text. Starting it is `sbatch`'s and `kubectl`'s affair; what runs inside is `rl-launcher run`.
-"""
+"""Files that start a recipe on a cluster: a SLURM batch script, or a Kubernetes manifest for KubeRay."""
 
 from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, cluster_job
 from rl_launcher.cluster_jobs.kubernetes import KubernetesOptions, render_kubernetes

@@ -1,7 +1,7 @@
 """A manifest for Kubernetes: a KubeRay `RayJob` (ray.io/v1) and the ConfigMap with the script that it starts.
 
-Its structure is that of KubeRay's API reference: https://ray-project.github.io/kuberay/reference/api/. It does not know
-the cluster, and holds no secret: those are referred to.
+The fields are those of KubeRay's API reference: https://ray-project.github.io/kuberay/reference/api/. The manifest
+contains no secret, only references to Kubernetes Secrets.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, array, assignment, check_words, environment, fill
+from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, array, assignment, check_text, environment, fill
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files.yaml_source import RecipeDumper
 from rl_observe import RunDirectory
@@ -25,88 +25,74 @@ SECRET = re.compile(r"(?P<variable>[A-Za-z_][A-Za-z0-9_]*)=(?P<secret>[a-z0-9][a
 QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 SCRIPT_FOLDER = "/etc/rl-launcher"
 SCRIPT = "drive.sh"
-WIDTH = 1000  # or long values are folded
+WIDTH = 1000  # so that long values are not folded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesOptions:
-    """What Kubernetes is asked for besides the machines and GPUs, which the recipe names."""
+    """Options of the Kubernetes job, besides the nodes and GPUs, which come from the recipe."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     image: str
-    """Has Python, Ray, rl-launcher and what the recipe needs."""
-
+    """The container image, with Python, Ray, rl-launcher and what the recipe needs."""
     claim: str
-    """Name of the PersistentVolumeClaim that every pod mounts; it must be ReadWriteMany for several machines."""
-
+    """The PersistentVolumeClaim that every pod mounts; several nodes need ReadWriteMany."""
     shared_dir: str = "/shared"
-    """Where it is mounted: the run works in it, and the recipe and its run directory are in it."""
-
+    """Where the claim is mounted. The run works in it; the recipe and the run directory must be in it."""
     name: str = "rl-launcher"
-    """Of the RayJob; of its ConfigMap with `-script` behind."""
-
+    """Name of the RayJob; its ConfigMap is called `<name>-script`."""
     namespace: str | None = None
-    """Where both are made; None leaves it to kubectl."""
-
+    """Namespace of both; None leaves it to kubectl."""
     ray_version: str = "2.60.0"
-    """Of the Ray in the image. KubeRay asks for 2.52 or newer where `token` is on."""
-
+    """Version of Ray in the image. With `token`, KubeRay needs 2.52 or newer."""
     cpu: str = "8"
     """CPUs of each pod."""
-
     memory: str = "64Gi"
-    """Memory of each pod, its /dev/shm included."""
-
+    """Memory of each pod, including its /dev/shm."""
     shm: str = "16Gi"
-    """Size of each pod's /dev/shm: Ray's object store and NCCL live in it, and 64 MiB, the usual, is too little."""
-
+    """Size of each pod's /dev/shm, which Ray's object store and NCCL use; the default of 64 MiB is too small."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What a GPU is called there."""
-
+    """The resource name of a GPU."""
     env: tuple[str, ...] = ()
-    """`NAME=value`, in every pod."""
-
+    """Environment variables of every pod, as `NAME=value`."""
     secret_env: tuple[str, ...] = ()
-    """`NAME=secret:key`: the value is in a Secret of that name, and in no file."""
-
+    """Variables whose values are in a Secret, as `NAME=secret:key`."""
     ports: RayPorts = field(default_factory=RayPorts)
-    """Of Ray, in every pod."""
-
+    """Ray's ports in every pod."""
     token: bool = True
-    """Let only processes with a token, which KubeRay makes and keeps in a Secret, into the Ray cluster. Needs KubeRay
-    1.5. Without it whoever reaches the pods' ports runs code in them."""
-
+    """Admit only processes with a token, which KubeRay creates and keeps in a Secret. Needs KubeRay 1.5. Without it,
+    anyone who reaches the pods' ports can run code in them."""
     python: str = "python3"
-    """The interpreter of the image that has rl-launcher."""
-
+    """The Python interpreter of the image that has rl-launcher."""
     retries: int = 3
-    """How often a new cluster is made when the run fails, to resume it."""
-
+    """How often a new cluster is created to resume a run that failed."""
     join_timeout_s: int = 1800
-    """Seconds in which all pods must have joined, images pulled, or the job fails with who did."""
-
+    """Seconds within which all pods must join, images pulled. Otherwise the job fails and names those that did."""
     grace_s: int = 300
-    """Seconds that a run which is told to stop has to save."""
-
+    """Seconds that a run has for saving when it is stopped."""
     keep_s: int = 600
-    """Seconds that the pods stay after the end, for their logs."""
+    """Seconds that the pods stay after the end, so that their logs can be read."""
 
     def __post_init__(self) -> None:
         for name in ("name", "namespace", "claim"):
             value = getattr(self, name)
             if value is not None and (len(value) > LONGEST_NAME or not NAME.fullmatch(value)):
                 raise Refusal(
-                    f"{name}={value!r} is no name of Kubernetes: lower-case letters, digits and -, a letter first, at "
-                    f"most {LONGEST_NAME}"
+                    f"{name}={value!r} is not a Kubernetes name: lower-case letters, digits and -, a letter first, "
+                    f"at most {LONGEST_NAME} characters"
                 )
         for name in ("cpu", "memory", "shm"):
             if not QUANTITY.fullmatch(getattr(self, name)):
-                raise Refusal(f"{name}={getattr(self, name)!r} is no quantity; write it as 8, 500m or 64Gi")
+                raise Refusal(
+                    f"{name}={getattr(self, name)!r} is not a Kubernetes quantity; write it as 8, 500m or 64Gi"
+                )
         if not self.image.strip() or not self.image.isprintable():
-            raise Refusal(f"image={self.image!r} is no image")
+            raise Refusal(f"image={self.image!r} is not the name of an image")
         if not PurePosixPath(self.shared_dir).is_absolute() or ":" in self.shared_dir:
-            raise Refusal(f"shared_dir={self.shared_dir!r} must be absolute and without `:`; it is a mount path")
+            raise Refusal(
+                f"shared_dir={self.shared_dir!r} must be absolute and contain no `:`, since it is a mount path"
+            )
         for name, least in (("retries", 0), ("join_timeout_s", 1), ("grace_s", 1), ("keep_s", 0)):
             if getattr(self, name) < least:
                 raise Refusal(f"{name}={getattr(self, name)} must be >= {least}")
@@ -119,18 +105,17 @@ def render_kubernetes(job: ClusterJob, options: KubernetesOptions) -> str:
     Raises:
         Refusal: the recipe or its run directory is not in the shared directory.
     """
-    documents = [_config_map(job, options), _ray_job(job, options)]
-    there = f"must be in the claim {options.claim} already.\n"
+    subject = "What the recipe reads" if job.shipped else "The recipe, and everything that it reads,"
+    head = f"# Written by `rl-launcher render kubernetes`. {subject} must be in the claim {options.claim} already.\n"
     if job.shipped:
-        there = f"{there}# The recipe is the {job.recipe} that the image's own rl-launcher ships.\n"
-    subject = "What the recipe reads" if job.shipped else "The recipe, and all that it reads,"
-    head = f"# Written by `rl-launcher render kubernetes`. {subject} {there}"
+        head += f"# The recipe is the {job.recipe} that the image's own rl-launcher ships.\n"
+    documents = [_config_map(job, options), _ray_job(job, options)]
     texts = [yaml.dump(each, Dumper=_Manifest, sort_keys=False, allow_unicode=True, width=WIDTH) for each in documents]
     return head + "---\n".join(texts)
 
 
 class _Manifest(RecipeDumper):
-    """Quotes what YAML 1.1, which Kubernetes reads, takes for a number; a script stands as it is, to be edited."""
+    """Quotes what YAML 1.1, which Kubernetes reads, would take for a number, and writes scripts as readable blocks."""
 
     def represent_script(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
@@ -161,13 +146,13 @@ def _ray_job(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": _metadata(options, options.name),
+        "metadata": _metadata(options),
         "spec": {
-            # One word after another, without quotes: KubeRay splits it and Ray joins it again.
+            # Without quotes: KubeRay splits this at blanks and Ray joins it again.
             "entrypoint": f"bash {SCRIPT_FOLDER}/{SCRIPT}",
             "submissionMode": "K8sJobMode",
             "backoffLimit": options.retries,
-            "submitterConfig": {"backoffLimit": 0},  # to submit twice would be to run twice
+            "submitterConfig": {"backoffLimit": 0},  # submitting twice would run it twice
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": options.keep_s,
             "rayClusterSpec": cluster,
@@ -177,7 +162,7 @@ def _ray_job(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
 
 def _ray_start(job: ClusterJob, options: KubernetesOptions, *, head: bool) -> dict[str, str]:
     ports = options.ports
-    asked = {
+    parameters = {
         "num-gpus": job.gpus_per_node,
         "node-manager-port": ports.node_manager,
         "object-manager-port": ports.object_manager,
@@ -187,13 +172,13 @@ def _ray_start(job: ClusterJob, options: KubernetesOptions, *, head: bool) -> di
     }
     if head:
         # KubeRay submits and watches the job through the dashboard, from another pod.
-        asked |= {
+        parameters |= {
             "port": ports.gcs,
             "ray-client-server-port": ports.client,
             "dashboard-port": ports.dashboard,
             "dashboard-host": "0.0.0.0",  # noqa: S104 - within the network of the pods
         }
-    return {name: str(value) for name, value in asked.items()}
+    return {name: str(value) for name, value in parameters.items()}
 
 
 def _pod(job: ClusterJob, options: KubernetesOptions, *, head: bool = True) -> dict[str, Any]:
@@ -215,7 +200,7 @@ def _pod(job: ClusterJob, options: KubernetesOptions, *, head: bool = True) -> d
     }
     if head:
         mounts.append({"name": "script", "mountPath": SCRIPT_FOLDER})
-        volumes.append({"name": "script", "configMap": {"name": _script_name(options)}})
+        volumes.append({"name": "script", "configMap": {"name": f"{options.name}-script"}})
         names = {"gcs-server": options.ports.gcs, "dashboard": options.ports.dashboard}
         container["ports"] = [{"containerPort": port, "name": name} for name, port in names.items()]
     return {
@@ -232,14 +217,14 @@ def _variables(options: KubernetesOptions) -> list[dict[str, Any]]:
     for name, value in environment(options.env):
         if value is None:
             raise Refusal(
-                f"env {name} has no value, and a pod inherits none; write {name}=value, or give it by secret_env as "
+                f"env {name} has no value, and a pod inherits none; write {name}=value, or use secret_env with "
                 f"{name}=secret:key"
             )
         variables.append({"name": name, "value": value})
     for text in options.secret_env:
         found = SECRET.fullmatch(text)
         if found is None:
-            raise Refusal("secret_env names a Secret and a key of it, as HF_TOKEN=hugging-face:token")
+            raise Refusal("secret_env takes a Secret and its key, as HF_TOKEN=hugging-face:token")
         reference = {"name": found["secret"], "key": found["key"]}
         variables.append({"name": found["variable"], "valueFrom": {"secretKeyRef": reference}})
     return variables
@@ -262,25 +247,19 @@ def _config_map(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(options, _script_name(options)),
+        "metadata": _metadata(options, suffix="-script"),
         "data": {SCRIPT: fill(SCRIPT, {"VALUES": "\n".join(lines)})},
     }
 
 
 def _inside(path: str, options: KubernetesOptions, *, what: str) -> str:
-    check_words(path)
+    check_text(path)
     shared = PurePosixPath(options.shared_dir)
-    whole = shared / path
-    if ".." in whole.parts or shared not in whole.parents:
-        raise Refusal(
-            f"{what} is {path}, and pods share {shared} alone; put it there, or let shared_dir be where it is"
-        )
-    return str(whole)
+    absolute = shared / path
+    if ".." in absolute.parts or shared not in absolute.parents:
+        raise Refusal(f"{what} is {path}, but pods only share {shared}; put it there, or set shared_dir to its folder")
+    return str(absolute)
 
 
-def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
-    return {"name": name} | ({"namespace": options.namespace} if options.namespace else {})
-
-
-def _script_name(options: KubernetesOptions) -> str:
-    return f"{options.name}-script"
+def _metadata(options: KubernetesOptions, *, suffix: str = "") -> dict[str, Any]:
+    return {"name": options.name + suffix} | ({"namespace": options.namespace} if options.namespace else {})

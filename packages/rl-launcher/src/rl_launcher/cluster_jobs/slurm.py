@@ -1,6 +1,6 @@
-"""A batch script for SLURM: Ray on every machine, the recipe on the first, saved and queued again at the limit.
+"""A SLURM batch script: Ray on every node, the recipe on the first; at the time limit it saves and is requeued.
 
-`slurm.sh` beside this file is the script; here its values are checked and quoted. It does not know the cluster.
+The script is `slurm.sh`, beside this file; this module checks and quotes its values.
 """
 
 import re
@@ -15,94 +15,77 @@ from rl_observe import RunDirectory
 
 __all__ = ["SlurmOptions", "render_slurm"]
 
-# sbatch reads its directives word by word, and ends one at a blank; nothing that a cluster calls its own has more.
+# sbatch ends a directive at a blank, and no name on a cluster needs more than these characters.
 DIRECTIVE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+/=-]*")
 TIME = re.compile(r"(?:\d+-\d{1,2}(?::\d{1,2}){0,2}|\d+(?::\d{1,2}){0,2})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """What SLURM is asked for besides the machines and GPUs, which the recipe names."""
+    """Options of the SLURM job, besides the nodes and GPUs, which come from the recipe."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     time: str
-    """Limit of the job, as sbatch reads it: `04:00:00`, `1-12:00:00`. The run saves `grace_s` before it."""
-
+    """Time limit, in the format of sbatch: `04:00:00`, `1-12:00:00`. The run saves `grace_s` seconds before it."""
     shared_dir: str
-    """A folder that every machine mounts under this path: the run works in it, and relative paths of the recipe are
-    relative to it."""
-
+    """A folder that every node mounts at this path. The run works in it, so the recipe's relative paths start there."""
     name: str = "rl-launcher"
-    """What the job and its log are called."""
-
+    """Name of the job and its log."""
     partition: str | None = None
-    """Where it is queued; None leaves it to the cluster."""
-
+    """Partition; None takes the cluster's default."""
     account: str | None = None
-    """Whom it is charged to; None leaves it to the cluster."""
-
+    """Account to charge; None takes the cluster's default."""
     directives: tuple[str, ...] = ()
-    """Further ones of your cluster, as `--qos=high`."""
-
+    """Further sbatch directives, for example `--qos=high`."""
     exclusive: bool = True
-    """Take whole machines. Otherwise say what they need by `directives`, as `--cpus-per-task=16` and `--mem=120G`."""
-
+    """Reserve entire nodes. Otherwise set `directives` such as `--cpus-per-task=16` and `--mem=120G`."""
     container: str | None = None
-    """An image for every step, by the pyxis plugin; None runs what is installed."""
-
+    """Container image, for the pyxis plugin; None runs what is installed."""
     mounts: tuple[str, ...] = ()
-    """`host:container` of further folders in the container; the shared one is there."""
-
+    """Further folders to mount in the container, as `host:container`; the shared one is always mounted."""
     setup: str = ""
-    """Shell code that makes the environment on each machine, as `source .venv/bin/activate`."""
-
+    """Shell code that sets up the environment on each node, for example `source .venv/bin/activate`."""
     python: str = "python3"
-    """The interpreter that has rl-launcher and Ray, after `setup`."""
-
+    """The Python interpreter that has rl-launcher and Ray, after `setup`."""
     env: tuple[str, ...] = ()
-    """`NAME=value` is written into the script; `NAME` must be set where the job is submitted, and its value is not."""
-
+    """`NAME=value` is written to the script; `NAME` alone must be set where the job is submitted and is passed on."""
     ports: RayPorts = field(default_factory=RayPorts)
-    """Of Ray, on every machine."""
-
+    """Ray's ports on every node."""
     dashboard: bool = False
-    """Serve Ray's dashboard on the first machine's loopback; reach it by `ssh -L`."""
-
+    """Serve Ray's dashboard on the first node's loopback; reach it with `ssh -L`."""
     join_timeout_s: int = 600
-    """Seconds in which all machines must join, or the job ends with who did."""
-
+    """Seconds within which all nodes must join. Otherwise the job ends and names those that did."""
     grace_s: int = 300
-    """Seconds before the limit at which the run is told to save. Give it more than a step and a checkpoint take."""
-
+    """Seconds before the limit at which the run is stopped and saves: more than one step and one checkpoint take."""
     max_requeues: int = 20
-    """How often a run that its limit ended is queued again, to be resumed; 0 leaves that to you."""
+    """How often a run that reached its time limit is requeued and resumed; 0 never requeues it."""
 
     def __post_init__(self) -> None:
         if not TIME.fullmatch(self.time):
-            raise Refusal(f"time={self.time!r} is no limit of sbatch; write it as 04:00:00 or 1-12:00:00")
+            raise Refusal(f"time={self.time!r} is not a time limit of sbatch; write it as 04:00:00 or 1-12:00:00")
         for name in ("name", "partition", "account"):
             value = getattr(self, name)
             if value is not None and not DIRECTIVE.fullmatch(value):
-                raise Refusal(f"{name}={value!r} cannot stand behind #SBATCH: letters, digits and _.,:@+/=-")
+                raise Refusal(f"{name}={value!r} cannot follow #SBATCH: only letters, digits and _.,:@+/=- can")
         for directive in self.directives:
             if not directive.startswith("--") or not DIRECTIVE.fullmatch(directive[2:]):
-                raise Refusal(f"directives: {directive!r} is none of sbatch; write it as --qos=high")
+                raise Refusal(f"directives: {directive!r} is not an sbatch directive; write it as --qos=high")
         if not Path(self.shared_dir).is_absolute():
-            raise Refusal(f"shared_dir={self.shared_dir!r} must be absolute: machines share no current directory")
+            raise Refusal(f"shared_dir={self.shared_dir!r} must be absolute: nodes share no current directory")
         for name, least in (("join_timeout_s", 1), ("grace_s", 1), ("max_requeues", 0)):
             if getattr(self, name) < least:
                 raise Refusal(f"{name}={getattr(self, name)} must be >= {least}")
         if self.mounts and self.container is None:
-            raise Refusal(f"mounts={list(self.mounts)} are of a container, and there is none; give container")
+            raise Refusal(f"mounts={list(self.mounts)} need a container, and there is none; set container")
         environment(self.env)
 
 
 def render_slurm(job: ClusterJob, options: SlurmOptions, *, file: str = "run.sbatch") -> str:
-    """Return the batch script; `file` is what its first lines call it.
+    """Return the batch script; `file` is its name in its first lines.
 
     Raises:
-        Refusal: a value that no shell can hold.
+        Refusal: a value that cannot stand in a shell script.
     """
     parts = {
         "DIRECTIVES": "\n".join(f"#SBATCH {directive}" for directive in _directives(job, options)),
@@ -113,7 +96,7 @@ def render_slurm(job: ClusterJob, options: SlurmOptions, *, file: str = "run.sba
 
 
 def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
-    wanted = {
+    directives = {
         "job-name": options.name,
         "nodes": job.num_nodes,
         "ntasks-per-node": "1",
@@ -126,7 +109,7 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
         "open-mode": "append",
     }
     return [
-        *(f"--{name}={value}" for name, value in wanted.items() if value is not None),
+        *(f"--{name}={value}" for name, value in directives.items() if value is not None),
         *(["--exclusive"] if options.exclusive else []),
         "--requeue" if options.max_requeues else "--no-requeue",
         *options.directives,
@@ -137,6 +120,13 @@ def _values(job: ClusterJob, options: SlurmOptions) -> list[str]:
     shared = Path(options.shared_dir)
     run_dir = shared / Path(job.run_dir).expanduser()
     variables = environment(options.env)
+    container = []
+    if options.container is not None:
+        container = [
+            f"--container-image={options.container}",
+            f"--container-mounts={','.join((f'{shared}:{shared}', *options.mounts))}",
+            f"--container-workdir={shared}",
+        ]
     values: dict[str, str | int] = {
         "SHARED_DIR": str(shared),
         "RUN_DIR": str(run_dir),
@@ -160,18 +150,7 @@ def _values(job: ClusterJob, options: SlurmOptions) -> list[str]:
     return [
         *(assignment(name, value) for name, value in values.items()),
         array("ARGUMENTS", job.arguments),
-        array("CONTAINER", _container(options, shared)),
+        array("CONTAINER", container),
         array("REQUIRED_ENV", [name for name, value in variables if value is None]),
         *(f"export {assignment(name, value)}" for name, value in variables if value is not None),
-    ]
-
-
-def _container(options: SlurmOptions, shared: Path) -> list[str]:
-    if options.container is None:
-        return []
-    mounts = ",".join((f"{shared}:{shared}", *options.mounts))
-    return [
-        f"--container-image={options.container}",
-        f"--container-mounts={mounts}",
-        f"--container-workdir={shared}",
     ]

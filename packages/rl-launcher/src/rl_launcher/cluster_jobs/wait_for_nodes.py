@@ -1,6 +1,6 @@
-"""`python -m rl_launcher.cluster_jobs.wait_for_nodes`: wait until all machines of a Ray cluster are there, or say which are.
+"""Wait until all nodes have joined a Ray cluster, or report which ones have.
 
-Run by the templates on the head, before the recipe. It knows Ray and no scheduler.
+The scripts of cluster jobs run `python -m rl_launcher.cluster_jobs.wait_for_nodes` on the head node before the recipe.
 """
 
 import argparse
@@ -16,20 +16,20 @@ POLL_S = 1.0
 
 
 class NotJoinedError(RuntimeError):
-    """A cluster that was not whole in time."""
+    """Not all nodes of a cluster joined in time."""
 
 
 def wait_for_nodes(num_nodes: int, *, gpus_per_node: int, deadline: float, left_in: Path | None = None) -> str:
-    """Return what is there once `num_nodes` machines with `gpus_per_node` GPUs each are; Ray is connected already.
+    """Wait for the nodes, and return a description of them. Ray must be connected already.
 
     Args:
-        num_nodes: machines to wait for.
-        gpus_per_node: those with fewer do not count.
+        num_nodes: the number of nodes to wait for.
+        gpus_per_node: nodes with fewer GPUs do not count.
         deadline: in seconds of `time.monotonic`.
-        left_in: a folder in which a machine that gives up leaves a file `left-*`, which says why.
+        left_in: a folder in which a node that gives up leaves a file `left-*` with the reason.
 
     Raises:
-        NotJoinedError: they are not there at the deadline, or one gave up.
+        NotJoinedError: the deadline has passed, or a node gave up.
     """
     import ray
 
@@ -40,60 +40,54 @@ def wait_for_nodes(num_nodes: int, *, gpus_per_node: int, deadline: float, left_
         _check_left(left_in)
         if time.monotonic() > deadline:
             raise NotJoinedError(
-                f"{num_nodes} machines with {gpus_per_node} GPUs each were waited for, and there are {len(nodes)}: "
-                f"{_described(nodes)}. What the others say is above, or in Ray's logs on them; a firewall between "
-                f"machines, and a token that one of them does not see, look like this"
+                f"{num_nodes} nodes with {gpus_per_node} GPUs each were expected, and there are {len(nodes)}: "
+                f"{_described(nodes)}. The others' messages are above, or in Ray's logs on them; the usual causes are "
+                f"a firewall between the nodes, and a token that one of them cannot read"
             )
         time.sleep(POLL_S)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Wait, and exit 0 when all are there, 1 when not."""
+    """Exit with 0 when all nodes have joined, with 1 if they have not."""
     parser = argparse.ArgumentParser(prog="python -m rl_launcher.cluster_jobs.wait_for_nodes", description=__doc__)
     parser.add_argument("--address", required=True, help="host:port of the head, or auto")
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
-    parser.add_argument("--left-in", type=Path, help="a folder in which machines that give up leave a file left-*")
-    asked = parser.parse_args(arguments)
-    deadline = time.monotonic() + asked.timeout_s
+    parser.add_argument("--left-in", type=Path, help="a folder in which nodes that give up leave a file left-*")
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + options.timeout_s
     try:
-        _connect(asked.address, deadline=deadline, left_in=asked.left_in)
-        there = wait_for_nodes(
-            asked.num_nodes, gpus_per_node=asked.gpus_per_node, deadline=deadline, left_in=asked.left_in
+        _connect(options.address, deadline=deadline, left_in=options.left_in)
+        joined = wait_for_nodes(
+            options.num_nodes, gpus_per_node=options.gpus_per_node, deadline=deadline, left_in=options.left_in
         )
     except NotJoinedError as error:
-        sys.exit(f"rl-launcher: the cluster is not whole. {error}")
-    sys.stdout.write(f"rl-launcher: {asked.num_nodes} machines are there: {there}\n")
+        sys.exit(f"rl-launcher: not all nodes have joined. {error}")
+    sys.stdout.write(f"rl-launcher: {options.num_nodes} nodes have joined: {joined}\n")
 
 
 def _connect(address: str, *, deadline: float, left_in: Path | None) -> None:
     host, _, port = address.rpartition(":")
-    while host:  # Ray complains at length of a head that is not up yet
+    while True:
         try:
-            socket.create_connection((host, int(port)), timeout=POLL_S).close()
-            break
-        except OSError as error:
+            if host:  # tried first, since Ray prints long errors about a head that is not up yet
+                socket.create_connection((host, int(port)), timeout=POLL_S).close()
+            import ray
+
+            # May still fail: the port opens before the head has registered itself.
+            ray.init(address=address, log_to_driver=False, logging_level="error")
+        except OSError as error:  # Ray raises ConnectionError, which is one
             _check_left(left_in)
             if time.monotonic() > deadline:
                 raise NotJoinedError(f"The head at {address} does not answer: {error}") from error
-            time.sleep(POLL_S)
-    import ray
-
-    while True:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="error")
-        except ConnectionError as error:  # its port is open before the head has registered itself
-            _check_left(left_in)
-            if time.monotonic() > deadline:
-                raise NotJoinedError(f"The head at {address} refused: {error}") from error
             time.sleep(POLL_S)
         else:
             return
 
 
 def _check_left(left_in: Path | None) -> None:
-    """Raise NotJoinedError where a machine gave up."""
+    """Raise NotJoinedError if a node gave up."""
     if left_in is not None and (left := sorted(left_in.glob("left-*"))):
         raise NotJoinedError("; ".join(path.read_text().strip() for path in left))
 

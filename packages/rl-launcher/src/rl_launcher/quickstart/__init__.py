@@ -1,1 +1,1 @@
-"""The parts of the quickstart that a real run replaces by one key each: a task, its reward, and a tiny model."""
+"""A tiny model, and tasks with their rewards, for runs on a CPU: a real recipe replaces each by one key."""

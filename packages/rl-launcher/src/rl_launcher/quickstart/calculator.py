@@ -1,4 +1,4 @@
-"""A calculator that the policy may call, and a judge of its final answers: an example of an environment with tools."""
+"""Example of an environment with tools: the policy may call a calculator, and its final response is rewarded."""
 
 import ast
 import operator
@@ -21,27 +21,27 @@ MAX_CHARACTERS = 200
 
 
 def environment(*, max_calls: int = 4) -> ToolEnvironment:
-    """Up to `max_calls` calculations in a conversation; then the answer is compared with the row's."""
-    judge = RewardFunctionEnvironment(reward=normalised_match)
-    return ToolEnvironment([calculate], reward=judge, max_calls=max_calls)
+    """Allow `max_calls` calculations in a conversation, then compare the final response with the row's answer."""
+    reward = RewardFunctionEnvironment(reward=normalised_match)
+    return ToolEnvironment([calculate], reward=reward, max_calls=max_calls)
 
 
 def calculate(expression: str) -> str:
     """Calculate an arithmetic expression of numbers, + - * / and parentheses, such as (3 + 4) * 2.
 
     Args:
-        expression: what to calculate.
+        expression: the expression.
 
     Raises:
-        ValueError: it is none; the policy is told.
+        ValueError: it is not such an expression; the policy gets the message.
     """
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"the expression has {len(expression)} characters, and may have {MAX_CHARACTERS}")
+        raise ValueError(f"the expression has {len(expression)} characters, more than {MAX_CHARACTERS}")
     return f"{_value(ast.parse(expression, mode='eval').body):g}"
 
 
 def _value(node: ast.expr) -> float:
-    """Only numbers and the operations above: no name, no call, no power that grows without end."""
+    """Evaluate numbers and the operations above: no names, no calls, no powers, whose size is unbounded."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return float(number)

@@ -1,8 +1,8 @@
-"""Rows for the game of guessing a number, and demonstrations that teach its form and nothing of its art."""
+"""Rows for the game of guessing a number, with demonstrations that show the format but not how to win."""
 
 import random
 
-from rl_algorithms.data import Dataset, Row, make_row
+from rl_algorithms.data import Dataset, make_row
 
 __all__ = ["dataset"]
 
@@ -11,21 +11,18 @@ HIGH = 9
 
 
 def dataset() -> Dataset:
-    """Games with secrets from 0 to 9; the episode says how each begins. The same ones in every run."""
+    """Return games with secrets from 0 to 9, the same in every run. The environment writes the first message."""
     rng = random.Random(4321)
-    return Dataset(
-        train=[_game("train", index, rng) for index in range(NUM_TRAIN)],
-        held_out=[_game("held-out", index, rng) for index in range(NUM_HELD_OUT)],
-        demonstrations=[_guess(index, rng) for index in range(NUM_DEMONSTRATIONS)],
+    # The prompts differ so that no held-out one is trained on; the environment's first message replaces them.
+    train, held_out = (
+        [
+            make_row({"prompt": f"{part} game {index}", "secret": rng.randint(0, HIGH)}, where=f"{part} game {index}")
+            for index in range(number)
+        ]
+        for part, number in (("train", NUM_TRAIN), ("held out", NUM_HELD_OUT))
     )
-
-
-def _game(part: str, index: int, rng: random.Random) -> Row:
-    # Prompts differ, so that none is held out and trained on; the episode's own opening takes their place.
-    columns = {"prompt": f"{part.replace('-', ' ')} game {index}", "secret": rng.randint(0, HIGH)}
-    return make_row(columns, where=f"guess_number {part} row {index}")
-
-
-def _guess(index: int, rng: random.Random) -> Row:
-    columns = {"prompt": "guess", "answer": str(rng.randint(0, HIGH))}
-    return make_row(columns, where=f"guess_number demonstration {index}")
+    demonstrations = [
+        make_row({"prompt": "guess", "answer": str(rng.randint(0, HIGH))}, where=f"demonstration {index}")
+        for index in range(NUM_DEMONSTRATIONS)
+    ]
+    return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)

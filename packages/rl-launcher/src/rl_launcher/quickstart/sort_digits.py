@@ -1,7 +1,7 @@
-"""The quickstart's task: sort a string of 4 to 8 digits. `73187191>` is answered by `11137789`.
+"""The quickstart's task: sort a string of 4 to 8 digits. The answer to `73187191>` is `11137789`.
 
-Demonstrations are noisy on purpose: more than half of them are wrong, so that a model that imitates them knows the task
-and makes its mistakes. What reinforcement learning adds is then visible: it repairs what imitation cannot.
+More than half of the demonstrations are wrong on purpose: a model that imitates them learns the task, but also makes
+their mistakes. So the run shows what reinforcement learning adds, since it repairs what imitation cannot.
 """
 
 import random
@@ -12,22 +12,27 @@ from rl_algorithms.data import Dataset, Row, make_row
 __all__ = ["dataset", "reward"]
 
 NUM_HELD_OUT, NUM_DEMONSTRATIONS, NUM_TRAIN = 1000, 4000, 8000
-CORRUPTED_SHARE = 0.6  # a corruption may by chance leave the answer right: about 56 % of the demonstrations are wrong
+CORRUPTED_SHARE = 0.6  # by chance a corruption may leave the answer right: about 56 % of the demonstrations are wrong
 DIGITS = "0123456789"
 
 
 def dataset() -> Dataset:
-    """Disjoint questions to hold out, to demonstrate and to learn from. The same ones in every run."""
+    """Return disjoint questions for training, for demonstrations and held out, the same in every run."""
     questions = _questions(random.Random(1234))
     corruption = random.Random(77)
-    held_out = [_row(next(questions), index, "held-out") for index in range(NUM_HELD_OUT)]
-    demonstrations = [_demonstration(next(questions), index, corruption) for index in range(NUM_DEMONSTRATIONS)]
-    train = [_row(next(questions), index, "train") for index in range(NUM_TRAIN)]
+    held_out = [_row(next(questions), f"held-out row {index}") for index in range(NUM_HELD_OUT)]
+    demonstrations = []
+    for index in range(NUM_DEMONSTRATIONS):
+        digits = next(questions)
+        wrong = corruption.random() < CORRUPTED_SHARE
+        answer = _corrupted("".join(sorted(digits)), corruption) if wrong else None
+        demonstrations.append(_row(digits, f"demonstration {index}", answer=answer))
+    train = [_row(next(questions), f"train row {index}") for index in range(NUM_TRAIN)]
     return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)
 
 
 def reward(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """1 for the right answer, 0 for any other."""
+    """Return 1 for the right answer and 0 for any other."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
@@ -40,21 +45,13 @@ def _questions(rng: random.Random) -> Iterator[str]:
             yield digits
 
 
-def _row(digits: str, index: int, part: str) -> Row:
-    return make_row(
-        {"prompt": f"{digits}>", "answer": "".join(sorted(digits))}, where=f"sort_digits {part} row {index}"
-    )
-
-
-def _demonstration(digits: str, index: int, rng: random.Random) -> Row:
-    answer = "".join(sorted(digits))
-    if rng.random() < CORRUPTED_SHARE:
-        answer = _corrupted(answer, rng)
-    return make_row({"prompt": f"{digits}>", "answer": answer}, where=f"sort_digits demonstration {index}")
+def _row(digits: str, where: str, *, answer: str | None = None) -> Row:
+    columns = {"prompt": f"{digits}>", "answer": "".join(sorted(digits)) if answer is None else answer}
+    return make_row(columns, where=f"sort_digits {where}")
 
 
 def _corrupted(answer: str, rng: random.Random) -> str:
-    """Two digits swapped, or one replaced, dropped or doubled."""
+    """Swap two digits, or replace, drop or double one."""
     digits, at = list(answer), rng.randrange(len(answer))
     match rng.choice(("swap", "replace", "drop", "double")):
         case "swap":

@@ -1,4 +1,4 @@
-"""The quickstart's model: a Qwen3 of 0.4 million parameters with random weights, and a tokenizer of characters."""
+"""The quickstart's model: a Qwen3 of 0.4 million parameters with random weights, and a character tokenizer."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """A model with weights drawn from `seed`, and its tokenizer."""
+    """Return a model with weights drawn from `seed`, and its tokenizer."""
     tokenizer = character_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -43,9 +43,9 @@ def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, special tokens for the ends of a text and for the two roles."""
+    """Return a tokenizer with one token per character, and special tokens for the ends of a text and the two roles."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: a character it lacks is an error
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: other characters are errors
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

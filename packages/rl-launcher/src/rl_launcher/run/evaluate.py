@@ -24,7 +24,6 @@ from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
-from rl_launcher.seeding import SeededEngine
 from rl_observe import Sample, SampleTokens, token_sample
 
 __all__ = ["Evaluator", "HeldOut", "Measured", "Outcome", "measure", "measured_recipe"]
@@ -211,7 +210,7 @@ class Evaluator:
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluate(
             parts.held_out[:num_prompts],
-            engine=SeededEngine(parts.engine.inner, seed=self._seed, calls=FIRST_CALL),  # every turn its own
+            engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
             environment=parts.environment if environment is None else environment,
             chat=parts.chat,

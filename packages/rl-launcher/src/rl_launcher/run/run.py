@@ -1,6 +1,6 @@
 """Run a recipe to completion, and resume an interrupted run.
 
-What ends a run early has a name (`rl_observe.health.CONDITIONS`), and its message says how to go on.
+What ends a run early has a name (`rl_launcher.conditions`), and its message says how to go on.
 
 What an attempt does is in `training`; what is said and saved when it ends early, in `ending`.
 
@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from rl_launcher.checkpoints.export import fill_folder
 from rl_launcher.checkpoints.folders import appearing, root_of, write_text
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
+from rl_launcher.conditions import name_of, reaction_to
 from rl_launcher.errors import Refusal, RestartableError, RunStoppedError
 from rl_launcher.gc_freeze import long_lived
 from rl_launcher.recipe_files import Resolved, load_recipe
@@ -63,7 +64,7 @@ from rl_observe import (
     write_origins,
     write_report,
 )
-from rl_observe.health import Reporter, Watch, is_disk_full, name_of, reaction_to
+from rl_observe.health import Reporter, Watch, is_disk_full
 
 __all__ = [
     "Resumption",
@@ -354,7 +355,7 @@ class _Attempt:
         after: dict[str, float] | None = None
         stopped: RunStoppedError | None = None
         try:
-            with self._log, self._view:
+            with closing(self._log), self._view:
                 after = self._train()
             self._interruption.hold()
             base = self._run.recipe.policy.model_name

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from rl_observe.report.curves import NUM_COLORS, overlay_charts
-from rl_observe.report.page import render, write_page
+from rl_observe.report.page import render
 from rl_observe.report.record import RunRecord, read_record
-from rl_observe.run_directory import RunDirectory
+from rl_observe.run_directory import RunDirectory, write_text
 
 __all__ = ["compare_runs"]
 
@@ -35,7 +35,7 @@ def compare_runs(runs: Sequence[RunDirectory], *, to: Path) -> Path:
     records = [read_record(run) for run in runs]
     recipes = _table([_recipe(record) for record in records])
     machines = _table([dict(_flat(record.versions)) for record in records])
-    return write_page(
+    return write_text(
         to,
         render(
             "comparison.html.j2",

@@ -24,9 +24,9 @@ from rl_observe.report.record import read_record, section, text
 from rl_observe.report.refits import refits
 from rl_observe.report.samples import before_after, conversations
 from rl_observe.report.typeset import typeset_value
-from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
+from rl_observe.run_directory import RunDirectory, write_text
 
-__all__ = ["render", "summary_html", "write_page", "write_report"]
+__all__ = ["render", "summary_html", "write_report"]
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -56,7 +56,7 @@ def write_report(run: RunDirectory) -> Path:
         packages=section(record.versions, "packages"),
         origins={key: str(origin) for key, origin in record.origins.items() if origin != "default"},
     )
-    return write_page(run.report, page)
+    return write_text(run.report, page)
 
 
 def summary_html(run: RunDirectory) -> str:
@@ -101,22 +101,6 @@ def render(template: str, **context: Any) -> str:
     # Styles need 'unsafe-inline': bars and boxes are placed by style attributes.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return _environment().get_template(template).render(script=script, style=style, policy=policy, **context)
-
-
-def write_page(path: Path, page: str) -> Path:
-    """Write the page atomically, and return its path.
-
-    Raises:
-        RunDirectoryError: it cannot be written; an earlier page is still there.
-    """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise RunDirectoryError(f"{path} cannot be written: {describe(error)}") from error
-    return path
 
 
 @functools.cache

@@ -1,9 +1,7 @@
-"""What a tracker is, and the thread that delivers metrics to it.
+"""The tracker protocol, and the thread that delivers metrics to a tracker.
 
-It knows no client. Whoever implements it may block and may raise: `delivery` calls it from a thread of its own.
-
-What could not be sent is kept, in its order, and tried again with the next step and once more at the end. The first
-failure is told once; all are counted, and `finish` says what was lost.
+A tracker may block and may raise: it is called from a thread of its own. What could not be sent is kept in order, and
+sent again with the next step and at the end of the run. The first failure is reported; all failures are counted.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import queue
 import threading
 import time
 from collections import deque
@@ -21,57 +20,75 @@ from typing import Literal, Protocol
 from rl_observe.redaction import Secrets
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["Delivery", "Status", "Tracker", "TrackerError", "flat", "import_client", "require_client"]
+__all__ = [
+    "Delivery",
+    "Status",
+    "Tracker",
+    "TrackerError",
+    "flat",
+    "import_client",
+    "require_client",
+    "start_tracker",
+]
 
 Status = Literal["finished", "failed", "interrupted"]
 """How a run ended."""
 
+# A service that takes longer to respond is down, and the user is waiting for the run to start.
+_START_TIMEOUT_S = 60.0
+# A service may be down for an hour; the pause between attempts doubles from the first to the longest.
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 300.0
+# At the end of the run. This bridges a dropped connection; after a longer outage the summary counts what is lost.
+_LAST_ATTEMPTS = 3
+_LAST_PAUSE_S = 2.0
+
 
 class TrackerError(ValueError):
-    """A tracker that a recipe enables and that cannot be used."""
+    """An enabled tracker cannot be used."""
 
 
 class Tracker(Protocol):
-    """One service that is shown a run."""
+    """One experiment tracking service."""
 
     @property
     def name(self) -> str:
-        """What recipes and summaries call it: `wandb`."""
+        """Its name in configs and summaries, such as `wandb`."""
 
     def start(self, recipe: Mapping[str, object], run: RunDirectory, *, known_as: str | None) -> str:
-        """Begin, and return the name under which the service will know this run when it is resumed.
+        """Start or continue a run, and return its id at the service.
 
         Args:
-            recipe: resolved, plain, and without credentials.
+            recipe: resolved plain settings, without credentials.
             run: the run's directory.
-            known_as: what an earlier `start` of the same run returned; None for a new run.
+            known_as: the id that an earlier `start` of the same run returned; None for a new run.
         """
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Show what one step logged; every value is finite."""
+        """Send the metrics of one step; every value is finite."""
 
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
-        """Show how the run ended, and let go of it once all is sent."""
+        """Send the summary and end the run once everything is sent."""
 
 
 def require_client(name: str) -> None:
     """Refuse a tracker whose package is not installed, without importing it.
 
     Raises:
-        TrackerError: naming the extra that brings it.
+        TrackerError: it is missing; the message names the extra to install.
     """
     if importlib.util.find_spec(name) is None:
         raise TrackerError(
             f"logger.{name}_enabled=true needs the package {name}, which is not installed; "
-            f"pip install 'rl-launcher[{name}]', or set logger.{name}_enabled=false"
+            f"pip install 'rl-observe[{name}]', or set logger.{name}_enabled=false"
         )
 
 
 def import_client(name: str) -> ModuleType:
-    """The client's own module.
+    """Import the client's module.
 
     Raises:
-        TrackerError: it is not installed, or is broken.
+        TrackerError: it is not installed, or broken.
     """
     require_client(name)
     try:
@@ -81,7 +98,7 @@ def import_client(name: str) -> ModuleType:
 
 
 def flat(data: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The leaves of nested plain data by dotted key; a list is one leaf."""
+    """Yield the leaves of nested plain data by dotted key; a list is one leaf."""
     for name, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -89,25 +106,54 @@ def flat(data: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, ob
             yield f"{prefix}{name}", value
 
 
-# The service may be down for an hour; asking it at every step would only fill its log.
-_FIRST_PAUSE_S = 5.0
-_LONGEST_PAUSE_S = 300.0
-# Enough for a connection that breaks now and then; who is down for longer loses the figures, and the summary says so.
-_TRIES_AT_THE_END = 3
-_PAUSE_AT_THE_END_S = 2.0
+def start_tracker(
+    tracker: Tracker,
+    recipe: Mapping[str, object],
+    run: RunDirectory,
+    *,
+    known_as: str | None,
+    secrets: Secrets,
+    timeout_s: float = _START_TIMEOUT_S,
+) -> str:
+    """Call `tracker.start` with a timeout, and return the id of the run.
 
-Row = tuple[str, int, dict[str, float]]
+    Raises:
+        TrackerError: it raised, or did not respond in time. No message contains `secrets`.
+    """
+    answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def start() -> None:
+        try:
+            answers.put(tracker.start(recipe, run, known_as=known_as))
+        except Exception as error:  # noqa: BLE001 - clients raise anything; it is raised again below
+            answers.put(error)
+
+    # A daemon thread, so that a service that never responds does not keep Python from exiting.
+    threading.Thread(target=start, name=f"start-{tracker.name}", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_s)
+    except queue.Empty:
+        answer = TimeoutError(f"no response within {timeout_s:g} s")
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, TrackerError):
+        raise answer
+    reason = secrets.scrub(f"{type(answer).__name__}: {answer}".splitlines()[0])
+    raise TrackerError(
+        f"{tracker.name} could not be started: {reason}; nothing has been trained. Fix it, or set "
+        f"logger.{tracker.name}_enabled=false"
+    ) from None  # the chained error could show credentials
 
 
 class Delivery:
-    """One tracker that has been started, and what is still to be sent to it.
+    """Deliver metrics to a started tracker, from a thread of its own.
 
     Args:
         tracker: already started.
-        warn: is told of the first failure.
-        secrets: what no message may hold.
-        first_pause_s: seconds after a first failure in which nothing is tried; doubles with each further one.
-        end_pause_s: seconds between the last tries, when the run is over.
+        warn: called once, with the first failure; may be called from another thread.
+        secrets: removed from every message.
+        first_pause_s: seconds between a first failure and the next attempt; doubles with each further failure.
+        last_pause_s: seconds between the last attempts, when the run has ended.
     """
 
     def __init__(
@@ -117,11 +163,11 @@ class Delivery:
         warn: Callable[[str], None],
         secrets: Secrets | None = None,
         first_pause_s: float = _FIRST_PAUSE_S,
-        end_pause_s: float = _PAUSE_AT_THE_END_S,
+        last_pause_s: float = _LAST_PAUSE_S,
     ) -> None:
         self._tracker, self._warn, self._secrets = tracker, warn, secrets or Secrets()
-        self._first_pause_s, self._end_pause_s = first_pause_s, end_pause_s
-        self._rows: deque[Row] = deque()
+        self._first_pause_s, self._last_pause_s = first_pause_s, last_pause_s
+        self._rows: deque[tuple[str, int, dict[str, float]]] = deque()
         self._changed = threading.Condition()
         self._ending: tuple[Mapping[str, object], Status] | None = None
         self._finished = False
@@ -131,17 +177,17 @@ class Delivery:
         self._thread.start()
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Take one step's figures to be sent, those that are finite; returns at once."""
+        """Queue the finite metrics of one step; returns at once."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         with self._changed:
             self._rows.append((stage, step, finite))
             self._changed.notify()
 
     def finish(self, summary: Mapping[str, object], *, status: Status, timeout_s: float) -> dict[str, object]:
-        """Send what is left and the summary, wait for that at most so long, and say what became of it.
+        """Send what is left and the summary, wait at most `timeout_s`, and return the outcome.
 
         Returns:
-            `sent` and `lost` steps, `failures`, `finished` (whether the tracker knows that the run has ended), and the
+            `sent` and `lost` steps, `failures`, `finished` (whether the tracker knows that the run has ended), and
             `last_error` if there was one.
         """
         with self._changed:
@@ -149,15 +195,11 @@ class Delivery:
             self._changed.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._failed(TimeoutError(f"nothing more arrived within {timeout_s:g} s at the end"))
+            self._failed(TimeoutError(f"not everything was sent within {timeout_s:g} s at the end"))
         with self._changed:
-            outcome: dict[str, object] = {
-                "sent": self._sent,
-                "lost": len(self._rows),
-                "failures": self._failures,
-                "finished": self._finished,
-            }
-            return outcome if self._last_error is None else {**outcome, "last_error": self._last_error}
+            counts = {"sent": self._sent, "lost": len(self._rows), "failures": self._failures}
+            error = {} if self._last_error is None else {"last_error": self._last_error}
+            return {**counts, "finished": self._finished, **error}
 
     def _work(self) -> None:
         pause_s, not_before_s = self._first_pause_s, 0.0
@@ -170,18 +212,18 @@ class Delivery:
             if ending is not None:
                 self._end(*ending)
                 return
-            if not self._send_all():
+            if self._send_all():
+                pause_s = self._first_pause_s
+            else:
                 not_before_s = time.monotonic() + pause_s
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            else:
-                pause_s = self._first_pause_s
 
     def _send_all(self) -> bool:
         while self._rows:
             stage, step, values = self._rows[0]
             try:
                 self._tracker.log(stage, step, values)
-            except Exception as error:  # noqa: BLE001 - a client raises what it likes, and none of it may end a run
+            except Exception as error:  # noqa: BLE001 - clients raise anything, and none of it may end a run
                 self._failed(error)
                 return False
             with self._changed:
@@ -190,11 +232,11 @@ class Delivery:
         return True
 
     def _end(self, summary: Mapping[str, object], status: Status) -> None:
-        for tries_left in reversed(range(_TRIES_AT_THE_END)):
+        for attempts_left in reversed(range(_LAST_ATTEMPTS)):
             if self._send_all():
                 break
-            if tries_left:
-                time.sleep(self._end_pause_s)
+            if attempts_left:
+                time.sleep(self._last_pause_s)
         try:
             self._tracker.finish(summary, status=status)
         except Exception as error:  # noqa: BLE001 - as above
@@ -210,6 +252,6 @@ class Delivery:
             self._last_error = text
         if is_first:
             self._warn(
-                f"{self._tracker.name} could not be reached ({text}); the run goes on, nothing of it is lost in "
-                f"metrics.jsonl, and what is missing there is sent when it answers again"
+                f"{self._tracker.name} could not be reached ({text}); the run continues, metrics.jsonl is complete, "
+                f"and missing steps are sent when the service responds again"
             )

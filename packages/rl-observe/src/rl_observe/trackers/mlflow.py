@@ -1,6 +1,6 @@
-"""MLflow, by its client object: no global run, no global address, no artifacts.
+"""MLflow, through its client object: no global run, no global address, no artifacts.
 
-It does not know the server's credentials; the client takes them from its own variables.
+The client reads the server's credentials from its own environment variables.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["MlflowTracker"]
 
-# Limits of its REST interface.
-_PARAMS_A_CALL = 100
-_METRICS_A_CALL = 1000
-_LONGEST_VALUE = 6000
-_LONGEST_TAG = 5000
+# Limits of the REST API.
+_PARAMS_PER_CALL = 100
+_METRICS_PER_CALL = 1000
+_MAX_PARAM_LENGTH = 6000
+_MAX_TAG_LENGTH = 5000
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 class MlflowTracker:
-    """A `Tracker`. The recipe becomes parameters, the summary tags, and figures metrics named `stage/name`."""
+    """A `Tracker`. The recipe becomes parameters, the summary becomes tags, and metrics are named `stage/name`."""
 
     name = "mlflow"
 
@@ -40,7 +40,7 @@ class MlflowTracker:
         self._run_id = ""
 
     def start(self, recipe: Mapping[str, object], run: RunDirectory, *, known_as: str | None) -> str:
-        """Begin or continue the run that is `known_as`, its id; see `Tracker`."""
+        """Start a run, or continue the one with the id `known_as`; see `Tracker`."""
         mlflow = import_client("mlflow")
         self._entities = mlflow.entities
         address = (
@@ -53,12 +53,18 @@ class MlflowTracker:
             return known_as
         name = self._config.experiment_name
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment is not None else self._new_experiment(name, address, run)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            # Artifacts of a local store would otherwise go to the folder where the command was typed.
+            is_local = address.startswith("sqlite:")
+            artifacts = (run.path / "mlflow-artifacts").as_uri() if is_local else None
+            experiment_id = str(self._client.create_experiment(name, artifact_location=artifacts))
         created = self._client.create_run(experiment_id, run_name=self._config.run_name or run.path.name)
         self._run_id = str(created.info.run_id)
-        params = [self._entities.Param(_name(key), _text(value, _LONGEST_VALUE)) for key, value in flat(recipe)]
-        for start in range(0, len(params), _PARAMS_A_CALL):
-            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_A_CALL])
+        params = [self._entities.Param(_name(key), _text(value, _MAX_PARAM_LENGTH)) for key, value in flat(recipe)]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
         return self._run_id
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -68,30 +74,25 @@ class MlflowTracker:
             self._entities.Metric(_name(f"{stage}/{name}"), float(value), moment_ms, step)
             for name, value in values.items()
         ]
-        for start in range(0, len(metrics), _METRICS_A_CALL):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_A_CALL])
+        for start in range(0, len(metrics), _METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
         """Send the summary; see `Tracker`."""
         tags: Sequence[object] = [
-            self._entities.RunTag(_name(f"summary.{key}"), _text(value, _LONGEST_TAG)) for key, value in flat(summary)
+            self._entities.RunTag(_name(f"summary.{key}"), _text(value, _MAX_TAG_LENGTH))
+            for key, value in flat(summary)
         ]
-        for start in range(0, len(tags), _PARAMS_A_CALL):
-            self._client.log_batch(self._run_id, tags=tags[start : start + _PARAMS_A_CALL])
+        for start in range(0, len(tags), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, tags=tags[start : start + _PARAMS_PER_CALL])
         self._client.set_terminated(self._run_id, status=_STATUS[status])
-
-    def _new_experiment(self, name: str, address: str, run: RunDirectory) -> str:
-        # A local store would else have its artifacts in the folder where the command was typed.
-        is_local = address.startswith("sqlite:")
-        place = (run.path / "mlflow-artifacts").as_uri() if is_local else None
-        return str(self._client.create_experiment(name, artifact_location=place))
 
 
 def _name(name: str) -> str:
-    """Only the characters that it accepts in names."""
+    """Replace the characters that MLflow does not accept in names."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _text(value: object, longest: int) -> str:
+def _text(value: object, size: int) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+    return text if len(text) <= size else text[: size - 1] + "…"

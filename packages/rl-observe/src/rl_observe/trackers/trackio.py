@@ -1,4 +1,4 @@
-"""Trackio, by its client, on this machine. It starts no dashboard; `trackio show` does."""
+"""Trackio, through its client, on this machine. Open the dashboard with `trackio show`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TrackioTracker"]
 
 
 class TrackioTracker:
-    """A `Tracker`. Figures are named `stage/name`."""
+    """A `Tracker`. Metrics are named `stage/name`."""
 
     name = "trackio"
 
@@ -28,12 +28,12 @@ class TrackioTracker:
         self._run: Any = None
 
     def start(self, recipe: Mapping[str, object], run: RunDirectory, *, known_as: str | None) -> str:
-        """Begin or continue the run that is `known_as`, its name there; see `Tracker`."""
+        """Start a run, or continue the one with the name `known_as`; see `Tracker`."""
         trackio = import_client("trackio")
-        # Runs are found again by their names, and two run directories may well be called the same.
+        # Trackio identifies runs by name, and two run directories may have the same name.
         name = known_as or self._config.name or f"{run.path.name}-{secrets.token_hex(2)}"
-        with contextlib.redirect_stdout(io.StringIO()):  # it greets
-            # In a context of its own: what the client takes for the current run it finishes again when Python ends.
+        with contextlib.redirect_stdout(io.StringIO()):  # the client prints a greeting
+            # In a context of its own, or the client would finish its current run a second time when Python exits.
             self._run = contextvars.Context().run(
                 trackio.init,
                 project=self._config.project,
@@ -47,17 +47,17 @@ class TrackioTracker:
         return str(self._run.name)
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Hand over one step; see `Tracker`."""
+        """Send one step; see `Tracker`."""
         self._run.log({f"{stage}/{name}": value for name, value in values.items()}, step=step)
 
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
-        """Hand over the summary's numbers and wait until all is written; see `Tracker`."""
+        """Send the numbers of the summary and wait until all is written; see `Tracker`."""
         numbers = {
             f"summary/{name}": value
             for name, value in flat(summary)
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        with contextlib.redirect_stdout(io.StringIO()):  # it takes its leave
+        with contextlib.redirect_stdout(io.StringIO()):  # and a farewell
             if numbers:
                 self._run.log(numbers)
             self._run.finish()

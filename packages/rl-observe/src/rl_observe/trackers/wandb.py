@@ -1,6 +1,7 @@
-"""Weights & Biases, by its client. It does not collect what the client would by itself.
+"""Weights & Biases, through its client.
 
-That is: no console, command line, host name, code or list of packages, which may hold what must not be sent.
+Console output, command line, host name, code and package list, which the client collects by default and which may hold
+secrets, are not sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WandbTracker", "require_key"]
 
-# At the end of a run nobody wants to wait longer for what is left to be sent.
+# How long the end of a run waits for what is left to be sent.
 _FINISH_TIMEOUT_S = 60.0
 _INIT_TIMEOUT_S = 60.0
 
@@ -34,7 +35,7 @@ class WandbTracker:
         self._stages: set[str] = set()
 
     def start(self, recipe: Mapping[str, object], run: RunDirectory, *, known_as: str | None) -> str:
-        """Begin or continue the run that is `known_as`, its id; see `Tracker`."""
+        """Start a run, or continue the one with the id `known_as`; see `Tracker`."""
         wandb = import_client("wandb")
         run_id = known_as or secrets.token_hex(4)
         is_online = self._config.mode == "online"
@@ -45,7 +46,7 @@ class WandbTracker:
             mode=self._config.mode,
             dir=str(run.path),
             id=run_id,
-            # Offline the client continues nothing; `wandb sync` joins what has the same id.
+            # Offline, the client cannot resume; `wandb sync` joins runs with the same id.
             resume="allow" if is_online else None,
             config=dict(recipe),
             settings=wandb.Settings(
@@ -68,26 +69,26 @@ class WandbTracker:
         """Send one step; see `Tracker`."""
         axis = f"{stage}/step"
         if stage not in self._stages:
-            # The client's own steps only rise, and those of a stage begin at 0 again.
+            # The client's own step may only increase, and the steps of each stage start at 0.
             self._run.define_metric(axis, hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=axis)
             self._stages.add(stage)
         self._run.log({axis: step, **{f"{stage}/{name}": value for name, value in values.items()}})
 
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
-        """Send the summary and wait for what is left, at most a minute; see `Tracker`."""
+        """Send the summary and wait at most a minute until all is sent; see `Tracker`."""
         self._run.summary.update({name: value for name, value in flat(summary) if value is not None})
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
 def require_key() -> None:
-    """Refuse to go online without a key; where a terminal is there, the client would ask for one and wait.
+    """Refuse online mode without a key; on a terminal the client would prompt for one and wait.
 
     Raises:
-        TrackerError: there is none.
+        TrackerError: no key is configured.
     """
     if not os.environ.get("WANDB_API_KEY") and not import_client("wandb").login(prompt=False):
         raise TrackerError(
-            "logger.wandb.mode=online needs a key of Weights & Biases, and there is none; run `wandb login`, set "
-            "WANDB_API_KEY, or choose logger.wandb.mode=offline"
+            "logger.wandb.mode=online needs a key of Weights & Biases, and none is configured; run `wandb login`, set "
+            "WANDB_API_KEY, or set logger.wandb.mode=offline"
         )

@@ -3,15 +3,14 @@
 Knows no engine: whether sampling goes on while the policy trains is the recipe's choice, and the same parts serve both.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from rl_algorithms import async_grpo, grpo
-from rl_algorithms.background_collection import GatedEngine, gated
+from rl_algorithms.background_collection import gated
 from rl_algorithms.data import ShuffledBatches
-from rl_generation import Rollout
 from rl_launcher.build import sampling
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
@@ -110,18 +109,7 @@ def _at_the_same_time(
     prompts.load_state({**prompts.state(), "drawn": first})
     engine, alone = shared["engine"], config.weights == "between_calls"
     gated(engine, buffer=buffer, environment=shared["environment"] if alone else None)  # refuses judges that ask it
-    timed: GatedEngine[Any] = GatedEngine(_TimedEngine(engine, spans), buffer=buffer)
-    steps = async_grpo.train(prompts=prompts, config=config, buffer=buffer, **{**shared, "engine": timed})
+    steps = async_grpo.train(
+        prompts=prompts, config=config, buffer=buffer, **{**shared, "engine": engine.collecting(buffer, spans)}
+    )
     return Loop(steps=steps, state=buffer.state_dict)
-
-
-class _TimedEngine:
-    """An engine, each of whose calls is a span in its collector's lane. Behind the gate: waiting there is no call."""
-
-    def __init__(self, engine: Any, spans: SpanLog) -> None:
-        self._generate = spans.timed("generate", engine.generate)
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Any) -> Sequence[Rollout]:
-        """As the engine's."""
-        rollouts: Sequence[Rollout] = self._generate(prompts, sampling)
-        return rollouts
