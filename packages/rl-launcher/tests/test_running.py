@@ -19,11 +19,11 @@ from rl_algorithms import presets
 from rl_algorithms.objective import Objective
 from rl_launcher.checkpoints.disk import claimed
 from rl_launcher.cli import app
-from rl_launcher.errors import Refusal
+from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.inputs import load_dataset
 from rl_launcher.load_model import stop_token_ids
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import DataConfig, Recipe
 from rl_observe import RunDirectory
 from rl_observe.glossary import metric_of
@@ -183,7 +183,9 @@ def test_rows_that_the_model_cannot_read_are_left_out_of_all_stages_when_asked_f
 def test_data_of_which_no_row_can_be_read_is_refused_even_where_bad_rows_are_left_out(recipe, tmp_path):
     rows = [{"prompt": f"{digit}" * 40, "answer": "1"} for digit in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    with pytest.raises(ValueError, match=r"left out all \d held-out prompts; the first: .*:\d: the prompt has"):
+    with pytest.raises(
+        ValueError, match=r"none of the \d held-out prompts can be used; the first: .*:\d: the prompt has"
+    ):
         run_recipe(recipe, "data.on_bad_row=skip")
     assert not (tmp_path / "run").exists()
 
@@ -227,8 +229,8 @@ def test_the_shipped_recipe_of_dapo_is_the_preset(request):
     assert objective == presets.dapo(max_length=256, overlong_buffer=64)
 
 
-def test_the_objectives_that_the_readme_spells_are_the_presets():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+def test_the_objectives_that_the_reference_spells_are_the_presets():
+    readme = (Path(__file__).parents[1] / "REFERENCE.md").read_text()
     block = readme.partition("<!-- objectives -->")[2].partition("```yaml\n")[2].partition("```")[0]
     spelt = yaml.safe_load(block)
     assert len(spelt) >= 5
@@ -267,11 +269,38 @@ def test_a_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(request
     assert ("up to 10 batches of prompts" in explained) == (name == "dapo")
 
 
-def test_a_run_in_which_nothing_could_be_learnt_says_so(recipe, tmp_path, capsys):
+def test_a_run_that_never_stepped_fails_and_names_the_likely_causes(recipe, tmp_path):
     (tmp_path / "reward.py").write_text("def score(completions):\n    return [0.5] * len(completions)\n")
-    summary = run_recipe(recipe, "sft=null")
-    assert summary["steps"] == 0
-    assert "grpo took no step" in " ".join(capsys.readouterr().out.split())
+    result = CliRunner().invoke(app, ["run", str(recipe), "sft=null"])
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "grpo took no optimizer step: the rewards were equal within every group" in said
+    assert "rl-launcher try-reward RECIPE" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["ended_by"], summary["batches"], summary["steps"]) == ("no_signal", 4, 0)
+    assert not (tmp_path / "run" / "error.txt").exists()  # nothing was raised that a traceback would explain
+
+
+def test_batches_and_optimizer_steps_are_counted_apart(recipe, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(
+        "calls = []\n"
+        "def score(completions):\n"
+        "    calls.append(1)\n"
+        "    return [float(len(calls) == 3 and row % 2) for row, _ in enumerate(completions)]\n"
+    )
+    summary = run_recipe(recipe, "sft=null", "evaluation.every=0")  # calls 1 and 2 are the evaluation before
+    assert (summary["batches"], summary["steps"]) == (4, 2)
+    assert "grpo  2/8 (+6 without a signal)" in capsys.readouterr().out
+
+
+def test_the_condition_no_signal_quotes_two_responses_with_their_rewards(recipe, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(completions):\n    return [0.25] * len(completions)\n")
+    with pytest.raises(RunStoppedError):
+        run_recipe(recipe, "sft=null", "health={no_signal_batches: 2, on_no_signal: stop}")
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    assert [event["name"] for event in events] == ["no_signal", "no_signal"]  # it was noticed, and ended the run
+    assert events[0]["step"] == 4
+    assert events[0]["message"].count("0.25") == 2
 
 
 def test_trainer_and_engine_agree_at_another_temperature_too(recipe, tmp_path):

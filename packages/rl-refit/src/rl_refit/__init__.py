@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_refit.bindings import Binding
 from rl_refit.config import RefitConfig
-from rl_refit.contracts import Coverage, WeightSink, WeightSource
+from rl_refit.contracts import Coverage, NamedShard, ShardBox, WeightSink, WeightSource
+from rl_refit.counted import CountedRefit
 from rl_refit.digest import Digest, digest_regions, digest_tensor
 from rl_refit.errors import (
     AbortedError,
@@ -65,6 +66,7 @@ __all__ = [
     "AbortedError",
     "Binding",
     "Broadcast",
+    "CountedRefit",
     "Coverage",
     "CoverageError",
     "CudaIpc",
@@ -77,6 +79,7 @@ __all__ = [
     "Manifest",
     "ModuleSink",
     "ModuleSource",
+    "NamedShard",
     "PeerError",
     "PointToPoint",
     "PoisonedError",
@@ -88,6 +91,7 @@ __all__ = [
     "Region",
     "Rendezvous",
     "Route",
+    "ShardBox",
     "SharedMemory",
     "SharedMemoryRing",
     "StateDictSource",

@@ -399,6 +399,14 @@ class RefitReport:
         """Seconds of all phases."""
         return sum(self.seconds.values())
 
+    def metrics(self) -> dict[str, float]:
+        """For a log: bytes, seconds, and 1 if digests of both sides were compared, else 0."""
+        return {
+            "refit_bytes": float(self.bytes),
+            "refit_s": sum(self.seconds.values()),
+            "refit_verified": float(self.digest is not None),
+        }
+
     def explain(self) -> str:
         """One line for people."""
         phases = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in self.seconds.items())
