@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 from rl_launcher.bundled_recipes import shipped_recipes
 from rl_launcher.cli import app
 from rl_launcher.cli.arguments import complete_keys, complete_recipes
+from rl_launcher.cli.console import or_refuse
 
 COMMANDS = {
     "run",
     "resume",
     "explain",
     "validate",
+    "try-reward",
     "evaluate",
     "report",
     "export",
@@ -67,7 +69,7 @@ def test_help_lists_every_command_and_the_exit_codes():
     assert result.exit_code == 0
     for command in COMMANDS:
         assert command in result.output
-    for meaning in ("0 it holds", "2 refused or misused", "75 saved and ended", "130 interrupted"):
+    for meaning in ("0 it holds", "2 refused or misused", "75 saved and ended at its time limit", "130 interrupted"):
         assert meaning in said(result)
 
 
@@ -79,7 +81,11 @@ def test_names_of_shipped_recipes_and_keys_complete():
 
 def test_a_shipped_recipe_is_run_by_its_name_and_a_misspelt_one_is_answered():
     assert "quickstart" in shipped_recipes()
-    assert invoke("validate", "quickstart").exit_code == 0
+    valid = invoke("validate", "quickstart", "--json")
+    assert valid.exit_code == 0
+    ok, figures = valid.stdout.splitlines()
+    assert ok == "OK: quickstart: sft (100 steps), then grpo (480 steps); run directory runs/quickstart"
+    assert json.loads(figures)["stages"] == ["sft", "grpo"]
     result = invoke("validate", "quikstart")
     assert result.exit_code == 2
     assert "did you mean quickstart?" in said(result)
@@ -101,11 +107,11 @@ def test_keys_below_a_prefix_are_printed_and_a_wrong_prefix_is_answered():
     assert "did you mean grpo.async_grpo" in said(wrong)
 
 
-@pytest.mark.parametrize("command", ["validate", "explain"])
+@pytest.mark.parametrize("command", [["validate", "--print"], ["explain"]], ids=["validate", "explain"])
 def test_credentials_are_not_printed(recipe, command):
     long, short = "verysecret" * 9, "zebrasecret"
     variables = f"cluster.env_vars={{MY_TOKEN: {long}, MY_PASSWORD: {short}, NCCL_DEBUG: INFO}}"
-    result = invoke(command, recipe, variables)
+    result = invoke(*command, recipe, variables)
     assert result.exit_code == 0, result.output
     assert "verysecret" not in result.output
     assert short not in result.output
@@ -122,7 +128,7 @@ def test_a_path_to_a_shipped_recipe_that_is_not_there_is_answered_with_its_name(
     monkeypatch.chdir(tmp_path)
     result = invoke("validate", "recipes/grpo.yaml")
     assert result.exit_code == 2
-    assert "a recipe of that name is shipped: say grpo in its place" in said(result)
+    assert "a recipe of that name is shipped: write grpo instead" in said(result)
 
 
 def test_a_file_that_cannot_be_written_is_answered_in_words(tmp_path):
@@ -130,6 +136,23 @@ def test_a_file_that_cannot_be_written_is_answered_in_words(tmp_path):
     assert result.exit_code == 2
     assert f"there is no folder {tmp_path}/none; make it" in said(result)
     assert "Errno" not in result.output
+
+
+def test_the_whole_traceback_of_an_error_is_printed_where_asked(monkeypatch):
+    def fail(*_, **__):
+        return {}["nothing"]
+
+    monkeypatch.setattr("rl_launcher.bundled_recipes.shipped_recipes", fail)
+    with pytest.raises(KeyError):  # a bug of ours is not turned into a refusal
+        or_refuse(fail)
+    with pytest.raises(KeyError):
+        or_refuse(fail, traceback=True)
+
+
+def test_the_command_line_is_a_module_too():
+    finished = subprocess.run([sys.executable, "-m", "rl_launcher", "--help"], capture_output=True, text=True)
+    assert finished.returncode == 0
+    assert "Usage: rl-launcher" in finished.stdout
 
 
 def test_the_version_is_printed():

@@ -15,7 +15,7 @@ from rl_launcher.build import build
 from rl_launcher.checks.explain import explain
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe
-from rl_launcher.run.run import resume, run
+from rl_launcher.run import resume, run
 from rl_launcher.run.stages import dpo as stage_pairs
 from rl_launcher.schema import Recipe
 
@@ -267,7 +267,7 @@ def test_a_run_does_not_go_on_with_other_pairs(preferences, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("key", ["num_prompts", "num_generations_per_prompt", "pairs_per_prompt"])
 def test_keys_of_sampling_are_refused_beside_given_pairs(preferences, key):
-    with pytest.raises(RecipeError, match=rf"{key}=6 says how answers are sampled .* leave {key} out"):
+    with pytest.raises(RecipeError, match=rf"{key}=6 concerns responses sampled to make pairs, .* leave {key} out"):
         load(preferences, f"dpo.{key}=6")
     assert getattr(load(preferences, f"dpo.{key}=6", "dpo.pairs=sampled", "env.reward=a.py:b").value.dpo, key) == 6
 

@@ -164,7 +164,7 @@ def test_files_inherit_and_a_section_can_replace_what_it_inherits(tmp_path):
     assert translation.problems == ()
     assert translation.recipe["grpo"]["max_num_steps"] == 20
     assert "math" not in read(tmp_path / "child.yaml")["env"]
-    assert notes(translation, "fill_in")["env.reward"] == "the function that judges an answer"
+    assert notes(translation, "fill_in")["env.reward"] == "the function that scores a response"
     assert translation.recipe["policy"]["generation"]["colocated"] == {"enabled": False, "resources": {"num_nodes": 1}}
 
 
@@ -287,8 +287,8 @@ def test_sft_dpo_and_distillation_have_stages_too(tmp_path):
     assert given.recipe["data"] == {"source": "theirs.jsonl", "columns": {"chosen": "better"}}
     ranked = theirs.replace("BinaryPreferenceDataset", "PreferenceDataset")
     listed = translate(written(tmp_path, DPO.replace("dataset_name: HelpSteer3", ranked), "ranked.yaml"))
-    assert "ranks answers within a row" in notes(listed, "fill_in")["data.source"]
-    assert notes(dpo, "untranslated")["policy.optimizer.name"] == "AdamW stands in its place"
+    assert "ranks responses within a row" in notes(listed, "fill_in")["data.source"]
+    assert notes(dpo, "untranslated")["policy.optimizer.name"] == "AdamW is used instead"
 
     distilled = translate(written(tmp_path, DISTILLATION))
     assert distilled.problems == ()
@@ -324,7 +324,7 @@ def test_interpolations_are_worked_out_as_omegaconf_does():
         ("sft: {max_num_steps: 1}", "names no model"),
         ("defaults: none.yaml", "there is no file .*none.yaml, inherited through"),
         ("defaults: theirs.yaml", "inherits itself"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not valid YAML"),
         ("- a", "holds no sections"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rl_launcher.recipe_files import Problem, RecipeError, load_recipe
+from rl_launcher.schema import Recipe as RealRecipe
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 GOOD = "grpo: {max_num_steps: 3}\n"
@@ -114,7 +115,7 @@ def test_a_duplicate_key_names_both_places(tmp_path: Path) -> None:
         ("tags: &t [*t]\n", "an anchor contains itself"),
         ("grpo: &g {<<: *g}\n", "an anchor contains itself"),
         ("grpo: {<<: 3}\n", "`<<` takes a mapping"),
-        ("? [a, b]\n: 1\n", "a key is a word"),
+        ("? [a, b]\n: 1\n", "a key must be a scalar"),
     ],
 )
 def test_only_plain_data_is_read(tmp_path: Path, text: str, message: str) -> None:
@@ -141,6 +142,29 @@ def test_a_missing_base_names_the_chain(tmp_path: Path) -> None:
         f"{tmp_path}/recipe.yaml → {tmp_path}/b.yaml → {tmp_path}/gone.yaml"
     )
     assert str(problem.where) == f"{tmp_path / 'b.yaml'}:1"
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo.yaml"])
+@pytest.mark.parametrize("own", ["mine.yaml", "grpo.yaml"])
+def test_defaults_find_a_shipped_recipe_by_its_name(tmp_path: Path, name: str, own: str) -> None:
+    (tmp_path / own).write_text(f"defaults: {name}\ngrpo: {{max_num_steps: 77}}\n")
+    resolved = load_recipe(tmp_path / own, schema=RealRecipe)
+    assert resolved.value.grpo is not None
+    assert resolved.value.grpo.max_num_steps == 77
+    assert str(resolved.origins["grpo.num_prompts"]).startswith("shipped grpo.yaml:")
+
+
+def test_a_file_beside_a_recipe_goes_before_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("seed: 5\n")
+    (tmp_path / "mine.yaml").write_text("defaults: grpo.yaml\n" + GOOD)
+    assert load_recipe(tmp_path / "mine.yaml", schema=Recipe).value.seed == 5
+
+
+def test_the_hint_of_a_missing_base_never_names_the_recipe_itself(tmp_path: Path) -> None:
+    problem = only(refused(tmp_path, "defaults: recipes.yaml\n"))
+    assert f"{tmp_path}/recipe.yaml?" not in problem.hint
+    assert "rl-launcher recipes copy" in problem.hint
+    assert "did you mean the shipped recipe grpo-2node?" in only(refused(tmp_path, "defaults: grpo-2nodes\n")).hint
 
 
 @pytest.mark.parametrize("value", ["3", "null", "{a: b}", "[a.yaml, 3]"])
@@ -185,7 +209,7 @@ def test_an_override_is_held_to_the_schema_like_a_file(tmp_path: Path) -> None:
 
 def test_an_item_of_a_list_cannot_be_overridden(tmp_path: Path) -> None:
     problem = only(refused(tmp_path, GOOD + "tags: [a]", "tags.0=b"))
-    assert problem.hint == "a list is replaced whole: key=[…]"
+    assert problem.hint == "a list is replaced as a whole: key=[…]"
 
 
 def test_a_missing_variable_names_key_line_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +239,14 @@ class Lax:
 class HoldsLax:
     __pydantic_config__: ClassVar[dict[str, object]] = CONFIG
 
-    inner: dict[str, list[Lax] | None] = field(default_factory=dict)
+    inner: Lax | None = None
+
+
+@dataclass(frozen=True)
+class HoldsSeveral:
+    __pydantic_config__: ClassVar[dict[str, object]] = CONFIG
+
+    inner: dict[str, list[GRPO] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -229,6 +260,7 @@ class ClaimsDefaults:
     ("schema", "message"),
     [
         (HoldsLax, "Lax needs __pydantic_config__ = .*'extra': 'forbid'.*, got none"),
+        (HoldsSeveral, "HoldsSeveral.inner: a key holds one section"),
         (ClaimsDefaults, "ClaimsDefaults.defaults: recipes inherit through this key"),
         (dict, "a schema is a dataclass"),
     ],

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from rl_launcher.recipe_files import RecipeError, load_recipe, resolve_path
+from rl_launcher.recipe_files import RecipeError, load_recipe
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -58,7 +59,6 @@ class Recipe:
     color: Color = Color.RED
     kind: Literal["grpo", "dpo"] = "grpo"
     seed: int | str | None = None
-    stages: list[Policy | Evaluation] = field(default_factory=list)
 
 
 def write(directory: Path, text: str, name: str = "recipe.yaml") -> Path:
@@ -101,11 +101,6 @@ def test_plain_data_becomes_the_types_of_the_schema(tmp_path: Path) -> None:
     assert loaded == Recipe(
         out=Path("a/b"), color=Color.RED, kind="dpo", seed="abc", evaluation=Evaluation(names=("x", "y"))
     )
-
-
-def test_a_union_of_sections_is_told_apart_by_its_keys(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "stages: [{layers: 3}, {every: 2}]")
-    assert loaded.stages == [Policy(layers=3), Evaluation(every=2)]
 
 
 def test_anchors_and_merge_keys_are_plain_yaml(tmp_path: Path) -> None:
@@ -225,17 +220,50 @@ def test_origins_cannot_be_changed(tmp_path: Path) -> None:
         resolved.origins["seed"] = resolved.origins["on"]  # type: ignore[index]
 
 
-def test_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert resolve_path("a/b") == tmp_path / "a/b"
-    assert resolve_path(Path("a"), Path("/base")) == Path("/base/a")
-    assert resolve_path("/a", Path("/base")) == Path("/a")
-    assert resolve_path("~/a") == Path("/home/ada/a")
-
-
 def test_a_byte_order_mark_is_not_a_key(tmp_path: Path) -> None:
     assert load(tmp_path, "\ufeffseed: 1").seed == 1
+
+
+def test_a_recipe_may_be_a_dict_of_python_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "text: base\nseed: 1", "base.yaml")
+    recipe = {"defaults": "base.yaml", "out": Path("a/b"), "color": Color.RED, "evaluation": Evaluation(names=("x",))}
+    resolved = load_recipe(recipe, schema=Recipe)
+    assert resolved.value == Recipe(text="base", seed=1, out=Path("a/b"), evaluation=Evaluation(names=("x",)))
+    assert str(resolved.origins["out"]) == "Python"
+    assert str(resolved.origins["text"]) == "base.yaml:1"
+
+
+def test_overrides_may_be_python_values_by_dotted_or_nested_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, "policy: {name: a, layers: 1}")
+    overrides = {"policy": {"layers": 3}, "policy.optimizer.lr": 1e-5, "evaluation": None, "tags": ["x"], "text": "1"}
+    resolved = load_recipe(path, schema=Recipe, overrides=overrides)
+    assert resolved.value == Recipe(policy=Policy(name="a", layers=3, optimizer=Adam(lr=1e-5)), tags=["x"], text="1")
+    assert str(resolved.origins["policy.layers"]) == "Python keyword policy"
+    assert str(resolved.origins["policy.optimizer.lr"]) == "Python keyword policy.optimizer.lr"
+    assert resolved.origins["policy.name"].file == path
+
+
+@pytest.mark.parametrize(
+    "load_it",
+    [lambda given: load_recipe(given, schema=Recipe), lambda given: load_recipe({}, schema=Recipe, overrides=given)],
+)
+def test_a_python_value_that_is_no_plain_data_is_refused_by_its_key(load_it: Callable[[object], object]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_it({"policy": {"name": print}})
+    (problem,) = caught.value.problems
+    assert problem.key == "policy.name"
+    assert problem.message == "a value of type builtin_function_or_method cannot be written into a recipe"
+    assert str(caught.value).startswith("recipe given in Python is refused: 1 problem\nPython")
+
+
+def test_a_python_override_is_held_to_the_schema_like_a_text(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe({}, schema=Recipe, overrides={"policy.layrs": 3, "": 1})
+    assert [str(problem).splitlines()[0] for problem in caught.value.problems] == [
+        "Python keyword : '' is not a dotted key",
+        "Python keyword policy.layrs: policy.layrs: unknown key in section policy",
+    ]
 
 
 def test_errors_survive_pickling(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ class Recipe:
     seed: int | str | None = None
     """Where randomness starts."""
 
-    stages: list[Adam | Evaluation] = field(default_factory=list)
-    """One after the other."""
+    names: str | tuple[str, ...] = ()
+    """One or several."""
 
 
 GOOD = "policy: {model_name: tiny}\n"
@@ -113,7 +113,7 @@ def only(error: RecipeError) -> Problem:
         ("grpo: {max_steps: 1}", "grpo.max_steps", "grpo.max_num_steps"),
         ("max_num_steps: 1", "max_num_steps", "grpo.max_num_steps"),
         ("grpo_max_num_steps: 1", "grpo_max_num_steps", "grpo.max_num_steps"),
-        ("learning_rate: 1", "learning_rate", "policy.optimizer.learning_rate or stages[].learning_rate"),
+        ("learning_rate: 1", "learning_rate", "policy.optimizer.learning_rate"),
         ("optimizer: {betas: [1, 2]}", "optimizer", "policy.optimizer"),
         ("evaluation: {evry: 1}", "evaluation.evry", "evaluation.every"),
         ("GRPO: {}", "GRPO", "grpo"),
@@ -136,12 +136,6 @@ def test_an_unknown_key_like_no_other_lists_the_valid_ones(tmp_path: Path) -> No
 def test_a_dotted_key_in_a_file_is_told_to_be_nested(tmp_path: Path) -> None:
     problem = only(refused(tmp_path, GOOD + "grpo.shuffle: true"))
     assert problem.hint.startswith("dots join keys in overrides only")
-
-
-def test_an_unknown_key_in_a_list_of_sections_is_found(tmp_path: Path) -> None:
-    problem = only(refused(tmp_path, GOOD + "stages:\n  - every: 3\n  - every: 2\n    evry: 1\n"))
-    assert (problem.key, problem.where.line) == ("stages.1.evry", 5)
-    assert problem.hint == "did you mean stages.1.every? valid keys here: every"
 
 
 def test_a_missing_key_points_at_its_section_and_says_what_it_is(tmp_path: Path) -> None:
@@ -167,6 +161,8 @@ def test_a_missing_section_points_at_the_file(tmp_path: Path) -> None:
         ("evaluation: true", "evaluation", "given true, wanted section | null", "Off by default."),
         ("tags: a", "tags", 'given "a" (a string), wanted list[str]', "Words."),
         ("tags: [a, 1]", "tags.1", "given 1, wanted str", "write it in quotes"),
+        ("names: 3", "names", "given 3, wanted str | tuple[str, ...]", "write it in quotes"),
+        ("names: [a, 3]", "names.1", "given 3, wanted str", "write it in quotes"),
         ("seed: [1]", "seed", "given [1] (a list), wanted int | str | null", "Where randomness starts."),
     ],
 )

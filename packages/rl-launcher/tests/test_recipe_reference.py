@@ -52,8 +52,8 @@ class Recipe:
     """How weights move."""
 
     other: Adam | None = None
-    stages: list[Stage] = field(default_factory=list)
-    named: dict[str, Adam | int] = field(default_factory=dict)
+    stage: Stage | None = None
+    named: dict[str, float | int] = field(default_factory=dict)
 
 
 def test_the_reference_has_a_row_for_every_key() -> None:
@@ -69,11 +69,10 @@ def test_the_reference_has_a_row_for_every_key() -> None:
         "| `adam.lr` | `float` | `2.0` | Size of a step, e.g. 1e-3. |",
         "| `other` | `section \\| null` | `null` |  |",
         "| `other.lr` | `float` | `0.001` | Size of a step, e.g. 1e-3. |",
-        "| `stages` | `list[section]` | `[]` |  |",
-        "| `stages[].steps` | `int` | required | How long. |",
-        "| `stages[].then` | `section \\| null` | `null` | What follows. |",
-        "| `named` | `dict[str, section \\| int]` | `{}` |  |",
-        "| `named.<name>.lr` | `float` | `0.001` | Size of a step, e.g. 1e-3. |",
+        "| `stage` | `section \\| null` | `null` |  |",
+        "| `stage.steps` | `int` | required | How long. |",
+        "| `stage.then` | `section \\| null` | `null` | What follows. |",
+        "| `named` | `dict[str, float \\| int]` | `{}` |  |",
     ]
 
 

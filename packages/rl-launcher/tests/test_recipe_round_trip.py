@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.recipe_files.load import escape, resolve
-from rl_launcher.recipe_files.problems import default_node
-from rl_launcher.recipe_files.yaml_source import RecipeDumper, dump, merge
+from rl_launcher.recipe_files.nodes import merge, node_of
+from rl_launcher.recipe_files.yaml_source import RecipeDumper, dump
 
 CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -39,7 +39,7 @@ class Tree:
     leaf: Leaf = field(default_factory=lambda: Leaf(number=7.0))
     off: Leaf | None = None
     words: dict[str, float | str | None] = field(default_factory=dict)
-    leaves: list[Leaf] = field(default_factory=list)
+    last: Leaf = field(default_factory=Leaf)
 
 
 TRAPS = [
@@ -74,7 +74,7 @@ trees = st.builds(
     leaf=leaves,
     off=st.none() | leaves,
     words=st.dictionaries(texts, st.none() | texts | floats, max_size=3),
-    leaves=st.lists(leaves, max_size=2),
+    last=leaves,
 )
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | texts,
@@ -95,7 +95,7 @@ def load(text: str, *overrides: str) -> Any:
 
 def written(tree: Tree) -> str:
     """Return a recipe that sets every key by hand."""
-    return resolve(tree, default_node({})).to_yaml()
+    return resolve(tree, node_of({})).to_yaml()
 
 
 def flow(data: object) -> str:
@@ -122,7 +122,7 @@ def test_an_override_changes_its_key_and_nothing_else(tree: Tree, count: int, nu
     assert resolved.value.count == count
     assert resolved.value.leaf == leaf
     assert resolved.value.off == off
-    assert (resolved.value.text, resolved.value.words, resolved.value.leaves) == (tree.text, tree.words, tree.leaves)
+    assert (resolved.value.text, resolved.value.words, resolved.value.last) == (tree.text, tree.words, tree.last)
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,9 +135,9 @@ def test_what_is_written_means_the_same_to_a_yaml_1_1_reader(data: Any) -> None:
 @given(mappings, mappings, mappings)
 def test_merging_has_a_neutral_element_is_idempotent_and_is_what_one_would_write(a: Any, b: Any, c: Any) -> None:
     def merged(*parts: Any) -> Any:
-        result = default_node(parts[0])
+        result = node_of(parts[0])
         for part in parts[1:]:
-            result = merge(result, default_node(part))
+            result = merge(result, node_of(part))
         return result.plain()
 
     def expected(base: Any, over: Any) -> Any:

@@ -1,6 +1,7 @@
 """Every shipped recipe is valid, can be placed and explained without its weights; those for a CPU run, made small."""
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 from rl_launcher.bundled_recipes import SCHEMA_FILE, about, copy_recipe, shipped_recipes
 from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
-from rl_launcher.recipe_files import json_schema, load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.recipe_files import RecipeError, json_schema, load_recipe, reference
+from rl_launcher.recipe_files.problems import DEFAULT
+from rl_launcher.recipe_files.yaml_source import compose
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 RECIPES = shipped_recipes()
@@ -110,10 +113,120 @@ def test_a_model_that_cannot_be_had_is_said_to_be_unknown_and_the_rest_is_explai
 @pytest.mark.parametrize("name", SHORT)
 def test_a_shipped_recipe_for_a_cpu_runs(name, tmp_path):
     short = [*SHORT[name], f"run_dir={tmp_path}/run", "evaluation.every=0", "evaluation.max_prompts=8"]
-    warm = [f"{stage}.optimizer.warmup_steps=0" for stage in load_recipe(RECIPES[name], schema=Recipe).value.stages]
-    summary = run(load_recipe(RECIPES[name], schema=Recipe, overrides=[*short, *warm]))
+    summary = run(load_recipe(RECIPES[name], schema=Recipe, overrides=short))
     assert summary["steps"] > 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+TRAINING = [name for name in RECIPES if name != "evaluate"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_short_smoke_run_of_a_shipped_recipe_is_valid_and_a_shortened_warm_up_is_said(name):
+    stages = load_recipe(RECIPES[name], schema=Recipe).value.stages
+    for steps in (1, 2):
+        short = [f"{stage}.max_num_steps={steps}" for stage in stages]
+        resolved = load_recipe(RECIPES[name], schema=Recipe, overrides=short)
+        for stage, before in stages.items():
+            after, batch = resolved.value.stages[stage], getattr(before, "steps_per_generation", 1)
+            assert after.max_num_steps == max(steps, batch)
+            warmup = before.optimizer.warmup_steps
+            assert after.optimizer.warmup_steps == (
+                warmup if warmup < after.max_num_steps else after.max_num_steps // 2
+            )
+            said = "\n".join(resolved.notes)
+            raised = [note for note in resolved.notes if note.startswith(f"{stage}.max_num_steps={steps} ")]
+            assert len(raised) == (batch > steps)
+            shortened = f"{stage}.optimizer.warmup_steps={warmup} (shipped "
+            assert (shortened in said) == (after.optimizer.warmup_steps != warmup)
+
+
+def test_a_run_is_not_made_shorter_than_a_batch_of_rollouts_where_the_user_set_both():
+    overrides = ["grpo.max_num_steps=2", "grpo.steps_per_generation=4"]
+    with pytest.raises(RecipeError, match="max_num_steps=2 must be a multiple of steps_per_generation=4"):
+        load_recipe(RECIPES["quickstart"], schema=Recipe, overrides=overrides)
+
+
+def test_validate_and_explain_say_that_a_warm_up_was_shortened():
+    result = CliRunner().invoke(app, ["validate", "quickstart", "sft.max_num_steps=2", "grpo.max_num_steps=2"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "grpo.optimizer.warmup_steps=40 (shipped quickstart.yaml:34) is shortened to 2, since" in said
+    assert 'grpo.max_num_steps=2 (override "grpo.max_num_steps=2")' in said
+    assert "is raised to 4, the optimizer steps of one batch of rollouts" in said
+    assert said.index("OK: quickstart") > said.index("is shortened")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["grpo.max_num_steps=4", "grpo.optimizer.warmup_steps=9"], "grpo.optimizer.warmup_steps=9"),
+        (["grpo.optimizer.warmup_steps=9000"], "grpo.optimizer.warmup_steps=9000"),
+    ],
+)
+def test_a_warm_up_that_the_user_made_too_long_is_refused_with_the_override_and_the_remedy(overrides, blamed):
+    result = CliRunner().invoke(app, ["validate", "quickstart", *overrides])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert f'override "{blamed}": grpo.optimizer.warmup_steps: {blamed} must be less than' in said
+    assert "; set grpo.optimizer.warmup_steps=" in said
+
+
+def test_a_recipe_of_ones_own_may_shorten_what_it_starts_from_but_not_contradict_itself(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: grpo\ngrpo: {max_num_steps: 4}\n")
+    resolved = load_recipe(file, schema=Recipe)
+    assert resolved.value.grpo.optimizer.warmup_steps == 2
+    assert str(resolved.origins["grpo.optimizer.warmup_steps"]) == f"{file}:2"
+    file.write_text("defaults: grpo\ngrpo: {max_num_steps: 4, optimizer: {warmup_steps: 4}}\n")
+    with pytest.raises(
+        RecipeError, match=r"mine.yaml:2:\d+: grpo.optimizer.warmup_steps: .* set grpo.optimizer.warmup_steps=2"
+    ):
+        load_recipe(file, schema=Recipe)
+
+
+FOREIGN = compose(
+    (Path(__file__).parents[1] / "src/rl_launcher/schema/foreign_keys.yaml").read_text(), lambda *_: DEFAULT
+)
+
+
+def test_every_key_that_a_foreign_key_is_answered_with_exists():
+    table, problems = FOREIGN
+    assert problems == []  # such as a key that is written twice
+    valid = [row.split("`")[1] for row in reference(Recipe).splitlines()[2:]]
+    for theirs, entry in table.plain().items():
+        keys = entry["keys"] if isinstance(entry, dict) else entry
+        for key in [keys] if isinstance(keys, str) else keys:
+            fitting = [each for each in valid if fnmatch(each, key)]
+            assert fitting, f"{theirs}: {key}"
+        assert theirs not in valid, f"{theirs} is a key of ours"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("grpo.rollouts_per_prompt=4", "did you mean grpo.num_generations_per_prompt?"),
+        ("num_generations=4", "did you mean grpo.num_generations_per_prompt?"),
+        ("rollout.n=4", "did you mean grpo.num_generations_per_prompt?"),
+        ("actor_rollout_ref.rollout.n=4", "did you mean grpo.num_generations_per_prompt?"),
+        ("grpo.max_completion_length=9", "did you mean policy.generation.max_new_tokens?"),
+        ("grpo.max_new_tokens=9", "did you mean policy.generation.max_new_tokens?"),
+        ("grpo.temperature=0.9", "did you mean policy.generation.temperature?"),
+        ("grpo.learning_rate=1e-5", "did you mean grpo.optimizer.lr?"),
+        ("learning_rate=1e-5", "did you mean sft.optimizer.lr or grpo.optimizer.lr?"),
+        ("grpo.beta=0.1", "did you mean grpo.objective.kl.weight?"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "did you mean grpo.objective.kl.weight?"),
+        ("grpo.epsilon=0.2", "did you mean grpo.objective.ratio.clip_low and grpo.objective.ratio.clip_high?"),
+        ("clip_ratio=0.2", "did you mean grpo.objective.ratio.clip_low and grpo.objective.ratio.clip_high?"),
+        ("per_device_train_batch_size=2", "did you mean policy.dtensor_cfg.micro_batch_size?"),
+        ("grpo.num_train_epochs=2", "did you mean grpo.max_num_steps? A run is measured in optimizer steps"),
+    ],
+)
+def test_keys_of_trl_and_verl_are_answered_with_the_right_ones(override, hint):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(RECIPES["quickstart"], schema=Recipe, overrides=[override])
+    (problem,) = caught.value.problems
+    assert hint in problem.hint
 
 
 def test_the_schema_for_editors_is_the_recipes():

@@ -45,10 +45,10 @@ CASES = {
     "a name that no prompt has": (["data.columns={{promt: prompt}}"], ["no 'promt'", "'prompt' is the nearest"]),
     "a split of a file": (["data.split=train"], ["split='train' is for data sets", "leave it out"]),
     "a file of another kind": (["data.source={folder}/reward.py"], ["is of no known kind", ".parquet"]),
-    "nothing that judges": (["env.reward=null"], ["none of them: an answer is judged by one of", "give one"]),
+    "nothing that judges": (["env.reward=null"], ["none of them: a response gets its reward from one of", "give one"]),
     "reward and rewards": (
         ["env.rewards={{right: a.py:b}}"],
-        ["an answer is judged by one of `reward`", "set the others to null"],
+        ["a response gets its reward from one of `reward`", "set the others to null"],
     ),
     "a weight of no reward": (["env.weights={{right: 2}}"], ["weights names right", "not named"]),
     "one of the rewards is none": (

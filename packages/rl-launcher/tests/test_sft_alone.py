@@ -14,8 +14,8 @@ from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.inputs import load_dataset
 from rl_launcher.recipe_files import RecipeError, load_recipe
+from rl_launcher.run import resume, run
 from rl_launcher.run.evaluate import Evaluator
-from rl_launcher.run.run import resume, run
 from rl_launcher.schema import Recipe
 from rl_observe.glossary import metric_of
 
@@ -263,9 +263,9 @@ GRPO = "grpo={max_num_steps: 2, num_prompts: 2, num_generations_per_prompt: 2, o
             ["distill", "env is missing"],
         ),
         (["dpo={max_num_steps: 2, optimizer: {lr: 0.01}}"], ["dpo", "env is missing", "dpo.pairs=data"]),
-        (["checkpointing.keep_top_k=1"], ["metric_name=held_out_greedy", "say metric_name=held_out_loss"]),
-        (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt=4 is about answers that are judged"]),
-        (["evaluation.pass_reward=0.5"], ["evaluation.pass_reward=0.5 is about", "leave the key out, or write env:"]),
+        (["checkpointing.keep_top_k=1"], ["metric_name=held_out_greedy", "set metric_name=held_out_loss"]),
+        (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt=4 concerns responses with rewards"]),
+        (["evaluation.pass_reward=0.5"], ["evaluation.pass_reward=0.5 concerns", "leave the key out, or write env:"]),
         (["sft.train_on=last"], ["sft.train_on", "last_turn"]),
     ],
 )

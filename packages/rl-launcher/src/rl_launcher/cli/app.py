@@ -1,4 +1,4 @@
-"""The commands under their names, and the exit codes that all of them keep to."""
+"""The names of the commands, and the exit codes that all of them share."""
 
 from collections.abc import Callable
 from importlib import metadata
@@ -6,17 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_launcher.cli import cluster_commands as machines
-from rl_launcher.cli import recipe_commands as knowing
-from rl_launcher.cli import run_commands as measuring
-from rl_launcher.cli import run_commands as results
-from rl_launcher.cli import run_commands as training
+from rl_launcher.cli import cluster_commands, recipe_commands, run_commands
 
 __all__ = ["app", "main"]
 
 EXIT_CODES = (
-    "Exit codes: 0 it holds; 1 the run failed half-way, or what is measured does not hold; 2 refused or misused; "
-    "75 saved and ended before its time was up, as asked: resume it; 130 interrupted."
+    "Exit codes: 0 it holds; 1 the run failed, or what is measured does not hold; 2 refused or misused; "
+    "75 saved and ended at its time limit: resume it; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -26,7 +22,7 @@ app = typer.Typer(
     help="Post-train a language model from one YAML recipe, on a laptop or a cluster.",
     epilog=EXIT_CODES,
 )
-render = typer.Typer(no_args_is_help=True, help="Write the job that runs a recipe on a cluster.", epilog=EXIT_CODES)
+render = typer.Typer(no_args_is_help=True, help="Write a job that runs a recipe on a cluster.", epilog=EXIT_CODES)
 recipes = typer.Typer(no_args_is_help=True, help="The recipes that come with the package.", epilog=EXIT_CODES)
 
 
@@ -34,8 +30,8 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it so
     if asked:
         try:
             typer.echo(f"rl-launcher {metadata.version('rl-launcher')}")
-        except metadata.PackageNotFoundError:  # of a checkout on the path
-            typer.echo("rl-launcher is not installed as a distribution, and has no version here")
+        except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+            typer.echo("rl-launcher is not installed as a distribution, so its version is not known")
         raise typer.Exit
 
 
@@ -46,7 +42,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Take what stands before a command."""
+    """Handle options before the command."""
 
 
 def _add(to: typer.Typer, panel: str, **commands: Callable[..., Any]) -> None:
@@ -54,17 +50,31 @@ def _add(to: typer.Typer, panel: str, **commands: Callable[..., Any]) -> None:
         to.command(name.rstrip("_").replace("_", "-"), rich_help_panel=panel, epilog=EXIT_CODES)(command)
 
 
-_add(app, "Train", run=training.run, resume=training.resume)
-_add(app, "Before a run", explain=measuring.explain, validate=measuring.validate)
-_add(app, "After a run", evaluate=measuring.evaluate, report=results.report, export=results.export)
+_add(app, "Train", run=run_commands.run, resume=run_commands.resume)
+_add(
+    app,
+    "Before a run",
+    explain=run_commands.explain,
+    validate=run_commands.validate,
+    try_reward=run_commands.try_reward,
+)
+_add(app, "After a run", evaluate=run_commands.evaluate, report=run_commands.report, export=run_commands.export)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
-_add(app, "Recipes", keys=knowing.keys, schema=knowing.schema, import_nemo_rl=knowing.import_nemo_rl)
-_add(app, "Machines", doctor=machines.doctor)
+_add(
+    app,
+    "Recipes",
+    keys=recipe_commands.keys,
+    schema=recipe_commands.schema,
+    import_nemo_rl=recipe_commands.import_nemo_rl,
+)
+_add(app, "Machines", doctor=cluster_commands.doctor)
 app.add_typer(render, name="render", rich_help_panel="Machines")
-_add(recipes, "Commands", list_=knowing.list_recipes, show=knowing.show_recipe, copy=knowing.copy)
-_add(render, "Commands", slurm=machines.slurm, kubernetes=machines.kubernetes)
+_add(
+    recipes, "Commands", list_=recipe_commands.list_recipes, show=recipe_commands.show_recipe, copy=recipe_commands.copy
+)
+_add(render, "Commands", slurm=cluster_commands.slurm, kubernetes=cluster_commands.kubernetes)
 
 
 def main() -> None:
     """Run the command line."""
-    app()
+    app(prog_name="rl-launcher")

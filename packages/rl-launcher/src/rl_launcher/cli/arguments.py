@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from rl_launcher.bundled_recipes import SCHEMA_FILE, find_recipe, shipped_recipes
-from rl_launcher.cli.console import or_refuse
+from rl_launcher.cli.console import or_refuse, warn
 from rl_launcher.recipe_files.dataclass_schema import docstrings
 
 if TYPE_CHECKING:
     from rl_launcher.recipe_files import Resolved
     from rl_launcher.schema import Recipe
 
-__all__ = ["Flags", "Json", "Overrides", "RecipeFile", "RunPath", "load", "with_flags"]
+__all__ = ["Flags", "Json", "Out", "Overrides", "RecipeFile", "RunPath", "Traceback", "load", "with_flags"]
 
 
 def complete_recipes(incomplete: str) -> list[str]:
-    """Shipped names, and YAML files of the directory that was begun."""
+    """Complete names of shipped recipes and paths of YAML files."""
     begun = Path(incomplete)
     folder = begun if incomplete.endswith("/") else begun.parent
     files = [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
@@ -30,7 +30,7 @@ def complete_recipes(incomplete: str) -> list[str]:
 
 
 def complete_keys(incomplete: str) -> list[str]:
-    """Dotted keys, from the schema for editors: importing the real one would take seconds at each press of a key."""
+    """Complete dotted keys, from the schema for editors: the dataclasses take seconds to import, at each key press."""
     if "=" in incomplete:
         return []
     return [f"{key}=" for key in _dotted_keys() if key.startswith(incomplete)]
@@ -49,21 +49,28 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="`section.key=value`, as many as you like.",
+        help="`section.key=value`, any number of them.",
         show_default=False,
         autocompletion=complete_keys,
     ),
 ]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write to this file instead of stdout.", show_default=False)
+]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON that holds every figure.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Print the whole traceback of an error.")]
 
 
-def load(recipe: Path, overrides: list[str] | None) -> "Resolved[Recipe]":
-    """Read a recipe, or refuse on one screen."""
+def load(recipe: Path, overrides: list[str] | None, *, print_notes: bool = True) -> "Resolved[Recipe]":
+    """Read a recipe and print its notes to stderr, or refuse on one screen."""
     from rl_launcher.recipe_files import load_recipe
     from rl_launcher.schema import Recipe
 
-    return or_refuse(lambda: load_recipe(find_recipe(recipe), schema=Recipe, overrides=overrides or ()))
+    resolved = or_refuse(lambda: load_recipe(find_recipe(recipe), schema=Recipe, overrides=overrides or ()))
+    for note in resolved.notes if print_notes else ():
+        warn(note)
+    return resolved
 
 
 @cache
@@ -88,15 +95,15 @@ def _dotted_keys() -> list[str]:
 
 
 Flags = dict[str, Any]
-"""What was given, by the name of the field; lists as tuples."""
+"""Values of the options by the name of their field; lists as tuples."""
 
 
 def with_flags(
     command: Callable[..., None], sections: Mapping[str, type], *, leave_out: tuple[str, ...] = ()
 ) -> Callable[..., None]:
-    """`command`, with an option for each field of `sections`; they reach it as its last argument, `flags`.
+    """Return `command` with an option for each field of the dataclasses in `sections`, by prefix of the option.
 
-    The name of a section stands before those of its fields; that of one may be empty.
+    `command` receives their values as its last argument, `flags`.
     """
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters.values()

@@ -1,4 +1,4 @@
-"""`doctor` and `render`: whether this machine is fit, and the job that runs a recipe on others."""
+"""`doctor`, which checks this machine, and `render`, which writes jobs for clusters."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,20 +6,17 @@ from typing import Annotated, Any
 import typer
 
 from rl_launcher.bundled_recipes import find_recipe, shipped_recipes
-from rl_launcher.cli.arguments import Flags, Json, Overrides, RecipeFile, load, with_flags
-from rl_launcher.cli.console import or_refuse, show, warn
+from rl_launcher.cli.arguments import Flags, Json, Out, Overrides, RecipeFile, load, with_flags
+from rl_launcher.cli.console import or_refuse, write
 from rl_launcher.cluster_jobs import KubernetesOptions, RayPorts, SlurmOptions
 
 __all__ = ["doctor", "kubernetes", "slurm"]
 
 PORTS, PORT = "ports", "port_"
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write here in the place of stdout.", show_default=False)
-]
 
 
 def doctor(*, json: Json = False) -> None:
-    """Say what is installed and works here, which versions fit together, and what is missing for which feature."""
+    """Check what is installed and works here, which versions are tested together, and what each feature lacks."""
     from rl_launcher.checks.doctor import doctor as diagnose
 
     raise typer.Exit(or_refuse(lambda: diagnose(json=json)))
@@ -32,7 +29,7 @@ def _slurm(
     out: Out = None,
     shared_dir: Annotated[
         Path | None,
-        typer.Option(help="A folder that every machine mounts; here, if not given.", show_default=False),
+        typer.Option(help="A folder that every node mounts; by default the current one.", show_default=False),
     ] = None,
     flags: Flags,
 ) -> None:
@@ -50,7 +47,7 @@ def _slurm(
         options = SlurmOptions(**_with_ports(flags), shared_dir=shared)
         return render_slurm(job, options, file="run.sbatch" if out is None else str(out))
 
-    _write(or_refuse(rendered), out)
+    write(or_refuse(rendered), out)
 
 
 def _kubernetes(
@@ -61,7 +58,7 @@ def _kubernetes(
     recipe_path: Annotated[
         str | None,
         typer.Option(
-            help="The recipe in the pods; if not given, a shipped one's name, or the file's in the shared folder.",
+            help="Path of the recipe in the pods; by default a shipped name, or the file in the shared folder.",
             show_default=False,
         ),
     ] = None,
@@ -80,7 +77,7 @@ def _kubernetes(
         options = KubernetesOptions(**_with_ports(flags))
         return render_kubernetes(job, options)
 
-    _write(or_refuse(rendered), out)
+    write(or_refuse(rendered), out)
 
 
 slurm = with_flags(_slurm, {"": SlurmOptions, PORT: RayPorts}, leave_out=(PORTS, "shared_dir"))
@@ -88,20 +85,12 @@ kubernetes = with_flags(_kubernetes, {"": KubernetesOptions, PORT: RayPorts}, le
 
 
 def _shipped_name(file: Path) -> str | None:
-    """The name under which every rl-launcher knows `file`: its folder here is in no other machine's installation."""
+    """Return the name of a shipped recipe, which is valid on every machine, unlike its path; None for other files."""
     return next((name for name, path in shipped_recipes().items() if path.resolve() == file.resolve()), None)
 
 
 def _with_ports(flags: Flags) -> dict[str, Any]:
-    """The flags of the ports as the section that they are."""
+    """Return the flags with those of the ports gathered into `RayPorts`."""
     ports = {name.removeprefix(PORT): value for name, value in flags.items() if name.startswith(PORT)}
     others = {name: value for name, value in flags.items() if not name.startswith(PORT)}
     return {**others, PORTS: RayPorts(**ports)}
-
-
-def _write(text: str, out: Path | None) -> None:
-    if out is None:
-        show(text, end="")
-    else:
-        or_refuse(lambda: out.write_text(text, encoding="utf-8"))
-        warn(f"written: {out}")

@@ -1,32 +1,30 @@
-"""`recipes`, `keys`, `schema` and `import-nemo-rl`: what a recipe may say, and where to begin."""
+"""`recipes`, `keys`, `schema` and `import-nemo-rl`: recipes to start from and the keys of a recipe."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rl_launcher.bundled_recipes import about, copy_recipe, shipped_recipes
-from rl_launcher.cli.arguments import complete_keys
-from rl_launcher.cli.console import or_refuse, show, warn
+from rl_launcher.cli.arguments import Out, complete_keys
+from rl_launcher.cli.console import or_refuse, show, warn, write
 
 __all__ = ["copy", "import_nemo_rl", "keys", "list_recipes", "schema", "show_recipe"]
 
 
 def complete_names(incomplete: str) -> list[str]:
-    """Shipped recipes."""
+    """Complete names of shipped recipes."""
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="A shipped recipe.", show_default=False, autocompletion=complete_names)
 ]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write here in the place of stdout.", show_default=False)
-]
 
 
 def list_recipes() -> None:
-    """Print the names of the shipped recipes, and what each does."""
+    """Print the names of the shipped recipes and what each does."""
     known = shipped_recipes()
     width = max(map(len, known))
     for name, path in known.items():
@@ -34,7 +32,7 @@ def list_recipes() -> None:
 
 
 def show_recipe(name: Name) -> None:
-    """Print a shipped recipe as it is written; `rl-launcher validate NAME` prints it with all that it starts from."""
+    """Print a shipped recipe as it is written; `rl-launcher validate --print NAME` prints it with what it inherits."""
     known = shipped_recipes()
     if name not in known:
         or_refuse(lambda: copy_recipe(name, Path()))  # refuses with the nearest name
@@ -43,9 +41,11 @@ def show_recipe(name: Name) -> None:
 
 def copy(
     name: Name,
-    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; here, if not given.")] = Path(),
+    to: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder to copy to; by default the current one.")
+    ] = Path(),
 ) -> None:
-    """Copy a shipped recipe, with what it starts from, to change it. Overwrites nothing."""
+    """Copy a shipped recipe and what it inherits, to edit it. Overwrites nothing."""
     for path in or_refuse(lambda: copy_recipe(name, to)):
         show(path)
 
@@ -53,7 +53,7 @@ def copy(
 def keys(
     prefix: Annotated[
         str,
-        typer.Argument(help="Only keys that begin so, as grpo.objective.", autocompletion=complete_keys),
+        typer.Argument(help="Only keys with this prefix, such as grpo.objective.", autocompletion=complete_keys),
     ] = "",
 ) -> None:
     """Print every key that a recipe may have, with its type, default and meaning."""
@@ -71,41 +71,28 @@ def keys(
 
 
 def schema(*, out: Out = None) -> None:
-    """Print the JSON schema by which an editor completes and checks recipes."""
+    """Print the JSON schema with which an editor completes and checks recipes."""
     from rl_launcher.recipe_files import json_schema
     from rl_launcher.schema import Recipe
 
-    _write(_as_text(json_schema(Recipe)), out)
+    write(json.dumps(json_schema(Recipe), indent=1, ensure_ascii=False) + "\n", out)
 
 
 def import_nemo_rl(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe of NeMo-RL.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A NeMo-RL recipe.", show_default=False)],
     *,
     out: Out = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="List what means nothing here too.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the keys that have no effect here.")] = False,
 ) -> None:
-    """Translate a recipe of NeMo-RL; what could not be translated is listed, with the reason.
+    """Translate a NeMo-RL recipe; keys that could not be translated are listed with the reason.
 
-    Exit code 2 where a recipe is written that does not load yet: the last lines say which keys are refused.
+    Exit code 0: the recipe loads, and what remains to be filled in, such as a file of rows or a reward function, is
+    listed at its top. Exit code 2: a recipe is written that does not load; the last lines say which keys are refused.
     """
     from rl_launcher.import_nemo_rl import translate
 
     translation = or_refuse(lambda: translate(file))
-    _write(translation.yaml, out)
+    write(translation.yaml, out)
     warn(translation.report(verbose=verbose))
     if translation.problems:
         raise typer.Exit(2)
-
-
-def _as_text(plain: object) -> str:
-    from json import dumps
-
-    return dumps(plain, indent=1, ensure_ascii=False) + "\n"
-
-
-def _write(text: str, out: Path | None) -> None:
-    if out is None:
-        show(text, end="")
-    else:
-        or_refuse(lambda: out.write_text(text, encoding="utf-8"))
-        warn(f"written: {out}")

@@ -1,67 +1,51 @@
-"""Commands about one run: run, resume, explain, validate, evaluate, report, export."""
+"""Commands about one run: run, resume, explain, validate, try-reward, evaluate, report, export."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rl_launcher.cli.arguments import Json, Overrides, RecipeFile, RunPath, complete_recipes, load
-from rl_launcher.cli.console import INTERRUPTED, or_refuse, print_json, refuse, show, warn
+from rl_launcher.cli.arguments import Json, Overrides, RecipeFile, RunPath, Traceback, complete_recipes, load
+from rl_launcher.cli.console import or_refuse, print_json, refuse, report_and_exit, show, warn
 
-__all__ = ["evaluate", "explain", "export", "report", "resume", "run", "validate"]
+__all__ = ["evaluate", "explain", "export", "report", "resume", "run", "try_reward", "validate"]
 
 
-def run(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = load(recipe, overrides)
-
-    def carry_out() -> dict[str, Any]:
-        from rl_launcher.run.run import run as run_recipe
-
-        return run_recipe(resolved)
-
-    _train(carry_out)
-
-
-def resume(run_dir: RunPath, overrides: Overrides = None) -> None:
-    """Carry a run that ended early to its end, from its last checkpoint. The last line printed is JSON."""
-
-    def carry_out() -> dict[str, Any]:
-        from rl_launcher.run.run import resume as resume_run
-
-        return resume_run(run_dir, overrides or ())
-
-    _train(carry_out)
-
-
-def _train(carry_out: Callable[[], dict[str, Any]]) -> None:
-    from rl_launcher.errors import RunStoppedError
-
+    # Called from here and not through a helper: every debugger and traceback of a run begins with these frames.
     try:
-        summary = carry_out()
-    except RunStoppedError as error:
-        refuse(error, error.exit_code)
-    except KeyboardInterrupt:
-        refuse("interrupted before training began; nothing was written", INTERRUPTED)
-    except (ValueError, OSError) as error:
-        refuse(error)
+        from rl_launcher.run import run as run_recipe
+
+        summary = run_recipe(resolved)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - report_and_exit raises what it does not know
+        report_and_exit(error, traceback=traceback)
+    _show_summary(summary)
+
+
+def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
+    """Continue a run that ended early from its last checkpoint. The last line printed is JSON."""
+    try:
+        from rl_launcher.run import resume as resume_run
+
+        summary = resume_run(run_dir, overrides or ())
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - as in `run`
+        report_and_exit(error, traceback=traceback)
+    _show_summary(summary)
+
+
+def _show_summary(summary: dict[str, Any]) -> None:
     for complaint in summary.get("unwritten", []):
         warn(f"not written: {complaint}")
     show(f"report: {summary['run_dir']}/report.html   model: {summary['run_dir']}/model")
     print_json(summary)
 
 
-ModelFolder = Annotated[
-    str | None,
-    typer.Option("--model", metavar="FOLDER", help="Measure this model: a folder or hub id.", show_default=False),
-]
-
-
 def explain(recipe: RecipeFile, overrides: Overrides = None, *, json: Json = False) -> None:
-    """Say what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights."""
-    resolved = load(recipe, overrides)
+    """Show what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights."""
+    resolved = load(recipe, overrides, print_notes=False)  # they are part of the explanation
     from rl_launcher.checks import preflight
     from rl_launcher.checks.explain import explain as explain_recipe
 
@@ -74,22 +58,60 @@ def explain(recipe: RecipeFile, overrides: Overrides = None, *, json: Json = Fal
         refuse(explained.refusal)
 
 
-def validate(recipe: RecipeFile, overrides: Overrides = None, *, json: Json = False) -> None:
-    """Check a recipe, its files, rows, mesh and memory, and print it resolved, credentials left out. Loads no model."""
+def validate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    print_recipe: Annotated[
+        bool, typer.Option("--print", help="Print the resolved recipe, with every default, without credentials.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Check a recipe, its files, rows, mesh and memory. Loads no model."""
     resolved = load(recipe, overrides)
     from rl_launcher.checks import preflight
-    from rl_launcher.recipe_files.dataclass_schema import to_plain
-    from rl_launcher.recipe_files.load import escape
-    from rl_launcher.recipe_files.yaml_source import dump
     from rl_observe import redact
 
     or_refuse(lambda: preflight.check(resolved.value, new_run=False))
     or_refuse(lambda: preflight.check_rows(resolved.value))
     if (reason := preflight.taken(resolved.value.run_dir)) is not None:
         warn(f"`rl-launcher run` will refuse it as it is: {reason}")
-    show(dump(escape(redact(to_plain(resolved.value)))), end="")
+    if print_recipe:
+        show(resolved.to_yaml(hide=redact), end="")
+    stages = ", then ".join(f"{name} ({stage.max_num_steps} steps)" for name, stage in resolved.value.stages.items())
+    show(f"OK: {recipe}: {stages or 'no stage, for evaluation only'}; run directory {resolved.value.run_dir}")
     if json:
-        print_json({"valid": True, "stages": [*resolved.value.stages]})
+        print_json({"valid": True, "stages": [*resolved.value.stages], "notes": resolved.notes})
+
+
+def try_reward(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    prompts: Annotated[int, typer.Option(help="Number of training prompts.")] = 2,
+    rollouts: Annotated[int, typer.Option(help="Rollouts of each prompt.")] = 4,
+    json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Sample a few rollouts and print their rewards, advantages and seconds a call, before any training.
+
+    Exit code 1 if the rewards of each group are equal, so that there is nothing to learn from.
+    """
+    resolved = load(recipe, overrides)
+    from rl_launcher.run import try_reward as try_it
+
+    trial = or_refuse(lambda: try_it(resolved, prompts=prompts, rollouts=rollouts), traceback=traceback)
+    show(trial.text())
+    if json:
+        print_json(trial.figures())
+    if trial.exit_code:
+        raise typer.Exit(trial.exit_code)
+
+
+ModelFolder = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FOLDER", help="Measure this model: a folder or Hub id.", show_default=False),
+]
 
 
 def evaluate(
@@ -106,15 +128,14 @@ def evaluate(
     *,
     model: ModelFolder = None,
     json: Json = False,
+    traceback: Traceback = False,
 ) -> None:
-    """Ask a model the held-out prompts: mean reward and pass@k, sampled and greedy, with intervals."""
+    """Measure a model on the held-out prompts: mean reward and pass@k, sampled and greedy, with intervals."""
     from rl_launcher.bundled_recipes import find_recipe
-    from rl_launcher.run.evaluate import measured_recipe
+    from rl_launcher.run.evaluate import measure, measured_recipe
 
     resolved = or_refuse(lambda: measured_recipe(find_recipe(subject), overrides=overrides or (), model=model))
-    from rl_launcher.run.evaluate import measure
-
-    measured = or_refuse(lambda: measure(resolved))
+    measured = or_refuse(lambda: measure(resolved), traceback=traceback)
     show(measured.text())
     if json:
         print_json(measured.figures())
@@ -123,15 +144,15 @@ def evaluate(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of runs.", show_default=False)],
     *,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where the comparison of several runs goes.")
-    ] = Path("comparison.html"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Path of the comparison of several runs.")] = Path(
+        "comparison.html"
+    ),
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write trace.json too, for ui.perfetto.dev and chrome://tracing.")
+        bool, typer.Option("--trace", help="Also write trace.json, for ui.perfetto.dev and chrome://tracing.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write the report of a run again, from its log; of several runs, one page that compares them."""
+    """Write the report of a run again, from its log; for several runs, one page that compares them."""
     from rl_observe import RunDirectory, compare_runs, write_report, write_trace
 
     opened = [or_refuse(partial(RunDirectory.open, path)) for path in runs]
@@ -157,15 +178,15 @@ def export(
         typer.Argument(metavar="RUN", help="The directory of a run, or one of its checkpoints.", show_default=False),
     ],
     to: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="What is written; it must not exist.", show_default=False)
+        Path, typer.Argument(metavar="FOLDER", help="The folder to write; it must not exist.", show_default=False)
     ],
     *,
     step: Annotated[
         int | None,
-        typer.Option(help="The checkpoint after so many steps; the newest, if not given.", show_default=False),
+        typer.Option(help="Take the checkpoint after this many steps instead of the newest.", show_default=False),
     ] = None,
 ) -> None:
-    """Write the model of a run, or of one of its checkpoints, as a Hugging Face folder: whole, or not at all."""
+    """Write the model of a run, or of one of its checkpoints, as a Hugging Face folder."""
     from rl_launcher.checkpoints import export as export_model
 
     show(or_refuse(lambda: export_model(run, to, step=step)))

@@ -1,6 +1,6 @@
-"""Recipes of NeMo-RL as ours: what translates, what does not and why, and what means nothing here.
+"""Translate NeMo-RL recipes into ours: what translates, what does not and why, and what has no effect here.
 
-It reads their YAML and knows their keys; it imports nothing of theirs.
+`key_map.yaml` lists the keys that need no rule. NeMo-RL itself is not imported.
 """
 
 from rl_launcher.import_nemo_rl.read import NemoRLError, Note

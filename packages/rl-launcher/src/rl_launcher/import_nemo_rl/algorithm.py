@@ -1,33 +1,31 @@
-"""Their GRPO and on-policy distillation, loss and advantages, as our stages. It knows no model."""
+"""Their algorithms as our stages, without the optimizer."""
 
 from typing import Any
 
 from rl_launcher.import_nemo_rl.read import Kind, Source
 
-__all__ = ["distillation", "grpo", "steps_per_generation"]
+__all__ = ["distillation", "dpo", "grpo", "sft", "steps_per_generation"]
 
 
 def steps_per_generation(source: Source, section: str) -> int:
     """Return how many optimizer steps they take on one batch of rollouts."""
-    prompts, answers = (
-        source.peek(f"{section}.num_prompts_per_step", 1),
-        source.peek(f"{section}.num_generations_per_prompt", 1),
-    )
-    batch = source.take("policy.train_global_batch_size") or prompts * answers
-    if prompts * answers % batch == 0:
-        return int(prompts * answers // batch)
-    reason = f"{prompts} prompts of {answers} rollouts are no multiple of it; one step on each batch"
+    prompts = source.peek(f"{section}.num_prompts_per_step", 1)
+    rollouts = prompts * source.peek(f"{section}.num_generations_per_prompt", 1)
+    batch = source.take("policy.train_global_batch_size") or rollouts
+    if rollouts % batch == 0:
+        return int(rollouts // batch)
+    reason = f"{rollouts} rollouts of {prompts} prompts are not a multiple of it; one step on each batch"
     source.untranslated("policy.train_global_batch_size", reason)
     return 1
 
 
 def _rounds(source: Source, section: str, steps: int) -> dict[str, Any]:
-    """Return what both loops share: how many steps, on what."""
+    """Return the keys that both loops share: number of steps, prompts and rollouts."""
     if (turns := source.take(f"{section}.max_rollout_turns", 1)) > 1:
         reason = "several turns need an environment: name one by env.environment, and give max_turns"
         source.untranslated(f"{section}.max_rollout_turns", f"{reason}, {turns}")
     if (epochs := source.take(f"{section}.max_num_epochs")) is not None:
-        reason = f"ours ends after max_num_steps, theirs after {epochs} passes over the data too"
+        reason = f"ours ends after max_num_steps, theirs after {epochs} passes over the data as well"
         source.untranslated(f"{section}.max_num_epochs", reason)
     return {
         "max_num_steps": source.take(f"{section}.max_num_steps") * steps,  # theirs counts batches of rollouts
@@ -38,7 +36,7 @@ def _rounds(source: Source, section: str, steps: int) -> dict[str, Any]:
 
 
 def grpo(source: Source) -> dict[str, Any]:
-    """Return our `grpo`, but for the optimizer."""
+    """Return our `grpo`."""
     steps = steps_per_generation(source, "grpo")
     objective = {
         "advantage": _advantage(source),
@@ -67,7 +65,7 @@ def _advantage(source: Source) -> dict[str, Any]:
     source.take("grpo.normalize_rewards")
     baseline = "leave_one_out" if leave_out else "group_mean"
     if source.peek(f"{section}.name", "grpo") != "reinforce_plus_plus":
-        source.note("dropped", f"{section}.minus_baseline", "of another estimator")
+        source.note("dropped", f"{section}.minus_baseline", "for another estimator")
     match source.take(f"{section}.name", "grpo"):
         case "grpo":
             return {"baseline": baseline, "scale": "group_std" if normalize else "none"}
@@ -75,10 +73,10 @@ def _advantage(source: Source) -> dict[str, Any]:
             centred = source.take(f"{section}.minus_baseline", default=True)
             return {"baseline": "group_mean" if centred else "none", "scale": "none", "whiten": "tokens"}
         case "gdpo":
-            reason = "name your rewards by env.rewards, and say normalize_each_reward: true under objective.advantage"
+            reason = "name your rewards in env.rewards, and set grpo.objective.advantage.normalize_each_reward: true"
             source.untranslated(f"{section}.name", reason)
         case name:
-            source.untranslated(f"{section}.name", f"{baseline} stands in the place of {name}")
+            source.untranslated(f"{section}.name", f"{baseline} is used instead of {name}")
     return {"baseline": baseline, "scale": "group_std" if normalize else "none"}
 
 
@@ -91,7 +89,7 @@ def _ratio(source: Source) -> dict[str, Any]:
     ours = {
         "surrogate": surrogate,
         "level": "sequence" if source.take("loss_fn.sequence_level_importance_ratios") else "token",
-        # They compute the old log-probabilities anew before each batch's first step.
+        # They recompute the old log-probabilities before the first step of each batch.
         "proximal": "current" if source.take("loss_fn.force_on_policy_ratio") else "recomputed",
         "clip_low": source.take("loss_fn.ratio_clip_min", 0.2),
         "clip_high": source.take("loss_fn.ratio_clip_max", 0.2),
@@ -111,9 +109,6 @@ def _kl(source: Source) -> dict[str, Any]:
     for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
         kind: Kind = "untranslated" if weight and source.peek(f"loss_fn.{name}") is not None else "dropped"
         source.note(kind, f"loss_fn.{name}", "the KL is not clamped here" if weight else "its weight is 0")
-    if source.take("loss_fn.use_on_policy_kl_approximation"):
-        reason = "kl.estimator: k3_unbiased has the gradient that it is after"
-        source.untranslated("loss_fn.use_on_policy_kl_approximation", reason)
     return ours
 
 
@@ -145,7 +140,7 @@ def _selection(source: Source) -> dict[str, Any]:
     if source.take("grpo.overlong_filtering"):
         ours["mask_truncated"] = True
     if source.take("grpo.batch_multiplier", 1) != 1:
-        source.untranslated("grpo.batch_multiplier", "each further batch of prompts is as large as the first here")
+        source.untranslated("grpo.batch_multiplier", "every further batch of prompts is as large as the first here")
     return ours
 
 
@@ -153,8 +148,6 @@ def _overlong(source: Source) -> dict[str, Any]:
     section = "grpo.reward_shaping"
     if not source.take(f"{section}.enabled"):
         return {}
-    if source.take(f"{section}.stop_properly_penalty_coef") is not None:
-        source.untranslated(f"{section}.stop_properly_penalty_coef", "write it into the reward")
     return {
         "max_length": source.take(f"{section}.max_response_length"),
         "buffer": source.take(f"{section}.overlong_buffer_length", 0),
@@ -168,14 +161,10 @@ def _asynchronous(source: Source, steps: int) -> dict[str, Any]:
     in_flight = source.take(f"{section}.in_flight_weight_updates")
     engine = source.peek("policy.generation.backend", "vllm")
     if in_flight and not (engine == "vllm" and source.peek("policy.generation.vllm_cfg.async_engine")):
-        source.untranslated(
-            f"{section}.in_flight_weight_updates", "the engine is synchronous, so weights go in between calls"
-        )
+        reason = "the engine is synchronous, so weights change between calls"
+        source.untranslated(f"{section}.in_flight_weight_updates", reason)
         in_flight = False
-    if source.take(f"{section}.recompute_kv_cache_after_weight_updates"):
-        reason = "what was cached under older weights is kept for answers under way, and each token knows its version"
-        source.untranslated(f"{section}.recompute_kv_cache_after_weight_updates", reason)
-    # Theirs counts batches of rollouts; ours optimizer steps, of which a synchronous run is behind by all but one.
+    # They count batches of rollouts, we count optimizer steps; a synchronous run is up to `steps - 1` of them behind.
     return {
         "max_staleness": (age + 1) * steps - 1,
         "weights": "in_flight" if in_flight else "between_calls",
@@ -183,7 +172,7 @@ def _asynchronous(source: Source, steps: int) -> dict[str, Any]:
 
 
 def distillation(source: Source) -> dict[str, Any]:
-    """Return our `distill`, but for the optimizer."""
+    """Return our `distill`."""
     steps = steps_per_generation(source, "distillation")
     teacher = source.take("teacher.model_name")
     ours = {
@@ -197,9 +186,33 @@ def distillation(source: Source) -> dict[str, Any]:
             ours["beta"] = 0.0
         case "reverse":
             ours["beta"] = 1.0
-        case _:  # their weight is the forward KL's, ours the reverse one's
+        case _:  # their weight is that of the forward KL, ours that of the reverse KL
             ours |= {"beta": 1.0 - mixed, "interpolation": "mixed"}
-    outside = "distill.tail says what becomes of words outside of the k; bucket stands here"
+    outside = "distill.tail says what becomes of tokens outside the top k; it is bucket here"
     source.note("untranslated", "loss_fn.zero_outside_topk", outside)
-    source.note("dropped", "teacher", "the teacher is sharded and computed as the policy is", value="its other keys")
+    source.note("dropped", "teacher", "the teacher is sharded like the policy", value="its other keys")
     return ours
+
+
+def sft(source: Source) -> dict[str, Any]:
+    """Return our `sft`."""
+    return {
+        "train_on": "last_turn" if source.take("sft.only_unmask_final") else "assistant",
+        "max_num_steps": source.take("sft.max_num_steps"),
+        "batch_size": source.take("policy.train_global_batch_size"),
+    }
+
+
+def dpo(source: Source) -> dict[str, Any]:
+    """Return our `dpo` on given pairs."""
+    if source.take("dpo.preference_loss_weight", 1) != 1:
+        source.untranslated("dpo.preference_loss_weight", "it is 1: scale the learning rate, and dpo.nll_weight")
+    source.take("dpo.sft_average_log_probs")
+    return {
+        "pairs": "data",
+        "max_num_steps": source.take("dpo.max_num_steps"),
+        "batch_size": source.take("policy.train_global_batch_size"),
+        "beta": source.take("dpo.reference_policy_kl_penalty", 0.1),
+        "loss": "sigmoid_norm" if source.take("dpo.preference_average_log_probs") else "sigmoid",
+        "nll_weight": source.take("dpo.sft_loss_weight", 0.0),
+    }

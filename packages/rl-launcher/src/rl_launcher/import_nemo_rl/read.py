@@ -1,12 +1,12 @@
-"""Read a NeMo-RL recipe with everything it inherits, interpolations resolved.
+"""Read a NeMo-RL recipe with everything it inherits, and resolve its interpolations as OmegaConf does.
 
-`defaults:` names files to start from; a section with `_override_: true` replaces what it inherits. Their reader is
-OmegaConf on PyYAML: YAML 1.1 with `1e-6` as a number.
-
-`${a.b}` is the key from the root, `${.b}` the one beside, `${..b}` one section up; `add`, `mul`, `div` and `max` take
-two arguments; `${oc.env:NAME}` is left as ours, `${env:NAME}`. What cannot be worked out stays as it is, and is told.
+`defaults:` names files to start from; a section with `_override_: true` replaces what it inherits. Their YAML is 1.1
+with `1e-6` as a number. `${a.b}` is a key from the root, `${.b}` one beside, `${..b}` one section up; `add`, `mul`,
+`div` and `max` take two arguments; `${oc.env:NAME}` becomes our `${env:NAME}`. What cannot be resolved is kept and
+reported.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,14 +15,16 @@ from typing import Any, Literal
 
 import yaml
 
-__all__ = ["Kind", "NemoRLError", "Note", "Source", "interpolate", "read"]
+from rl_launcher.errors import Refusal
+
+__all__ = ["Kind", "NemoRLError", "Note", "Source", "interpolate", "key_map", "read"]
 
 DEFAULTS, REPLACE = "defaults", "_override_"
 MISSING = "???"
 
 
-class NemoRLError(ValueError):
-    """A file that cannot be read as one of NeMo-RL's."""
+class NemoRLError(Refusal):
+    """A file that cannot be read as a NeMo-RL recipe, or that no recipe of ours corresponds to."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,11 +36,18 @@ _Loader.add_implicit_resolver(
 )
 
 
+@functools.cache
+def key_map() -> dict[str, Any]:
+    """Return the table of keys that need no rule: what is copied, and what is dropped for which reason."""
+    loaded: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "key_map.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
 def read(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read one file and what it inherits, later files and the file itself winning.
 
     Raises:
-        NemoRLError: a file is missing, is no YAML, is no mapping, or inherits itself.
+        NemoRLError: a file is missing, is not YAML, is not a mapping, or inherits itself.
     """
     if path.resolve() in [link.resolve() for link in chain]:
         raise NemoRLError(f"{path} inherits itself, through {' → '.join(map(str, (*chain, path)))}")
@@ -60,9 +69,9 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise NemoRLError(f"{path} cannot be read: {error}{through}") from error
     except yaml.YAMLError as error:
-        raise NemoRLError(f"{path} is no YAML: {error}") from error
+        raise NemoRLError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise NemoRLError(f"{path} is no recipe: it holds no sections")
+        raise NemoRLError(f"{path} is not a recipe: it holds no sections")
     return content
 
 
@@ -81,7 +90,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-# Ours for an environment variable, hidden from the search for what is left to do.
+# Our form of an environment variable, hidden so that it is not resolved again.
 HIDDEN = "\0{env:"
 DEEPEST = 50
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -94,11 +103,11 @@ KeyPath = tuple[str, ...]
 
 
 def interpolate(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the data worked out, and by dotted key the reason why something could not be."""
+    """Return the data with references resolved, and by dotted key the reason why one could not be."""
     failures: dict[str, str] = {}
-    worked_out = _walk(data, (), data, failures=failures)
-    assert isinstance(worked_out, dict)
-    return worked_out, failures
+    resolved = _walk(data, (), data, failures=failures)
+    assert isinstance(resolved, dict)
+    return resolved, failures
 
 
 def _walk(value: Any, path: KeyPath, root: dict[str, Any], *, failures: dict[str, str]) -> Any:
@@ -171,8 +180,8 @@ def _unhidden(value: Any) -> Any:
 
 
 Kind = Literal["fill_in", "untranslated", "dropped"]
-"""`fill_in`: ours needs what theirs does not say. `untranslated`: ours has nothing like it, so the run will differ.
-`dropped`: it changes nothing here."""
+"""`fill_in`: our recipe needs what theirs does not say. `untranslated`: we have nothing like it, so the run differs.
+`dropped`: it has no effect here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,13 +189,13 @@ class Note:
     """One key, and what became of it."""
 
     kind: Kind
-    """Which of the three."""
+    """One of the three."""
 
     key: str
-    """Theirs, dotted; ours where something is to be filled in."""
+    """Their dotted key; our key if something has to be filled in."""
 
     value: object
-    """What it was; what stands in its place where something is to be filled in."""
+    """Its value; the placeholder if something has to be filled in."""
 
     reason: str
     """Why."""
@@ -200,7 +209,7 @@ _ABSENT = object()
 
 
 class Source:
-    """A worked out file, whose every key must be accounted for: taken, or noted with a reason."""
+    """A resolved file, whose every key must be accounted for: taken, or noted with a reason."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
@@ -208,12 +217,12 @@ class Source:
         self._seen: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return what a key holds, and count it as translated, with all below it; `default` where it is absent."""
+        """Return the value of a key, or `default`, and count the key and everything below it as translated."""
         self._seen.add(key)
         return self.peek(key, default)
 
     def peek(self, key: str, default: Any = None) -> Any:
-        """Return what a key holds, without accounting for it."""
+        """Return the value of a key, or `default`, without accounting for it."""
         value: Any = self.data
         for name in key.split("."):
             if not isinstance(value, dict) or name not in value:
@@ -222,18 +231,24 @@ class Source:
         return value
 
     def note(self, kind: Kind, key: str, reason: str, *, value: Any = None) -> None:
-        """Account for a key by saying why it is not translated; one that is not in the file needs no note."""
+        """Account for a key by the reason why it is not translated; a key that is not in the file gets no note."""
         self._seen.add(key)
         if value is None and kind != "fill_in" and self.peek(key, _ABSENT) is _ABSENT:
             return
         self.notes.append(Note(kind=kind, key=key, value=self.peek(key) if value is None else value, reason=reason))
 
     def untranslated(self, key: str, reason: str) -> None:
-        """Account for a key that ours has nothing for."""
+        """Account for a key that we have nothing for."""
         self.note("untranslated", key, reason)
 
+    def copy(self, section: str) -> dict[str, Any]:
+        """Take the keys of a section that `key_map.yaml` copies; return those that have a value, by our names."""
+        names = key_map()["copied"][section]
+        taken = {ours: self.take(f"{section}.{theirs}") for theirs, ours in names.items()}
+        return {ours: value for ours, value in taken.items() if value is not None}
+
     def left(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys that nobody has accounted for, with what they hold."""
+        """Yield the keys that are not accounted for, with their values."""
         yield from self._left(self.data, ())
 
     def _left(self, value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -1,11 +1,11 @@
-"""Recipes: YAML files, inheritance and overrides, read into a schema of dataclasses with the origin of every value.
+"""Recipes: YAML files or dicts with inheritance and overrides, read into dataclasses with the origin of every value.
 
-Generic over the schema; knows nothing of policies, engines or loops. Needs PyYAML and pydantic.
+`load_recipe` is the way in; `load_object` imports what a recipe names as `file.py:name`.
 """
 
 from rl_launcher.recipe_files.dataclass_schema import json_schema, reference
 from rl_launcher.recipe_files.import_string import ImportStringError, imported_digest, load_object
-from rl_launcher.recipe_files.load import Resolved, load_recipe, resolve_path
+from rl_launcher.recipe_files.load import Resolved, load_recipe
 from rl_launcher.recipe_files.problems import Origin, Problem, RecipeError
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "load_object",
     "load_recipe",
     "reference",
-    "resolve_path",
 ]

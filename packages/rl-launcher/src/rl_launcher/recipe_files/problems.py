@@ -1,56 +1,65 @@
-"""Where a value of a recipe was written, and what is wrong with it.
-
-Knows nothing of YAML, of schemas or of merging.
-
-Knows how to show problems; does not know how they are found.
-"""
+"""`Origin`, where a value of a recipe was written, and `RecipeError`, what is wrong with a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 
-Scalar = str | int | float | bool | None
-KeyPath = tuple[str | int, ...]
+from rl_launcher.errors import Refusal
+
 SHIPPED = Path(__file__).resolve().parents[1] / "recipes"
-"""Where the recipes of the package lie: a folder that people need not read in every line."""
+"""The folder of the recipes that come with the package."""
+
+KeyPath = tuple[str | int, ...]
+_MAX_SHOWN = 8
+_MAX_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a value comes from; with neither file nor override it is the schema's default."""
+    """Where a value was written: in a file, in an override, in Python, or nowhere, for a default of the schema."""
 
     file: Path | None = None
-    """The recipe which holds it, as the user or an inheriting recipe spelled it."""
+    """The recipe that holds it, as the user or an inheriting recipe spelled it."""
 
     line: int | None = None
-    """Line of `file`, counted from 1; None for a file as a whole."""
+    """Line of `file`, counted from 1; None for the file itself."""
 
     column: int | None = None
     """Column of `line`, counted from 1."""
 
     override: str | None = None
-    """The override as the user wrote it."""
+    """The override as the user wrote it, or the key of a keyword argument."""
+
+    python: bool = False
+    """True for a value that was passed in Python, in a recipe that is a dict or as a keyword argument."""
 
     source: str = field(default="", compare=False, repr=False)
     """The text of `line`, for error messages."""
 
     @property
     def is_default(self) -> bool:
-        """Whether nobody wrote it."""
-        return self.file is None and self.override is None
+        """Whether the value is the schema's default."""
+        return self.file is None and self.override is None and not self.python
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether a recipe of the package holds the value."""
+        return self.file is not None and self.file.resolve().is_relative_to(SHIPPED)
 
     def __str__(self) -> str:
-        """Return `file:line`, `override "a.b=3"` or `default`; of a shipped recipe the file's name is enough."""
+        """Return `file:line`, `override "a.b=3"`, `Python keyword a.b`, `Python` or `default`."""
+        if self.python:
+            return "Python" if self.override is None else f"Python keyword {self.override}"
         if self.override is not None:
             return f'override "{self.override}"'
         if self.file is None:
             return "default"
-        name = str(self.file)
-        if self.file.is_absolute() and (file := self.file.resolve()).is_relative_to(SHIPPED):
-            name = f"shipped {file.relative_to(SHIPPED)}"
+        # The installation's folder says nothing to a reader, so a shipped recipe is named without it.
+        installed = self.is_shipped and self.file.is_absolute()
+        name = f"shipped {self.file.resolve().relative_to(SHIPPED)}" if installed else str(self.file)
         return name if self.line is None else f"{name}:{self.line}"
 
 
@@ -58,93 +67,17 @@ DEFAULT = Origin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A value of a recipe with the places of its key and of itself."""
-
-    value: Scalar | Mapping[str, Node] | Sequence[Node]
-    origin: Origin
-    """Where the value starts."""
-
-    key: Origin
-    """Where its key starts; the file as a whole for the root, the value's own place for items of lists."""
-
-    @property
-    def where(self) -> Origin:
-        """Where to point when the value is wrong: at the value if it shares its key's line, else at the key."""
-        return self.origin if self.origin.line == self.key.line else self.key
-
-    def children(self) -> Iterator[tuple[str | int, Node]]:
-        """Yield what a mapping or a list holds; nothing for a scalar."""
-        if isinstance(self.value, Mapping):
-            yield from self.value.items()
-        elif isinstance(self.value, Sequence) and not isinstance(self.value, str):
-            yield from enumerate(self.value)
-
-    def child(self, name: str | int) -> Node | None:
-        """Return the value under `name` (a key, or a position in a list), or None."""
-        return dict(self.children()).get(name)
-
-    def nearest(self, path: KeyPath) -> tuple[Node, bool]:
-        """Return the value at `path` and True, or its deepest written ancestor and False."""
-        here = self
-        for name in path:
-            below = here.child(name)
-            if below is None:
-                return here, False
-            here = below
-        return here, True
-
-    def plain(self) -> object:
-        """Return dicts, lists and scalars, without places."""
-        if isinstance(self.value, Mapping):
-            return {name: child.plain() for name, child in self.value.items()}
-        if isinstance(self.value, Sequence) and not isinstance(self.value, str):
-            return [child.plain() for child in self.value]
-        return self.value
-
-    def without(self, path: KeyPath) -> Node:
-        """Return a copy that lacks the mapping's key at `path`."""
-        if not path or self.child(path[0]) is None:
-            return self
-        head, rest = path[0], path[1:]
-        kept = [(name, child.without(rest) if name == head else child) for name, child in self.children()]
-        if isinstance(self.value, Mapping):
-            return replace(self, value={str(name): child for name, child in kept if rest or name != head})
-        return replace(self, value=[child for _, child in kept])
-
-
-def default_node(plain: object) -> Node:
-    """Return plain data as a value that nobody wrote."""
-    if isinstance(plain, Mapping):
-        return Node(value={str(k): default_node(v) for k, v in plain.items()}, origin=DEFAULT, key=DEFAULT)
-    if isinstance(plain, list | tuple):
-        return Node(value=[default_node(item) for item in plain], origin=DEFAULT, key=DEFAULT)
-    if plain is None or isinstance(plain, str | int | float | bool):
-        return Node(value=plain, origin=DEFAULT, key=DEFAULT)
-    raise TypeError(f"a default of a recipe is plain data, got {plain!r} of type {type(plain).__name__}")
-
-
-def dotted(path: KeyPath) -> str:
-    """Return `("a", "b", 0)` as `a.b.0`."""
-    return ".".join(str(name) for name in path)
-
-
-MAX_SHOWN = 8
-_MAX_WIDTH = 110
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, where, and what to do about it."""
+    """One thing that is wrong, where it is, and what to do about it."""
 
     key: str
-    """Dotted key, or "" where the problem belongs to a whole file."""
+    """Dotted key, or "" if the problem concerns a whole file."""
 
     where: Origin
     """The place to change."""
 
     message: str
-    """Which rule broke, with the names and values."""
+    """Which rule is broken, with the names and values."""
 
     hint: str = ""
     """What to do."""
@@ -161,11 +94,8 @@ class Problem:
         return "\n".join(lines)
 
 
-class RecipeError(ValueError):
-    """A recipe that cannot be used, with every problem that was found in it.
-
-    `problems` holds them all; the text shows the first eight.
-    """
+class RecipeError(Refusal):
+    """A recipe that cannot be used. `problems` holds everything that was found; the text shows the first eight."""
 
     def __init__(self, recipe: str, problems: Sequence[Problem]) -> None:
         super().__init__(recipe, tuple(problems))
@@ -176,14 +106,25 @@ class RecipeError(ValueError):
         """Render one screen."""
         count = len(self.problems)
         lines = [f"recipe {self.recipe} is refused: {count} problem{'s' if count != 1 else ''}"]
-        lines += [str(problem) for problem in self.problems[:MAX_SHOWN]]
-        if count > MAX_SHOWN:
-            lines.append(f"… and {count - MAX_SHOWN} more")
+        lines += [str(problem) for problem in self.problems[:_MAX_SHOWN]]
+        if count > _MAX_SHOWN:
+            lines.append(f"… and {count - _MAX_SHOWN} more")
         return "\n".join(lines)
 
 
+def reading_order(problem: Problem) -> tuple[bool, str, int, int]:
+    """Sort key of problems: by file and line, overrides last."""
+    where = problem.where
+    return where.override is not None, str(where.file), where.line or 0, where.column or 0
+
+
+def dotted(path: KeyPath) -> str:
+    """Return `("a", "b", 0)` as `a.b.0`."""
+    return ".".join(map(str, path))
+
+
 def similarity(left: str, right: str) -> float:
-    """Return difflib's ratio of two names, 0 to 1, whatever their case."""
+    """Return difflib's ratio of two names, from 0 to 1, ignoring case."""
     return SequenceMatcher(None, left.lower(), right.lower()).ratio()
 
 
@@ -194,5 +135,5 @@ def nearest(name: str, candidates: Sequence[str], *, cutoff: float = 0.6) -> lis
 
 
 def shorten(text: str, width: int) -> str:
-    """Cut `text` to `width` characters, the last an ellipsis."""
+    """Cut `text` to `width` characters, the last of which is an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,12 +1,8 @@
-"""Validation of a merged recipe: every problem with its file, line, nearest valid key and remedy.
+"""Validation of a merged recipe: every problem with its place, the nearest valid key and the remedy.
 
-pydantic names a place by a tuple in which the members of a union appear as extra words; here a place is a key. Of
-the members of a union that all failed, the one that fits best is kept. Does not know files or lines.
-
-Knows the schema; does not know the recipe.
-
-Validation is pydantic's for JSON in strict mode: an int may stand for a float and a list for a tuple, but "3" is no
-int and 1 is no boolean. Knows schemas and places; does not know where files or overrides come from.
+pydantic validates the recipe as JSON in strict mode: an int may stand for a float and a list for a tuple, but "3" is
+not an int and 1 is not a boolean. Its errors are then placed: pydantic names a place by a tuple in which the members of
+a union appear as extra entries; a `Failure` has the key, and a `Problem` the file and line.
 """
 
 from __future__ import annotations
@@ -14,10 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -32,15 +30,44 @@ from rl_launcher.recipe_files.dataclass_schema import (
     lay_defaults,
     members,
     origin_of,
+    section_of,
     type_text,
 )
-from rl_launcher.recipe_files.problems import KeyPath, Node, Origin, Problem, dotted, nearest, shorten, similarity
+from rl_launcher.recipe_files.nodes import Node
+from rl_launcher.recipe_files.problems import KeyPath, Problem, dotted, nearest, reading_order, shorten, similarity
 
-_UNKNOWN = {"unexpected_keyword_argument", "extra_forbidden"}
-_MISSING = {"missing", "missing_argument", "missing_keyword_only_argument"}
-_RULE = {"value_error", "assertion_error"}
-_TYPE = {"literal_error", "enum", "int_from_float"}
-_LENGTH = {"too_long", "too_short"}
+T = TypeVar("T")
+_MAX_GIVEN = 60
+_MAX_LISTED_KEYS = {"root": 20, "section": 10}
+_MAX_HINTS = 5
+_CUTOFF = 0.65
+_SIBLING_BONUS = 0.1
+_YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
+
+
+def validate(recipe: Node, schema: type[T]) -> tuple[T | None, list[Problem]]:
+    """Return the configured `schema` and no problem, or None and every problem in the order of the recipe."""
+    adapter: TypeAdapter[T] = TypeAdapter(schema)
+    attempt = _try(adapter, recipe, schema)
+    value, failed = attempt
+    if not failed:
+        return value, []
+    # pydantic checks no rule of a section that has a wrong key, so the wrong keys are taken out and it is asked again.
+    # A rule that speaks of a key that was taken out is left for the next time.
+    out = [_key_to_remove(failure) for failure in failed if failure.kind in {"unknown", "type", "other"}]
+    rest = recipe
+    for path in out:
+        rest = rest.with_value(path, None)
+    names = {str(path[-1]) for path in out}
+    known = {(failure.path, failure.message) for failure in failed}
+    for rule in _try(adapter, rest, schema)[1] if out else []:
+        is_new = rule.kind == "rule" and (rule.path, rule.message) not in known
+        if is_new and not names & set(re.findall(r"[A-Za-z_]\w*", rule.message)):
+            failed.append(rule)
+    return None, sorted((_problem(failure, recipe, schema) for failure in failed), key=reading_order)
+
+
+# -- pydantic's errors, placed in the schema --------------------------------------------------------
 
 Kind = Literal["unknown", "missing", "rule", "type", "other"]
 
@@ -51,269 +78,209 @@ class Failure:
 
     kind: Kind
     path: KeyPath
-    """The key, or the section whose rule broke."""
+    """The key, or the section whose rule is broken."""
 
     annotation: Annotation
-    """The declared type of what is at `path`."""
+    """The declared type of the value at `path`."""
 
     section: type | None
-    """The section which holds the key; for a broken rule the section itself."""
+    """The section that holds the key; for a broken rule the section itself."""
 
     given: object
     message: str
-    choices: tuple[tuple[KeyPath, str], ...]
-    """Unions passed on the way: where, and which member."""
+    union: tuple[KeyPath, str] | None
+    """The union that was tried: where it is, and which of its members this error is about."""
 
 
-def failures(schema: type, error: ValidationError) -> list[Failure]:
-    """Return every error of pydantic once."""
-    placed = [_place(schema, details) for details in error.errors(include_url=False)]
-    return _keep_best_members(placed)
+def _try(adapter: TypeAdapter[T], recipe: Node, schema: type) -> tuple[T | None, list[Failure]]:
+    try:
+        return adapter.validate_json(json.dumps(lay_defaults(schema, recipe).plain()), strict=True), []
+    except ValidationError as error:
+        placed = [_place(schema, details) for details in error.errors(include_url=False)]
+    # Of the members of a union that all failed, keep the one that got deepest: the shape of the others is wrong.
+    best: dict[KeyPath, Failure] = {}
+    for failure in placed:
+        if failure.union and len(failure.path) > len(best.setdefault(failure.union[0], failure).path):
+            best[failure.union[0]] = failure
+    return None, [each for each in placed if each.union is None or best[each.union[0]].union == each.union]
 
 
 def _place(schema: type, details: ErrorDetails) -> Failure:
-    path: KeyPath = ()
-    here: Annotation = schema
-    section: Annotation = None
-    declared: Annotation = schema
-    choices: list[tuple[KeyPath, str]] = []
     kind = _kind(details)
-    short = kind == "missing" and isinstance(details["loc"][-1], int)  # of a tuple: its length is wrong
-    for part in details["loc"][: -1 if short else None]:
+    location = details["loc"]
+    if kind == "missing" and isinstance(location[-1], int):  # a tuple is too short: the tuple is wrong, not its item
+        kind, location = "type", location[:-1]
+    path: KeyPath = ()
+    here: Annotation = schema  # the type in which the next name is looked up
+    declared: Annotation = schema
+    section: type | None = None
+    union: tuple[KeyPath, str] | None = None
+    for part in location:
         possible = members(here)
-        if len(possible) > 1:
-            choices.append((path, str(part)))
-            here = _member(possible, str(part))
+        if len(possible) > 1:  # pydantic names the member here; only one of them can hold items
+            union = (path, str(part))
+            here = next((member for member in possible if typing.get_args(member)), Any)
             continue
-        section = possible[0] if possible else None
+        section = section_of(here)
         path = (*path, part)
-        declared = here = item(section, part)
-    if kind == "rule":
-        section = next(iter(members(here)), None)
+        declared = here = item(section or next(iter(possible), Any), part)
     cause = details.get("ctx", {}).get("error")
     return Failure(
-        kind="type" if short else kind,
+        kind=kind,
         path=path,
         annotation=declared,
-        section=section if is_section(section) else None,
+        section=section_of(here) if kind == "rule" else section,
         given=details["input"],
         message=str(cause) if cause is not None else details["msg"],
-        choices=tuple(choices),
+        union=union,
     )
 
 
 def _kind(details: ErrorDetails) -> Kind:
     name = details["type"]
-    if name in _UNKNOWN:
+    if name in {"unexpected_keyword_argument", "extra_forbidden"}:
         return "unknown"
-    if name in _MISSING:
+    if name in {"missing", "missing_argument", "missing_keyword_only_argument"}:
         return "missing"
-    if name in _RULE:
+    if name in {"value_error", "assertion_error"}:
         return "rule"
-    wrong_length = name in _LENGTH and details.get("ctx", {}).get("field_type") == "Tuple"
-    return "type" if wrong_length or name in _TYPE or name.endswith(("_type", "_parsing")) else "other"
+    wrong_length = name in {"too_long", "too_short"} and details.get("ctx", {}).get("field_type") == "Tuple"
+    is_type = name in {"literal_error", "enum", "int_from_float"} or name.endswith(("_type", "_parsing"))
+    return "type" if wrong_length or is_type else "other"
 
 
-def _member(possible: Sequence[Annotation], tag: str) -> Annotation:
-    """Return the member of a union that pydantic calls `tag`: by its name, or by the value of its tag field."""
-    for member in possible:
-        if getattr(member, "__name__", None) == tag:
-            return member
-        fields = key_types(member).values() if is_section(member) else ()
-        if any(tag in map(str, choices_of(field)) for field in fields):
-            return member
-    return Any
-
-
-def _keep_best_members(placed: list[Failure]) -> list[Failure]:
-    for union in sorted({at for failure in placed for at, _ in failure.choices}, key=len):
-        by_member: dict[str, list[Failure]] = {}
-        for failure in placed:
-            for at, tag in failure.choices:
-                if at == union:
-                    by_member.setdefault(tag, []).append(failure)
-        if by_member:
-            best = min(by_member.values(), key=lambda found: _misfit(found, union))
-            placed = [f for f in placed if f in best or union not in [at for at, _ in f.choices]]
-    return placed
-
-
-def _misfit(found: Sequence[Failure], union: KeyPath) -> tuple[bool, int]:
-    """Order members of a union: those whose very shape is wrong come last, then by the number of errors."""
-    return any(failure.path == union and failure.kind == "type" for failure in found), len(found)
-
-
-_FEW = 10
-_FEW_SECTIONS = 20
-_CUTOFF = 0.65
-_SIBLING_BONUS = 0.1
-_YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
-
-
-def unknown_hint(failure: Failure, schema: type) -> str:
-    """Return the valid key that resembles the unknown one most, and the section's keys if they are few."""
-    if "." in str(failure.path[-1]):
-        return "dots join keys in overrides only: in a file, indent the inner key below the outer one"
-    parts = []
-    meant = _nearest_keys(failure, schema)
-    if meant:
-        parts.append(f"did you mean {' or '.join(meant)}?")
-    siblings = list(key_types(failure.section)) if failure.section is not None else []
-    if 0 < len(siblings) <= (_FEW if len(failure.path) > 1 else _FEW_SECTIONS):
-        parts.append(f"valid keys here: {', '.join(siblings)}")
-    return " ".join(parts) or "remove it"
-
-
-def missing_hint(failure: Failure) -> str:
-    """Return the line to add and what the key means."""
-    meaning = described(failure)
-    return f"add `{failure.path[-1]}: …` ({type_text(failure.annotation)})" + (f": {meaning}" if meaning else "")
-
-
-def type_hint(failure: Failure, where: Origin) -> str:
-    """Return the likely reason for a value of a wrong type, else what the key means."""
-    given, wanted = failure.given, members(failure.annotation)
-    if isinstance(given, str):
-        return _text_hint(given, wanted) or described(failure)
-    if str in wanted and isinstance(given, int | float):
-        return "write it in quotes"
-    if isinstance(given, float) and int in wanted and given.is_integer():
-        return f"write {int(given)}"
-    if given is None and any(is_section(member) for member in wanted):
-        return "write {} for its defaults, or delete the line"
-    if isinstance(given, dict) and where.override and any(origin_of(member) in {list, tuple} for member in wanted):
-        return "a list is replaced whole: key=[…]"
-    return described(failure)
-
-
-def described(failure: Failure) -> str:
-    """Return the first sentence under the key."""
-    name = str(failure.path[-1]) if failure.path else ""
-    return docstrings(failure.section).get(name, "") if failure.section is not None else ""
-
-
-def _text_hint(given: str, wanted: Sequence[Annotation]) -> str:
-    like = nearest(given, [str(choice) for member in wanted for choice in choices_of(member)])
-    if like:
-        return f'did you mean "{like[0]}"?'
-    if bool in wanted and given.lower() in _YAML_1_1_BOOLEANS:
-        return "write true or false without quotes: in a recipe yes, no, on and off are strings"
-    if {int, float} & set(wanted) and re.fullmatch(r"[-+.\d_eE]+", given):
-        return "write the number without quotes or leading zeros (an environment variable is always a string)"
-    return ""
-
-
-def _nearest_keys(failure: Failure, schema: type) -> list[str]:
-    """Compare the unknown name with the last name of each key, and with the key in full; the same section is ahead.
-
-    Several, at most three, where they are equally near.
-    """
-    name = str(failure.path[-1])
-    siblings = {dotted((*failure.path[:-1], other)) for other in key_types(failure.section or schema)}
-
-    def score(candidate: str) -> float:
-        last = similarity(name, candidate.rpartition(".")[2])
-        if candidate in siblings:
-            return last + _SIBLING_BONUS
-        return max(last, similarity(name, candidate))
-
-    scores = {candidate: score(candidate) for candidate in sorted(siblings | {key.dotted for key in keys(schema)})}
-    best = max(scores.values())
-    return [candidate for candidate in scores if scores[candidate] == best][:3] if best >= _CUTOFF else []
-
-
-T = TypeVar("T")
-_MAX_GIVEN = 60
-
-
-def validate(recipe: Node, schema: type[T]) -> tuple[T | None, list[Problem]]:
-    """Return the configured `schema` and no problem, or None and every problem in the order of the recipe."""
-    adapter: TypeAdapter[T] = TypeAdapter(schema)
-    attempt = _try(adapter, recipe, schema)
-    value, failed = attempt
-    if not failed:
-        return value, []
-    failed += _behind(failed, recipe, adapter=adapter, schema=schema)
-    return None, sorted((_problem(failure, recipe, schema) for failure in failed), key=reading_order)
-
-
-def reading_order(problem: Problem) -> tuple[bool, str, int, int]:
-    """Sort by file and line, overrides last."""
-    where = problem.where
-    return where.override is not None, str(where.file), where.line or 0, where.column or 0
-
-
-def _behind(failed: Sequence[Failure], recipe: Node, *, adapter: TypeAdapter[T], schema: type) -> list[Failure]:
-    """Return the rules that break once wrong keys are taken out; pydantic checks no rule of a section with a wrong key.
-
-    A rule which speaks of a key taken out is left for the next time.
-    """
-    known = {(failure.path, failure.message) for failure in failed}
-    out = [_key_in_mapping(failure) for failure in failed if failure.kind in {"unknown", "type", "other"}]
-    for path in out:
-        recipe = recipe.without(path)
-    names = {str(path[-1]) for path in out if path}
-    rules = [failure for failure in _try(adapter, recipe, schema)[1] if failure.kind == "rule"] if out else []
-    fresh = [rule for rule in rules if (rule.path, rule.message) not in known]
-    return [rule for rule in fresh if not names & set(_words(rule.message))]
-
-
-def _key_in_mapping(failure: Failure) -> KeyPath:
-    """Return the key to take out: the whole list where an item of a list is wrong."""
+def _key_to_remove(failure: Failure) -> KeyPath:
+    """Return the wrong key; the whole list if an item of a list is wrong."""
     if failure.kind == "unknown":
         return failure.path
     return tuple(itertools.takewhile(lambda name: isinstance(name, str), failure.path))
 
 
-def _try(adapter: TypeAdapter[T], recipe: Node, schema: type) -> tuple[T | None, list[Failure]]:
-    data = json.dumps(lay_defaults(schema, recipe).plain())
-    try:
-        return adapter.validate_json(data, strict=True), []
-    except ValidationError as error:
-        return None, failures(schema, error)
+# -- Failures as problems with file, line and remedy ------------------------------------------------
 
 
 def _problem(failure: Failure, recipe: Node, schema: type) -> Problem:
     if failure.kind == "rule":
         return _broken_rule(failure, recipe)
-    node, written = recipe.nearest(failure.path)
+    node, written = recipe.find(failure.path)
     key = dotted(failure.path)
     if failure.kind == "unknown":
         section = dotted(failure.path[:-1])
         message = f"unknown key in section {section}" if section else "unknown key"
-        return Problem(key=key, where=node.key, message=message, hint=unknown_hint(failure, schema))
+        return Problem(key=key, where=node.key, message=message, hint=_unknown_hint(failure, recipe, schema))
+    meaning = docstrings(failure.section).get(str(failure.path[-1]), "") if failure.section and failure.path else ""
     if failure.kind == "missing":
-        return Problem(key=key, where=node.key, message="required key is missing", hint=missing_hint(failure))
+        hint = f"add `{failure.path[-1]}: …` ({type_text(failure.annotation)})" + (f": {meaning}" if meaning else "")
+        return Problem(key=key, where=node.key, message="required key is missing", hint=hint)
     where = node.where if written else node.key
+    kinds: dict[type, str] = {str: " (a string)", dict: " (a section)", list: " (a list)"}
+    given = shorten(json.dumps(failure.given, ensure_ascii=False), _MAX_GIVEN) + kinds.get(type(failure.given), "")
     if failure.kind == "type":
-        message = f"given {_given(failure.given)}, wanted {type_text(failure.annotation)}"
-        return Problem(key=key, where=where, message=message, hint=type_hint(failure, where))
-    message = f"{failure.message}: given {_given(failure.given)}"
-    return Problem(key=key, where=where, message=message, hint=described(failure))
+        message = f"given {given}, wanted {type_text(failure.annotation)}"
+        hint = _type_hint(failure.given, members(failure.annotation), overridden=where.override is not None)
+        return Problem(key=key, where=where, message=message, hint=hint or meaning)
+    return Problem(key=key, where=where, message=f"{failure.message}: given {given}", hint=meaning)
 
 
 def _broken_rule(failure: Failure, recipe: Node) -> Problem:
-    """Place the message of a `__post_init__` at the key that it names first, else at the section."""
-    section_node, _ = recipe.nearest(failure.path)
-    for name in _named_keys(failure):
-        node, written = recipe.nearest((*failure.path, name))
-        if written and not node.origin.is_default and failure.section is not None:
-            hint = docstrings(failure.section).get(name, "")
-            return Problem(key=dotted((*failure.path, name)), where=node.where, message=failure.message, hint=hint)
-    return Problem(key=dotted(failure.path), where=section_node.key, message=failure.message)
+    """Place the message of a `__post_init__` at a key that it names and somebody wrote, else at the section.
+
+    A key may be named in full, as in `optimizer.warmup_steps=3`. The first one counts, but an override before a file.
+    """
+    named: list[tuple[KeyPath, Node, str]] = []
+    for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", failure.message)):
+        section, leaf = failure.section, name.split(".")
+        for part in leaf[:-1]:
+            section = section_of(key_types(section).get(part, Any)) if section else None
+        node, written = recipe.find((*failure.path, *leaf))
+        if section and leaf[-1] in key_types(section) and written and not node.origin.is_default:
+            named.append(((*failure.path, *leaf), node, docstrings(section).get(leaf[-1], "")))
+    if not named:
+        node, _ = recipe.find(failure.path)
+        return Problem(key=dotted(failure.path), where=node.key, message=failure.message)
+    path, node, meaning = min(named, key=lambda each: each[1].origin.override is None)
+    return Problem(key=dotted(path), where=node.where, message=failure.message, hint=meaning)
 
 
-def _named_keys(failure: Failure) -> Sequence[str]:
-    names = key_types(failure.section) if failure.section is not None else {}
-    return list(dict.fromkeys(word for word in _words(failure.message) if word in names))
+def _type_hint(given: object, wanted: Sequence[Annotation], *, overridden: bool) -> str:
+    """Return the likely reason for a value of a wrong type, if there is one."""
+    text = given if isinstance(given, str) else ""
+    like = nearest(text, [str(choice) for member in wanted for choice in choices_of(member)]) if text else []
+    hint = ""
+    if like:
+        hint = f'did you mean "{like[0]}"?'
+    elif bool in wanted and text.lower() in _YAML_1_1_BOOLEANS:
+        hint = "write true or false without quotes: in a recipe yes, no, on and off are strings"
+    elif {int, float} & set(wanted) and re.fullmatch(r"[-+.\d_eE]+", text):
+        hint = "write the number without quotes or leading zeros (an environment variable is always a string)"
+    elif str in wanted and isinstance(given, int | float):
+        hint = "write it in quotes"
+    elif isinstance(given, float) and int in wanted and given.is_integer():
+        hint = f"write {int(given)}"
+    elif given is None and any(is_section(member) for member in wanted):
+        hint = "write {} for its defaults, or delete the line"
+    elif isinstance(given, dict) and overridden and any(origin_of(each) in {list, tuple} for each in wanted):
+        hint = "a list is replaced as a whole: key=[…]"
+    return hint
 
 
-def _words(message: str) -> list[str]:
-    return re.findall(r"[A-Za-z_]\w*", message)
+def _unknown_hint(failure: Failure, recipe: Node, schema: type) -> str:
+    """Return the valid key that was probably meant, and the keys of the section if they are few."""
+    if "." in str(failure.path[-1]):
+        return "dots join keys in overrides only: in a file, indent the inner key below the outer one"
+    if foreign := _foreign_hint(failure, recipe, schema):
+        return foreign
+    parts = []
+    if meant := _nearest_keys(failure, schema):
+        parts.append(f"did you mean {' or '.join(meant)}?")
+    siblings = list(key_types(failure.section)) if failure.section is not None else []
+    if 0 < len(siblings) <= _MAX_LISTED_KEYS["root" if len(failure.path) == 1 else "section"]:
+        parts.append(f"valid keys here: {', '.join(siblings)}")
+    return " ".join(parts) or "remove it"
 
 
-def _given(value: object) -> str:
-    text = shorten(json.dumps(value, ensure_ascii=False), _MAX_GIVEN)
-    kinds: dict[type, str] = {str: "a string", dict: "a section", list: "a list"}
-    kind = kinds.get(type(value))
-    return f"{text} ({kind})" if kind else text
+def _nearest_keys(failure: Failure, schema: type) -> list[str]:
+    """Return up to three keys whose last name, or full name, resembles the unknown one; the same section is ahead."""
+    name = str(failure.path[-1])
+    siblings = {dotted((*failure.path[:-1], other)) for other in key_types(failure.section or schema)}
+    scores = {}
+    for candidate in sorted(siblings | {key.dotted for key in keys(schema)}):
+        last = similarity(name, candidate.rpartition(".")[2])
+        scores[candidate] = last + _SIBLING_BONUS if candidate in siblings else max(last, similarity(name, candidate))
+    best = max(scores.values())
+    return [candidate for candidate in scores if scores[candidate] == best][:3] if best >= _CUTOFF else []
+
+
+def _foreign_hint(failure: Failure, recipe: Node, schema: type) -> str:
+    """Answer keys of other trainers from the table that the schema names in `foreign_keys`, a YAML file.
+
+    The table maps a key of theirs, or the end of one, to ours: a key, a list of keys, or `{keys: …, advice: …}`. `*` in
+    a key of ours is any section: the one that the key was written in, else those that the recipe has, else all.
+    """
+    if (table := getattr(schema, "foreign_keys", None)) is None:
+        return ""
+    entries = yaml.safe_load(table.read_text(encoding="utf-8"))
+    valid = [key.dotted for key in keys(schema)]
+    present = {name for name, node in recipe.children() if node.value is not None}
+    hints = []
+    for path in _leaf_paths(failure.given, failure.path):
+        ends = (".".join(path[start:]) for start in range(len(path)))
+        if (entry := next((entries[end] for end in ends if end in entries), None)) is None:
+            continue
+        entry = entry if isinstance(entry, dict) else {"keys": entry}
+        meant = []
+        for pattern in [entry["keys"]] if isinstance(entry["keys"], str) else entry["keys"]:
+            found = [key for key in valid if re.fullmatch(re.escape(pattern).replace(r"\*", r"\w+"), key)]
+            here = [key for key in found if key.split(".")[0] == path[0]]
+            meant.append(" or ".join(here or [key for key in found if key.split(".")[0] in present] or found))
+        hint = f"did you mean {' and '.join(meant)}? {entry.get('advice', '')}".rstrip()
+        hints.append(hint if path == failure.path else f"{dotted(path)}: {hint}")
+    return "\n    ".join(hints[:_MAX_HINTS])
+
+
+def _leaf_paths(value: object, path: KeyPath) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaf_paths(inner, (*path, name))
+    else:
+        yield tuple(map(str, path))

@@ -1,7 +1,6 @@
-"""What a recipe may say: sections made of the dataclasses of the packages that obey them.
+"""The schema of a recipe: dataclasses, many of which belong to the packages that they configure.
 
-Adds only what no package can know alone: which model, which data, which reward, which machines, and in what order
-stages run.
+The launcher adds what no package can know alone: which model, data, reward and nodes, and the order of stages.
 """
 
 from rl_launcher.schema.data import DataConfig, EnvironmentConfig, EvaluationConfig

@@ -1,4 +1,4 @@
-"""What is learnt from, what judges answers, and how the result is measured."""
+"""The sections `data`, `env` and `evaluation`: what is trained on, what gives rewards, how the result is measured."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -11,38 +11,39 @@ __all__ = ["DataConfig", "EnvironmentConfig", "EvaluationConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is learnt from, and what the result is judged by."""
+    """The data set, of which a part is held out for evaluation."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     source: str
-    """Rows with a `prompt` and, if you like, an `answer` and other columns: a .jsonl, .json or .parquet file, a folder
-    of `datasets`, or the id of a data set on the hub; or `package.module:function` or `file.py:function` that returns a
-    `rl_algorithms.data.Dataset`. Where sft is the only stage, rows may be conversations: `messages`, `conversations`,
-    or `prompt` and `completion`. With `dpo.pairs=data` they are pairs: `prompt`, `chosen` and `rejected`."""
+    """A .jsonl, .json or .parquet file, a folder saved by `datasets`, a data set id on the Hub, or a function
+    `package.module:name` or `file.py:name` that returns a `rl_algorithms.data.Dataset`. Rows have a `prompt` and
+    optionally an `answer` and other columns. If sft is the only stage, rows may be conversations: `messages`,
+    `conversations`, or `prompt` and `completion`. With `dpo.pairs=data` rows are pairs: `prompt`, `chosen`,
+    `rejected`."""
 
     split: str | None = None
-    """Which split of a data set, as `train` or `train[:1000]`; needed where there are several."""
+    """Split of a data set, such as `train` or `train[:1000]`; required if it has several."""
 
     name: str | None = None
-    """Which configuration of a data set on the hub, where there are several."""
+    """Configuration of a data set on the Hub, if it has several."""
 
     revision: str | None = None
-    """Branch, tag or commit of a data set on the hub; pin it to make the run repeatable."""
+    """Branch, tag or commit of a data set on the Hub. Pin it to make the run repeatable."""
 
     columns: dict[str, str] = field(default_factory=dict)
-    """Our name -> the data's, as in `{prompt: question, answer: reward_model.ground_truth}`. The data's columns stay,
-    under their own names, too."""
+    """Our column names mapped to those of the data, as in `{prompt: question, answer: reward_model.ground_truth}`. The
+    data's columns stay available under their own names."""
 
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What happens to a row that cannot be read, or is too long for the model. `skip` leaves it out of all stages, says
-    how many there were, and why the first. Rows of a function are its own affair, and refused in any case."""
+    """What to do with a row that cannot be read or is too long for the model. `skip` leaves it out of all stages, and
+    reports how many rows were skipped and why the first one was. Bad rows of a function are always refused."""
 
     held_out_share: float | None = None
-    """Share of the prompts that is never trained on; 0.1 when not given. A function holds out its own."""
+    """Share of the prompts that is never trained on; null is 0.1. A function holds out its own rows."""
 
     prompt_format: PromptFormat = "chat"
-    """`chat` renders prompts with the tokenizer's chat template; `plain` takes their text as it is."""
+    """`chat` renders prompts with the tokenizer's chat template; `plain` takes the text as it is."""
 
     def __post_init__(self) -> None:
         if self.held_out_share is not None and not 0.0 < self.held_out_share < 1.0:
@@ -51,47 +52,48 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """What judges an answer."""
+    """What gives a response its reward."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     reward: str | None = None
-    """`package.module:function` or `file.py:function`, called with keyword lists: `prompts`, `completions` and every
-    column of the data; returns one number per answer."""
+    """`package.module:function` or `file.py:function`. It is called with keyword lists, `prompts`, `completions` and
+    every column of the data, and returns one number for each response."""
 
     rewards: dict[str, str] = field(default_factory=dict)
-    """Several such functions by name, instead: their weighted sum is the reward, and each is logged."""
+    """Several such functions by name, instead of `reward`. Their weighted sum is the reward, and each is logged."""
 
     weights: dict[str, float] = field(default_factory=dict)
-    """What each of `rewards` counts; 1 for those not named, and 0 measures without rewarding. Where each is normalised
-    by itself, `grpo.objective.advantage.reward_weights` weighs what comes out."""
+    """Weight of each of `rewards` in the sum; 1 for those not named, and 0 logs a reward without using it. If each
+    reward is normalized separately, `grpo.objective.advantage.reward_weights` weights the normalized ones."""
 
     environment: str | None = None
-    """`package.module:name` or `file.py:name` of a class or function that makes an environment of several turns: a
-    `rl_algorithms.contracts.Environment`, or an episode as of `rl_algorithms.environments.games`. In the place of a
-    reward; `grpo.max_turns` says how many answers."""
+    """`package.module:name` or `file.py:name` of a class or function that makes a multi-turn environment: a
+    `rl_algorithms.contracts.Environment`, or an episode as in `rl_algorithms.environments.games`. Instead of a reward;
+    `grpo.max_turns` bounds the number of responses."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """What `environment` is called with, by name."""
+    """Keyword arguments for `environment`."""
 
     timeout_s: float | None = None
-    """Seconds that an environment may take over one answer; then that rollout counts as failed and no other. Only with
-    an `environment` made of episodes or coroutines; null is 60."""
+    """Deadline in seconds for one call of a reward function, or for an environment's reply to one response. A call that
+    misses it is handled as `on_error` says; other rollouts are not affected. Null takes the default: 300 for reward
+    functions, 60 for environments."""
 
     on_error: Literal["stop", "zero", "fail"] = "stop"
-    """What happens to an answer that the function raises on or returns NaN for. `stop` stops; `zero` counts it as 0,
-    `fail` leaves it out of training and of every baseline, and both say how many."""
+    """What to do with a response for which the function raises or returns NaN. `stop` ends the run; `zero` gives it
+    the reward 0; `fail` leaves it out of training and of every baseline. The last two log how many there were."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("reward", "rewards", "environment") if getattr(self, name)]
         if len(given) != 1:
-            said = ", ".join(f"{name}={getattr(self, name)}" for name in given) or "none of them"
+            found = ", ".join(f"{name}={getattr(self, name)}" for name in given) or "none of them"
             raise ValueError(
-                f"{said}: an answer is judged by one of `reward`, a function, `rewards`, several by name, and "
-                f"`environment`, of several turns; give one, and set the others to null or {{}}"
+                f"{found}: a response gets its reward from one of `reward`, a function, `rewards`, several by name, "
+                f"and `environment`, of several turns; give one, and set the others to null or {{}}"
             )
-        if self.environment is None and (self.options or self.timeout_s is not None):
-            raise ValueError("options and timeout_s are of an environment, and env.environment names none")
+        if self.environment is None and self.options:
+            raise ValueError("options are the arguments of an environment, and env.environment names none")
         refuse_below(self, above={"timeout_s": 0})
         if unknown := sorted(set(self.weights) - set(self.rewards)):
             raise ValueError(
@@ -101,31 +103,31 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """How the held-out prompts are used."""
+    """How the policy is measured on held-out prompts."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     every: int = 0
-    """Optimizer steps between evaluations while training; 0 evaluates before and after only."""
+    """Optimizer steps between evaluations during training; 0 evaluates before and after training only."""
 
     max_prompts: int = 1000
-    """At most so many held-out prompts before and after training."""
+    """Number of held-out prompts before and after training, at most."""
 
     max_prompts_while_training: int = 256
-    """At most so many while training, with greedy answers only. `held_out_loss` is of as many demonstrations, the same
-    ones before, while and after."""
+    """Number of held-out prompts during training, at most; they are decoded greedily. `held_out_loss` uses as many
+    demonstrations, the same ones before, during and after."""
 
     samples_per_prompt: int = 1
-    """Sampled answers to each held-out prompt, before and after. More narrow the interval, and allow pass@k."""
+    """Sampled responses to each held-out prompt, before and after. More narrow the interval and allow pass@k."""
 
     pass_at: tuple[int, ...] = (1,)
-    """The k of pass@k, none beyond `samples_per_prompt`: does one of k sampled answers pass?"""
+    """The values of k for pass@k, the chance that one of k sampled responses passes; at most `samples_per_prompt`."""
 
     pass_reward: float = 1.0
-    """The reward from which on an answer passes."""
+    """Reward at or above which a response passes."""
 
     samples: int = 12
-    """Held-out answers that are kept, before and after, for the report."""
+    """Held-out responses, before and after, that are kept for the report."""
 
     def __post_init__(self) -> None:
         at_least = {

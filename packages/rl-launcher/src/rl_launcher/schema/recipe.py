@@ -1,8 +1,10 @@
-"""A whole recipe: its sections, and what must hold between them."""
+"""`Recipe`: a whole recipe, made of sections, and the rules that hold between them."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_launcher.recipe_files.nodes import Node
 from rl_launcher.schema.data import DataConfig, EnvironmentConfig, EvaluationConfig
 from rl_launcher.schema.policy import PolicyConfig
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
@@ -15,70 +17,69 @@ __all__ = ["HEADLINES", "HOW_TO_JUDGE", "STAGES", "Recipe"]
 
 HEADLINES = ("grpo", "dpo", "distill")
 STAGES = ("sft", *HEADLINES)
-"""In the order in which they run; of the headlines a run takes one."""
+"""All stages in the order in which they run; a run has at most one of the headlines."""
 
 HOW_TO_JUDGE = (
     'write env: {reward: "reward.py:score"}, a file and a function in it, or env: {environment: "file.py:name"}'
 )
 HELD_OUT_LOSS = "held_out_loss"
-OF_JUDGED_ANSWERS = {
-    field.name: field.default
-    for field in fields(EvaluationConfig)
-    if field.name in {"samples_per_prompt", "pass_at", "pass_reward"}
-}
-OF_ANSWERS = ("held_out_greedy", "held_out_sampled", "held_out_pass@")
+METRICS_OF_REWARDS = ("held_out_greedy", "held_out_sampled", "held_out_pass@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run. Its stages are the sections that are there: `sft` first, then one of `grpo`, `dpo` and `distill`."""
+    """A run. Its stages are the sections that are present: `sft` first, then one of `grpo`, `dpo` and `distill`."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
+    foreign_keys: ClassVar[Path] = Path(__file__).parent / "foreign_keys.yaml"
+    """Keys of TRL, verl and OpenRLHF with ours; `load_recipe` answers an unknown key from it."""
+
     run_dir: str
-    """Where everything that the run leaves goes; a folder that does not exist yet."""
+    """Directory for everything that the run writes. It must not exist yet."""
 
     seed: int = 0
-    """Of weights, data order and sampling. The same recipe and seed give the same run on the same machine."""
+    """Seed of initial weights, data order and sampling. The same recipe and seed give the same run on one machine."""
 
     cpu_threads: int | None = None
-    """Threads that torch computes with on the CPU; null leaves it to torch. Tiny models are fastest with 1."""
+    """Threads that torch uses on the CPU; null leaves it to torch. Tiny models are fastest with 1."""
 
     policy: PolicyConfig
-    """The model and its engine."""
+    """The model that is trained and the engine that samples from it."""
 
     data: DataConfig
     """The prompts."""
 
     env: EnvironmentConfig | None = None
-    """The reward. Null where nothing is judged: sft, and dpo on given pairs; then held-out rows measure the loss."""
+    """The reward function or environment. Null for sft and for dpo on given pairs, which have no rewards; held-out rows
+    then measure the loss."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """The held-out prompts."""
+    """How the policy is measured on held-out prompts."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """The machines."""
+    """Processes and nodes."""
 
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
-    """What is saved to go on from."""
+    """When checkpoints are written and which are kept."""
 
     health: HealthConfig = field(default_factory=HealthConfig)
-    """What is watched."""
+    """Which signs of trouble are watched for."""
 
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    """Where figures go."""
+    """Where metrics are sent."""
 
     sft: SFTStage | None = None
-    """Warm start; null to leave it out."""
+    """Supervised fine-tuning, before any other stage; null leaves it out."""
 
     grpo: GRPOStage | None = None
-    """Reinforcement learning; null to leave it out."""
+    """Reinforcement learning with GRPO; null leaves it out."""
 
     dpo: DPOStage | None = None
-    """Preference learning; null to leave it out."""
+    """Preference learning with DPO; null leaves it out."""
 
     distill: DistillStage | None = None
-    """On-policy distillation; null to leave it out."""
+    """On-policy distillation from a teacher; null leaves it out."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -86,26 +87,33 @@ class Recipe:
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ValueError(f"cpu_threads={self.cpu_threads} must be null or >= 1")
         if len(given := [name for name in HEADLINES if name in self.stages]) > 1:
-            raise ValueError(f"{' and '.join(given)} are given, and a run takes one of them; set the others to null")
+            raise ValueError(f"{' and '.join(given)} are given, and a run has only one of them; set the others to null")
         for name, stage in self.stages.items():
-            _refuse_endless_warmup(name, stage)
+            if (warmup := stage.optimizer.warmup_steps) >= stage.max_num_steps:
+                raise ValueError(
+                    f"{name}.optimizer.warmup_steps={warmup} must be less than {name}.max_num_steps="
+                    f"{stage.max_num_steps}, or the learning rate never reaches its peak; set "
+                    f"{name}.optimizer.warmup_steps={max(stage.max_num_steps // 2, 0)}"
+                )
         if self.env is None:
-            _refuse_what_needs_a_judge(self)
+            _refuse_what_needs_rewards(self)
         if self.grpo is not None and self.env is not None:
-            _refuse_rewards_without_names(self.grpo, self.env)
-            _refuse_turns_without_environment(self.grpo, self.env)
-            _refuse_weights_that_no_engine_takes(self.grpo, self.policy)
-        if self.checkpointing.keep_top_k and self.checkpointing.metric_name == HELD_OUT_LOSS:
-            _refuse_the_highest_loss(self.checkpointing)
+            _check_grpo(self.grpo, self.env, self.policy)
+        saved = self.checkpointing
+        if saved.keep_top_k and saved.metric_name == HELD_OUT_LOSS and saved.higher_is_better:
+            raise ValueError(
+                f"checkpointing.keep_top_k={saved.keep_top_k} would keep the highest {saved.metric_name}, and the "
+                f"lowest is the best; set checkpointing.higher_is_better=false"
+            )
 
     @property
     def stages(self) -> dict[str, Any]:
-        """The sections that are there, by name, in the order in which they run."""
+        """The sections that are present, by name, in the order in which they run."""
         return {name: stage for name in STAGES if (stage := getattr(self, name)) is not None}
 
     @property
     def headline(self) -> str:
-        """The stage that the run is about: before and after mean before and after this one.
+        """The last stage, which the run is about: "before" and "after" mean before and after this stage.
 
         Raises:
             ValueError: there is no stage.
@@ -117,77 +125,86 @@ class Recipe:
             )
         return [*self.stages][-1]
 
+    @classmethod
+    def adjust(cls, recipe: Node) -> tuple[Node, list[str]]:
+        """Fit what a recipe inherits into a run that was made shorter, as for a smoke test, and say so.
 
-def _refuse_what_needs_a_judge(recipe: Recipe) -> None:
-    judged = {"grpo": "learns from rewards", "distill": "logs the rewards of what it learns from"}
+        A run takes at least the optimizer steps of one batch of rollouts, and a warm-up longer than the run is
+        shortened to half of it. What the user set beside the number of steps stays as it is, and is refused.
+        """
+        notes: list[str] = []
+
+        def is_inherited(key: Node, beside: Node) -> bool:
+            was_overridden = beside.key.override is not None and key.key.override is None
+            return was_overridden or (key.key.is_shipped and not beside.key.is_shipped)
+
+        for name in STAGES:
+            steps, has_steps = recipe.find((name, "max_num_steps"))
+            if not has_steps or type(steps.value) is not int or steps.value < 1:
+                continue
+            given = f"{name}.max_num_steps={steps.value} ({steps.key})"
+            batch, has_batch = recipe.find((name, "steps_per_generation"))
+            if has_batch and type(batch.value) is int and batch.value > steps.value and is_inherited(batch, steps):
+                notes.append(f"{given} is raised to {batch.value}, the optimizer steps of one batch of rollouts")
+                steps = replace(steps, value=batch.value)
+                recipe = recipe.with_value((name, "max_num_steps"), steps)
+            path = (name, "optimizer", "warmup_steps")
+            warmup, has_warmup = recipe.find(path)
+            is_int = has_warmup and type(warmup.value) is int
+            if is_int and warmup.value >= steps.value and is_inherited(warmup, steps):  # type: ignore[operator]
+                half = steps.value // 2  # type: ignore[operator]
+                was = f"{name}.optimizer.warmup_steps={warmup.value} ({warmup.key})"
+                notes.append(f"{was} is shortened to {half}, since {given}")
+                recipe = recipe.with_value(path, replace(steps, value=half))
+        return recipe, notes
+
+
+def _refuse_what_needs_rewards(recipe: Recipe) -> None:
+    needs = {"grpo": "learns from rewards", "distill": "logs the rewards of its rollouts"}
     if recipe.dpo is not None and recipe.dpo.pairs == "sampled":
-        judged["dpo"] = "pairs its own answers by their rewards (dpo.pairs=data takes given pairs)"
+        needs["dpo"] = "pairs its own responses by their rewards (dpo.pairs=data takes given pairs)"
     for name in recipe.stages:
-        if name in judged:
-            raise ValueError(f"{name} {judged[name]}, and env is missing; {HOW_TO_JUDGE}")
+        if name in needs:
+            raise ValueError(f"{name} {needs[name]}, and env is missing; {HOW_TO_JUDGE}")
     saved = recipe.checkpointing
-    if saved.keep_top_k and (saved.metric_name == "reward" or saved.metric_name.startswith(OF_ANSWERS)):
+    if saved.keep_top_k and (saved.metric_name == "reward" or saved.metric_name.startswith(METRICS_OF_REWARDS)):
         other = "held_out_pair_accuracy" if recipe.dpo is not None else f"{HELD_OUT_LOSS} with higher_is_better=false"
         raise ValueError(
             f"checkpointing.keep_top_k={saved.keep_top_k} keeps the best by metric_name={saved.metric_name}, and "
-            f"without env no answer is judged; say metric_name={other}, or keep_top_k=0"
+            f"without env no response gets a reward; set metric_name={other}, or keep_top_k=0"
         )
-    for key, default in OF_JUDGED_ANSWERS.items():
-        if (value := getattr(recipe.evaluation, key)) != default:
+    for each in fields(EvaluationConfig):
+        value = getattr(recipe.evaluation, each.name)
+        if each.name in {"samples_per_prompt", "pass_at", "pass_reward"} and value != each.default:
             raise ValueError(
-                f"evaluation.{key}={value} is about answers that are judged, and env is missing; leave the key out, or "
-                f"{HOW_TO_JUDGE}"
+                f"evaluation.{each.name}={value} concerns responses with rewards, and env is missing; leave the key "
+                f"out, or {HOW_TO_JUDGE}"
             )
 
 
-def _refuse_the_highest_loss(saved: CheckpointingConfig) -> None:
-    if saved.higher_is_better:
-        raise ValueError(
-            f"checkpointing.keep_top_k={saved.keep_top_k} would keep the highest {saved.metric_name}, and the lowest "
-            f"is the best; say checkpointing.higher_is_better=false"
-        )
-
-
-def _refuse_endless_warmup(name: str, stage: Any) -> None:
-    if stage.optimizer.warmup_steps >= stage.max_num_steps:
-        raise ValueError(
-            f"{name}.optimizer.warmup_steps={stage.optimizer.warmup_steps} must be less than "
-            f"{name}.max_num_steps={stage.max_num_steps}, or the learning rate never reaches its peak"
-        )
-
-
-def _refuse_rewards_without_names(stage: GRPOStage, env: EnvironmentConfig) -> None:
-    if not stage.objective.advantage.normalize_each_reward:
-        return
-    compared = [name for name in env.rewards if env.weights.get(name, 1.0)]
-    if not compared:
-        raise ValueError(
-            "grpo.objective.advantage.normalize_each_reward=true compares rewards by name, and env names none; "
-            "give env.rewards={name: function, ...} in the place of env.reward"
-        )
-    if unknown := sorted(set(stage.objective.advantage.reward_weights) - set(compared)):
-        raise ValueError(
-            f"grpo.objective.advantage.reward_weights names {', '.join(unknown)}, and the rewards that count "
-            f"are {', '.join(compared)}"
-        )
-
-
-def _refuse_turns_without_environment(stage: GRPOStage, env: EnvironmentConfig) -> None:
+def _check_grpo(stage: GRPOStage, env: EnvironmentConfig, policy: PolicyConfig) -> None:
+    advantage, generation = stage.objective.advantage, policy.generation
+    if advantage.normalize_each_reward:
+        compared = [name for name in env.rewards if env.weights.get(name, 1.0)]
+        if not compared:
+            raise ValueError(
+                "grpo.objective.advantage.normalize_each_reward=true compares rewards by name, and env names none; "
+                "give env.rewards={name: function, ...} instead of env.reward"
+            )
+        if unknown := sorted(set(advantage.reward_weights) - set(compared)):
+            raise ValueError(
+                f"grpo.objective.advantage.reward_weights names {', '.join(unknown)}, and the rewards that count "
+                f"are {', '.join(compared)}"
+            )
     if stage.max_turns > 1 and env.environment is None:
         raise ValueError(
-            f"grpo.max_turns={stage.max_turns} needs somebody who goes on after an answer, and a reward function ends "
-            f"every conversation; name an environment by env.environment"
+            f"grpo.max_turns={stage.max_turns} needs an environment that replies to a response, and a reward function "
+            f"ends every conversation; name one by env.environment"
         )
-
-
-def _refuse_weights_that_no_engine_takes(stage: GRPOStage, policy: PolicyConfig) -> None:
-    generation = policy.generation
-    if stage.async_grpo is None:
-        return
-    able = generation.backend == "vllm" and generation.vllm_cfg.async_engine
-    if stage.async_grpo.weights == "in_flight" and not able:
+    takes_weights_in_flight = generation.backend == "vllm" and generation.vllm_cfg.async_engine
+    if stage.async_grpo is not None and stage.async_grpo.weights == "in_flight" and not takes_weights_in_flight:
         raise ValueError(
-            f"grpo.async_grpo.weights=in_flight brings weights in the middle of answers, and policy.generation.backend="
-            f"{generation.backend} with vllm_cfg.async_engine={str(generation.vllm_cfg.async_engine).lower()} takes "
-            f"them between calls; say backend=vllm and async_engine=true, or weights=between_calls"
+            f"grpo.async_grpo.weights=in_flight changes weights in the middle of responses, and policy.generation."
+            f"backend={generation.backend} with vllm_cfg.async_engine={str(generation.vllm_cfg.async_engine).lower()} "
+            f"changes them between calls; set backend=vllm and async_engine=true, or weights=between_calls"
         )

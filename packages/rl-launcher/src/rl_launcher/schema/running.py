@@ -1,4 +1,4 @@
-"""How and where a run runs: cluster, checkpoints, health."""
+"""The sections `cluster` and `checkpointing`: where a run runs and what it saves."""
 
 import re
 from dataclasses import dataclass, field
@@ -6,35 +6,35 @@ from typing import ClassVar, Literal
 
 from rl_launcher.schema.strict import STRICT, refuse_below
 
-__all__ = ["CheckpointingConfig", "ClusterConfig", "HealthConfig"]
+__all__ = ["CheckpointingConfig", "ClusterConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointingConfig:
-    """Checkpoints in `run_dir/checkpoints`; a run that ends early leaves one in any case. The words are NeMo-RL's."""
+    """Checkpoints in `run_dir/checkpoints`; a run that ends early always writes one. The names are NeMo-RL's."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     save_period: int = 0
-    """Optimizer steps between checkpoints; 0 saves none while all goes well. What a killed process loses at most."""
+    """Optimizer steps between checkpoints, the most that a killed run loses; 0 writes one if the run ends early."""
 
     save_period_s: float | None = None
-    """Seconds between checkpoints, looked at after each step; null does not look at the clock."""
+    """Seconds between checkpoints, checked after each step; null disables it."""
 
     checkpoint_must_save_by: str | None = None
-    """`DD:HH:MM:SS` or `HH:MM:SS` after the start: then the run saves and ends, to be resumed."""
+    """`DD:HH:MM:SS` or `HH:MM:SS` after the start, at which the run writes a checkpoint and ends, to be resumed."""
 
     ft_keep_latest_k: int = 1
-    """The newest so many are kept, to go on from."""
+    """Number of newest checkpoints that are kept."""
 
     keep_top_k: int = 0
-    """The best so many by `metric_name` are kept besides; 0 keeps none for its merit."""
+    """Number of best checkpoints, by `metric_name`, that are kept as well."""
 
     metric_name: str = "held_out_greedy"
-    """Of the log: what makes a checkpoint good. A checkpoint of a step that did not measure it takes the last value."""
+    """Metric of the log that ranks checkpoints. A step that did not measure it takes the last value."""
 
     higher_is_better: bool = True
-    """Whether more of the metric is better."""
+    """Whether a higher value of the metric is better."""
 
     def __post_init__(self) -> None:
         refuse_below(
@@ -47,7 +47,7 @@ class CheckpointingConfig:
 
     @property
     def must_save_after_s(self) -> float | None:
-        """`checkpoint_must_save_by` in seconds; None where there is none."""
+        """`checkpoint_must_save_by` in seconds, or None if it is not set."""
         text = self.checkpoint_must_save_by
         if text is None or not (match := re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", text)):
             return None
@@ -57,61 +57,61 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """How many processes train and sample, and on which machines."""
+    """How many processes train and sample, and on which nodes."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     runtime: Literal["in_process", "ray"] = "in_process"
-    """`in_process` keeps policy and engine in the process that is started: breakpoints work, one rank, no Ray. `ray`
-    gives every rank and every engine an actor of its own, on one machine or many."""
+    """`in_process` keeps policy and engine in one process: one rank, no Ray, and breakpoints work. `ray` gives every
+    rank and every engine an actor of its own, on one node or many."""
 
     address: str | None = None
-    """Of a Ray cluster: `host:port`, or `auto` for the one that this machine belongs to. Null starts one on this
-    machine and ends it with the run."""
+    """Address of a Ray cluster: `host:port`, or `auto` for the one this node belongs to. Null starts one on this node
+    and stops it at the end of the run."""
 
     num_nodes: int = 1
-    """Machines that the run takes."""
+    """Nodes that the run uses."""
 
     gpus_per_node: int = 1
-    """GPUs that it takes of each. Where the policy is on the CPU, processes: a rank then takes `cpus_per_rank` CPUs."""
+    """GPUs that it uses on each node. If the policy is on the CPU: processes on each node."""
 
     cpus_per_rank: int = 1
-    """CPUs that Ray sets aside for each rank and engine. More gives data loading and copies room."""
+    """CPUs that Ray reserves for each rank and engine, also for data loading and copies."""
 
     env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every rank and engine, as `NCCL_DEBUG`. Values of secrets are kept out of all files."""
+    """Environment variables of every rank and engine, such as `NCCL_DEBUG`. Secret values are kept out of all files."""
 
     max_restarts: int = 0
-    """How often a run that has lost a rank of its trainer goes on from its last checkpoint by itself. Needs
-    `checkpointing.save_period`, or it begins anew."""
+    """How many times a run that lost a trainer rank restarts from its last checkpoint. Without
+    `checkpointing.save_period` it restarts from the beginning."""
 
     start_timeout_s: float = 600.0
-    """Seconds that actors may take to start, models included, before the run is refused with who was missing."""
+    """Seconds that actors may take to start and load models. After that the run is refused, naming those missing."""
 
     call_timeout_s: float = 3600.0
-    """Seconds that one call of a rank or an engine may take before the run is stopped with who has not answered."""
+    """Seconds that one call of a rank or an engine may take. After that the run stops, naming those that hang."""
 
     dashboard: bool = False
-    """Serve Ray's dashboard, on loopback. Only for a cluster that the run starts itself."""
+    """Serve Ray's dashboard on the loopback interface. Only for a cluster that the run starts itself."""
 
     def __post_init__(self) -> None:
         refuse_below(self, at_least={"num_nodes": 1, "gpus_per_node": 1, "cpus_per_rank": 1, "max_restarts": 0})
         refuse_below(self, above={"start_timeout_s": 0, "call_timeout_s": 0})
         if self.runtime == "in_process" and self.address is not None:
             raise ValueError(
-                f"address={self.address} is of a Ray cluster, and runtime=in_process takes none; say runtime=ray"
+                f"address={self.address} names a Ray cluster, and runtime=in_process uses none; set runtime=ray"
             )
         if self.runtime == "in_process" and (self.num_nodes > 1 or self.gpus_per_node > 1):
             raise ValueError(
                 f"num_nodes={self.num_nodes} and gpus_per_node={self.gpus_per_node} are more than one rank, and "
-                f"runtime=in_process has one; say runtime=ray"
+                f"runtime=in_process has one; set runtime=ray"
             )
         if self.runtime == "in_process" and self.max_restarts:
             raise ValueError(
-                f"max_restarts={self.max_restarts} restarts ranks of their own process, and runtime=in_process has none"
+                f"max_restarts={self.max_restarts} restarts the processes of ranks, and runtime=in_process has none"
             )
 
     @property
     def num_ranks(self) -> int:
-        """Places that the run has: GPUs, or processes where there are none."""
+        """GPUs of the run, or processes if the policy is on the CPU."""
         return self.num_nodes * self.gpus_per_node
