@@ -557,6 +557,15 @@ def check_examples(
                 f"padding is nothing to train on"
             )
 
+    unit = examples.rows_per_unit
+    if len(lengths) % unit:
+        raise BatchError(f"{len(lengths)} rows, of which {unit} belong together each: B must be a multiple of {unit}")
+    if unit > limits.rows:
+        raise BatchError(
+            f"{unit} rows belong together, and a microbatch holds {limits.rows}; micro_batch_size must be at "
+            f"least {unit}"
+        )
+
     # Ids of tokens that are not padding; rows are looked at one by one only where some id is wrong.
     if vocabulary_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
         real = torch.arange(num_tokens, device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
@@ -567,12 +576,3 @@ def check_examples(
                 f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
                 f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
             )
-
-    unit = examples.rows_per_unit
-    if len(lengths) % unit:
-        raise BatchError(f"{len(lengths)} rows, of which {unit} belong together each: B must be a multiple of {unit}")
-    if unit > limits.rows:
-        raise BatchError(
-            f"{unit} rows belong together, and a microbatch holds {limits.rows}; micro_batch_size must be at "
-            f"least {unit}"
-        )
