@@ -25,17 +25,14 @@ from rl_generation import (
     VllmEngine,
 )
 from rl_launcher import run_parts as parts
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
-from rl_launcher.ray.colocation import TurnEngine, TurnModel, TurnPolicy, TurnSync
-from rl_launcher.ray.engine_pool import RayEngine
-from rl_launcher.ray.policy import RayModel, RayPolicy
+from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.schema import PolicyConfig
-from rl_launcher.seeding import SeededEngine
-from rl_launcher.weight_sync import WeightSync
 from rl_observe.log_files import RefitFigures
 from rl_observe.samples import text_pieces
-from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
+from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
 if TYPE_CHECKING:
     from rl_backends import MegatronBackend
@@ -62,44 +59,22 @@ if TYPE_CHECKING:
     def rollout_of(rollout: Rollout) -> contracts.Rollout:
         return rollout
 
-    def weight_sync_of(weight_sync: WeightSync) -> contracts.WeightSync:
+    def weight_sync_of(weight_sync: CountedRefit) -> contracts.WeightSync:
         return weight_sync
 
-    def policies_over_ray(a: RayPolicy, b: TurnPolicy) -> tuple[contracts.Policy, contracts.Policy]:
+    def engines_of_runs(a: RayEngine, b: RunEngine) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling]]:
         return a, b
 
-    def those_with_entropies_over_ray(a: RayPolicy) -> tuple[contracts.EntropyPolicy, contracts.Student]:
-        return a, a
-
-    def models_over_ray(
-        a: RayModel, b: TurnModel, c: RayPolicy
-    ) -> tuple[contracts.Reference, contracts.Teacher, contracts.Reference, contracts.Teacher, contracts.Teacher]:
-        return a, a, b, b, c
-
-    def engines_over_ray(
-        a: RayEngine, b: TurnEngine, c: SeededEngine
-    ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
-        return a, b, c
-
-    def weight_syncs_over_ray(a: RayWeightSync, b: TurnSync) -> tuple[contracts.WeightSync, contracts.WeightSync]:
-        return a, b
+    def weight_sync_over_ray(a: RayWeightSync) -> contracts.WeightSync:
+        return a
 
     def parts_in_process(
-        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: WeightSync
+        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
     ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
         return a, b, c, d
 
-    def parts_over_ray(
-        a: RayPolicy, b: TurnPolicy, c: RayEngine, d: TurnEngine, e: RayWeightSync, f: TurnSync
-    ) -> tuple[
-        parts.TrainedPolicy,
-        parts.TrainedPolicy,
-        parts.ServingEngine,
-        parts.ServingEngine,
-        parts.WeightSync,
-        parts.WeightSync,
-    ]:
-        return a, b, c, d, e, f
+    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[parts.ServingEngine, parts.WeightSync]:
+        return a, b
 
     def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:
         return report, report

@@ -74,7 +74,7 @@ def main(task):
     runtime = RayRuntime.start(config, placement, run_dir=folder)
     actor = runtime.start_actor(role="trainer", index=0, node=0, slots=(0,))
     actor.make(Looking, timeout_s=60)
-    session = Path(runtime._temporary)
+    session = Path(runtime._folder.path)
     files = [path for path in [*session.rglob("*"), *folder.rglob("*")] if path.is_file()]
     seen = {
         "variable": actor.call("variable", "A_SECRET", timeout_s=60),

@@ -11,11 +11,14 @@ from pathlib import Path
 from tiny_setup import TinySetup
 
 from rl_backends import DTensorConfig, OptimizerConfig
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace
-from rl_launcher.ray.policy import RayPolicy, TrainerSpec, start_trainers
-from rl_launcher.ray.start_engines import Served, serve
+from rl_launcher.ray.policy import RayPolicy, start_trainers
+from rl_launcher.ray.start_engines import StartedEngines, start_engines
+from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.schema import (
     ClusterConfig,
     DataConfig,
@@ -50,22 +53,26 @@ class RaySetup:
     tiny: TinySetup
     runtime: RayRuntime
     policy: RayPolicy
-    served: Served
+    started: StartedEngines
     folder: Path
     events: list = field(default_factory=list)
 
     @property
     def engine(self):
-        return self.served.engine
+        """All engines as one; where they share devices, calls enter the phase `generating`."""
+        enter = self.started.enter_generating
+        if enter is None:
+            return self.started.engine
+        return RunEngine(self.started.engine, seeds=CallSeeds(0), enter_generating=enter)
 
     @property
     def weight_sync(self):
-        return self.served.weight_sync
+        return self.started.weight_sync
 
     def pids(self):
         """Of the engines' actors, by number."""
-        engines = [actor for actor in self.runtime.actors if actor.role == "engine"]
-        return [actor.pid for actor in sorted(engines, key=lambda actor: actor.index)]
+        engines = [actor for actor in self.runtime.actors if actor.who.role == "engine"]
+        return [actor.who.pid for actor in sorted(engines, key=lambda actor: actor.who.index)]
 
     def train(self):
         """An optimizer step, as far as an engine can tell; returns the version."""
@@ -107,7 +114,7 @@ def make_setup(folder, *, num_engines, backend="transformers", asynchronous=Fals
         spec = TrainerSpec(policy=recipe.policy, model_name=str(model), num_ranks=1, seed=0, threads=1)
         policy = start_trainers(runtime, placement, spec)
         events = []
-        served = serve(
+        started = start_engines(
             runtime,
             recipe,
             policy,
@@ -119,7 +126,7 @@ def make_setup(folder, *, num_engines, backend="transformers", asynchronous=Fals
     except BaseException:
         runtime.close()
         raise
-    return RaySetup(tiny=tiny, runtime=runtime, policy=policy, served=served, folder=folder, events=events)
+    return RaySetup(tiny=tiny, runtime=runtime, policy=policy, started=started, folder=folder, events=events)
 
 
 def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device):

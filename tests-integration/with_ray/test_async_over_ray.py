@@ -89,7 +89,7 @@ def test_answers_that_are_under_way_go_on_with_the_new_weights_and_say_so(world)
 def test_the_death_of_the_engines_own_process_costs_a_restart_and_no_answer(world):
     prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:MANY]]
     (engine,) = world.engine.engines.all()
-    process = engine.born().processes[0]
+    process = engine.info().processes[0]
     before = begun(world)
     answers = in_thread(lambda: world.engine.generate(prompts, LONG))
     wait_until(lambda: begun(world) > before + 16)

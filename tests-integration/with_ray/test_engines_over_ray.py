@@ -12,7 +12,7 @@ from ray_setup import in_thread, kill, make_setup, wait_until
 
 from rl_generation import PromptError, Sampling
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.ray.engine_pool import EngineDiedError
 
 SAMPLING = Sampling(max_new_tokens=9, seed=3)
 LONG = Sampling(max_new_tokens=80, seed=4, ignore_eos=True)
@@ -81,7 +81,7 @@ def test_an_engine_killed_while_it_answers_loses_nothing_and_serves_again(world)
     wait_until(lambda: any(name == "engine_healed" for name, _, _ in world.events))
     died = next(event for event in world.events if event[0] == "engine_restarted")
     assert f"pid {victim}" in died[1]
-    assert "asked again" in died[2]
+    assert "sent again" in died[2]
     assert victim not in world.pids()
     assert len(world.engine.engines.serving()) == 2
     same(world.engine.generate(prompts[:8], SAMPLING), world.tiny.engine.generate(prompts[:8], SAMPLING))

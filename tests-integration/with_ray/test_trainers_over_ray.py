@@ -33,10 +33,10 @@ from rl_launcher.checkpoints.disk import SharedFolder
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
-from rl_launcher.ray.failures import RemoteFailedError, RemoteTimeoutError, TrainerDiedError
 from rl_launcher.ray.placement import plan_placement
-from rl_launcher.ray.policy import start_trainers
+from rl_launcher.ray.policy import start_trainers, who_sees
 from rl_launcher.ray.training_worker import TrainerSpec
+from rl_launcher.ray.worker_failures import RemoteFailedError, RemoteTimeoutError, TrainerDiedError
 from rl_observe.config import ProfilerConfig
 
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=1.0, max_grad_norm=1.0)  # eps so large makes a step nearly the gradient itself
@@ -158,7 +158,7 @@ def test_a_loss_that_fails_on_one_rank_names_it_and_leaves_a_fresh_start(two_ran
         policy.forward_backward(batch, loss_that_fails_on_rank_1)
     error = caught.value
     assert isinstance(error, RemoteFailedError)
-    assert (error.role, error.index, error.pid) == ("trainer", 1, runtime.actors[1].pid)
+    assert (error.who.role, error.who.index, error.who.pid) == ("trainer", 1, runtime.actors[1].who.pid)
     assert "trainer rank 1" in str(error)
     assert "no such column" in str(error)
     assert "loss_that_fails_on_rank_1" in str(error), "the line that raised"
@@ -179,11 +179,11 @@ def test_what_is_there_is_written_down(two_ranks):
 
 
 def test_a_rank_that_does_not_see_the_run_directory_is_named(two_ranks, tmp_path):
-    policy, runtime = two_ranks
+    _, runtime = two_ranks
     with SharedFolder(tmp_path) as probe:
-        probe.require(policy.sees(probe.path, probe.token))
-        one_sees = f"/proc/self/task/{runtime.actors[0].pid}/cgroup"  # no such thread in the other process
-        seen = policy.sees(one_sees, Path(f"/proc/{runtime.actors[0].pid}/cgroup").read_text())
+        probe.require(who_sees(runtime.actors, probe.path, probe.token))
+        one_sees = f"/proc/self/task/{runtime.actors[0].who.pid}/cgroup"  # no such thread in the other process
+        seen = who_sees(runtime.actors, one_sees, Path(f"/proc/{runtime.actors[0].who.pid}/cgroup").read_text())
         assert list(seen.values()) == [True, False]
         with pytest.raises(Refusal, match=r"is not the same folder for trainer rank 1 \(") as caught:
             probe.require(seen)
@@ -199,7 +199,7 @@ def test_each_rank_records_its_own_steps(ray_cluster, folder, tmp_path):
             policy.forward_backward(examples(), loss)
             policy.optim_step()
             policy.reached("grpo", step)
-        pids = [actor.pid for actor in runtime.actors]
+        pids = [actor.who.pid for actor in runtime.actors]
     names = [f"grpo-steps-2-to-2-rank-{rank}-{pid}.trace.json.gz" for rank, pid in enumerate(pids)]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     for name in names:
@@ -209,12 +209,12 @@ def test_each_rank_records_its_own_steps(ray_cluster, folder, tmp_path):
 def test_a_killed_rank_ends_the_call_and_the_others(ray_cluster, folder):
     with trainers(folder) as (policy, runtime):
         policy.start_training(OPTIMIZER, num_steps=2)
-        pids = [actor.pid for actor in runtime.actors]
+        pids = [actor.who.pid for actor in runtime.actors]
         with pytest.raises(
             TrainerDiedError, match=rf"trainer rank 1 \(.*pid {pids[1]}\) died during forward_backward"
         ) as caught:
             policy.forward_backward(examples(), loss_that_kills_rank_1)
-        assert caught.value.rank == 1
+        assert caught.value.who.index == 1
         assert "these are my last words" in caught.value.log_tail
         assert gone(pids) == []
         with pytest.raises(TrainerDiedError):
@@ -226,12 +226,12 @@ def test_a_rank_that_stands_still_is_named_and_ended(ray_cluster, folder):
         policy.start_training(OPTIMIZER, num_steps=2)
         policy.logp(examples())
         runtime.config = dataclasses.replace(runtime.config, call_timeout_s=10.0)  # by then both stand where they will
-        pids = [actor.pid for actor in runtime.actors]
+        pids = [actor.who.pid for actor in runtime.actors]
         with pytest.raises(
             RemoteTimeoutError, match=r"has not answered forward_backward within cluster\.call_timeout_s=10"
         ) as caught:
             policy.forward_backward(examples(), loss_that_hangs_on_rank_1)
-        first, second = str(caught.value).split("Where they stood")[1].split("  trainer rank ")[1:]
+        first, second = str(caught.value).split("Where they hang")[1].split("  trainer rank ")[1:]
         assert first.startswith("0 (")
         assert "collective" in first or "distributed" in first, "it waits for the other in a collective"
         assert second.startswith("1 (")
@@ -253,7 +253,7 @@ def test_an_interrupted_call_beside_a_rank_that_stands_still_holds_nobody_up(ray
         policy.forward_backward(examples(), loss)
         policy.optim_step()
         runtime.config = dataclasses.replace(runtime.config, call_timeout_s=300.0)
-        log, pids = Path(runtime.actors[1].who.log), [actor.pid for actor in runtime.actors]
+        log, pids = Path(runtime.actors[1].who.log), [actor.who.pid for actor in runtime.actors]
         said_before = log.read_bytes().count(STANDS_STILL)
         ended = threading.Event()
 

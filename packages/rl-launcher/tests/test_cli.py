@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from rl_launcher.bundled_recipes import shipped_recipes
 from rl_launcher.cli import app
 from rl_launcher.cli.arguments import complete_keys, complete_recipes
 from rl_launcher.cli.console import or_refuse
+from rl_launcher.errors import Refusal
 
 COMMANDS = {
     "run",
@@ -138,19 +140,28 @@ def test_a_file_that_cannot_be_written_is_answered_in_words(tmp_path):
     assert "Errno" not in result.output
 
 
-def test_the_whole_traceback_of_an_error_is_printed_where_asked(monkeypatch):
-    def fail(*_, **__):
+def test_a_refusal_is_one_message_and_a_bug_is_raised(capsys):
+    def refuse():
+        raise Refusal("no such thing; write another")
+
+    def fail():
         return {}["nothing"]
 
-    monkeypatch.setattr("rl_launcher.bundled_recipes.shipped_recipes", fail)
-    with pytest.raises(KeyError):  # a bug of ours is not turned into a refusal
-        or_refuse(fail)
+    with pytest.raises(typer.Exit) as refused:
+        or_refuse(refuse)
+    assert refused.value.exit_code == 2
+    assert capsys.readouterr().err == "rl-launcher: no such thing; write another\n"
+    with pytest.raises(typer.Exit):
+        or_refuse(refuse, traceback=True)
+    assert "in refuse" in capsys.readouterr().err
     with pytest.raises(KeyError):
-        or_refuse(fail, traceback=True)
+        or_refuse(fail)
 
 
 def test_the_command_line_is_a_module_too():
-    finished = subprocess.run([sys.executable, "-m", "rl_launcher", "--help"], capture_output=True, text=True)
+    finished = subprocess.run(
+        [sys.executable, "-m", "rl_launcher", "--help"], capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0
     assert "Usage: rl-launcher" in finished.stdout
 

@@ -1,7 +1,7 @@
-"""A trainer and an engine that take turns: a real backend refuses to work out of turn, and so proves the order.
+"""A trainer and an engine on the same devices: a real backend refuses to work while offloaded, which proves the order.
 
-Nothing is freed on a CPU; the backend's own refusals hold there all the same. The engine is real, in a worker of this
-process. That memory is given away is a claim about GPUs, and nobody has seen it yet.
+Nothing is freed on a CPU, but the backend's own refusals hold there as well. The engine is real, in a worker of this
+process. That memory is freed is a claim about GPUs.
 """
 
 import threading
@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
-from rl_generation import Sampling
-from rl_launcher.engines import EngineSpec
+from rl_generation import Sampling, TrainingEngineSpec
+from rl_generation.seeding import CallSeeds
+from rl_launcher.engine_middleware import RunEngine
+from rl_launcher.engines import weight_source
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.ray.colocation import TurnEngine, TurnPolicy, Turns, TurnSync
-from rl_launcher.ray.engine_pool import RayEngine
+from rl_launcher.ray.colocation import ColocatedModel, Colocation
+from rl_launcher.ray.dispatch import RayEngine
+from rl_launcher.ray.engine_pool import EngineLimits, EnginePool
 from rl_launcher.ray.engine_worker import EngineWorker
-from rl_launcher.ray.engines import EngineGroup, EngineLimits
-from rl_launcher.schema import GenerationConfig
-from rl_launcher.weight_sync import WeightSync, weight_source
-from rl_refit import Refit, RefitError
+from rl_refit import CountedRefit, Refit, RefitError
 
 
 class Answered:
@@ -62,8 +62,8 @@ class ActorHere:
     def close(self):
         self.worker.close()
 
-    def turns(self):
-        """What it was asked of its memory, since the last look."""
+    def moves(self):
+        """Its calls that free or allocate memory, since the last look."""
         asked, self.asked = self.asked, []
         return [each for each in asked if each[0] in ("sleep", "wake_up")]
 
@@ -74,43 +74,31 @@ class World:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         self.backend = DTensorBackend(model, DTensorConfig())
-        spec = EngineSpec(
+        spec = TrainingEngineSpec(
             model=str(folder),
-            generation=GenerationConfig(max_new_tokens=4),
             stop_token_ids=(2,),
             pad_token_id=0,
         )
         limits = EngineLimits(max_restarts=0, start_timeout_s=60, call_timeout_s=60)
         self.actor = ActorHere()
-        engines = EngineGroup(spec=spec, start_actor=lambda _: self.actor, hosts=["127.0.0.1"], limits=limits)
-        self.turns = Turns(self.backend, engines, moves=True)
-        self.turns.begin()
+        engines = EnginePool(spec=spec, start_actor=lambda _: self.actor, hosts=["127.0.0.1"], limits=limits)
+        self.colocation = Colocation(self.backend, engines, moves=True)
+        self.colocation.make_room()
         engines.start()
         worker: EngineWorker = self.actor.worker
-        inner = WeightSync(Refit(weight_source_of(self.backend), worker._made.sink))
+        inner = CountedRefit(Refit(weight_source_of(self.backend), worker._made.sink))
 
         def refit(*, version):
+            self.colocation.enter("refitting")
             report = inner(version=version)
             engines.serve(engines.all())
             return report
 
-        self.policy = TurnPolicy(self.backend, self.turns)
-        self.engine = TurnEngine(RayEngine(engines), self.turns)
-        self.sync = TurnSync(Sync(inner, refit), self.turns)
-
-
-class Sync:
-    def __init__(self, inner, refit):
-        self._inner, self._refit = inner, refit
-
-    def __call__(self, *, version):
-        return self._refit(version=version)
-
-    def metrics(self):
-        return self._inner.metrics()
-
-    def explain(self):
-        return self._inner.explain()
+        self.engines, self.sync = engines, refit
+        self.policy = ColocatedModel(self.backend, self.colocation)
+        self.engine = RunEngine(
+            RayEngine(engines), seeds=CallSeeds(0), enter_generating=lambda: self.colocation.enter("generating")
+        )
 
 
 def weight_source_of(backend):
@@ -143,54 +131,53 @@ def test_a_loop_has_each_side_there_when_it_works_and_away_when_it_does_not(worl
     with pytest.raises(RuntimeError, match="onload"):
         backend.logp(rows)  # the engine has started, on an empty device
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=2)
-    assert world.actor.turns() == [("sleep",)]
+    assert world.actor.moves() == [("sleep",)]
     world.sync(version=0)
-    assert world.actor.turns() == [("wake_up", ("weights",))]
+    assert world.actor.moves() == [("wake_up", ("weights",))]
     backend.shards()  # the weights are there
     with pytest.raises(RuntimeError, match="optimizer state"):
         backend.optim_step()
     for version in (1, 2):
         rollouts = world.engine.generate([[1, 5, 9]], SAMPLING)
         assert rollouts[0].version == version - 1
-        assert world.actor.turns() == [("wake_up", ("kv_cache",))]
+        assert world.actor.moves() == [("wake_up", ("kv_cache",))]
         with pytest.raises(RuntimeError, match="weights"):
             backend.shards()
         world.policy.logp(rows)
-        assert world.actor.turns() == [("sleep",)]
+        assert world.actor.moves() == [("sleep",)]
         world.policy.forward_backward(rows, lambda logp, part: (-(logp * part.trainable).sum() / 8, {}))
         world.policy.optim_step()
-        assert world.actor.turns() == []  # the turn is taken once
+        assert world.actor.moves() == []  # the phase is entered once
         assert world.policy.version == version
         assert world.sync(version=version).same_as is None
-        assert world.actor.turns() == [("wake_up", ("weights",))]
-    assert world.sync.count == 2 + 1
+        assert world.actor.moves() == [("wake_up", ("weights",))]
 
 
 def test_the_engine_is_wide_awake_before_it_sleeps(world):
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
     world.sync(version=0)
-    world.actor.turns()
+    world.actor.moves()
     world.policy.logp(Rows())  # a refit, and training goes on at once
-    assert world.actor.turns() == [("wake_up", ("kv_cache",)), ("sleep",)]
+    assert world.actor.moves() == [("wake_up", ("kv_cache",)), ("sleep",)]
 
 
-def test_answers_asked_twice_take_the_turn_once_and_keep_their_weights(world):
+def test_two_calls_enter_the_phase_once_and_use_the_same_weights(world):
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
     world.sync(version=0)
     first = world.engine.generate([[1, 5, 9]], SAMPLING)
-    world.actor.turns()
+    world.actor.moves()
     assert world.engine.generate([[1, 5, 9]], SAMPLING)[0].tokens == first[0].tokens
-    assert world.actor.turns() == []
+    assert world.actor.moves() == []
     world.policy.logp(Rows())
     assert world.engine.generate([[1, 5, 9]], SAMPLING)[0].tokens == first[0].tokens
-    assert world.actor.turns() == [("sleep",), ("wake_up",)]
+    assert world.actor.moves() == [("sleep",), ("wake_up",)]
 
 
 def test_an_engine_heals_beside_the_policys_weights_and_nothing_else(world):
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
     world.sync(version=0)
     world.engine.generate([[1, 5, 9]], SAMPLING)
-    with world.turns.healing():
+    with world.colocation.healing():
         world.backend.shards()
         with pytest.raises(RuntimeError, match="optimizer state"):
             world.backend.optim_step()
@@ -198,17 +185,21 @@ def test_an_engine_heals_beside_the_policys_weights_and_nothing_else(world):
         world.backend.shards()
 
 
-def test_turns_say_what_they_move(world):
-    assert "the host's memory" in world.policy.explain()
-    assert "nothing is moved" in Turns(world.backend, world.turns._engines, moves=False).explain()
+def test_colocation_explains_what_it_moves(world):
+    assert "host memory" in world.policy.explain()
+    assert "nothing is moved" in Colocation(world.backend, world.engines, moves=False).explain()
 
 
-def test_an_engine_does_not_heal_while_turns_change_and_nobody_waits_for_the_other(world):
+def test_an_engine_does_not_heal_while_the_phase_changes_and_neither_waits_for_the_other(world):
     def heal():
-        with world.turns.healing():
+        with world.colocation.healing():
             pass
 
-    with world.turns._lock, ThreadPoolExecutor(1) as other, pytest.raises(RefitError, match="changing turns"):
+    with (
+        world.colocation._lock,
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(RefitError, match="just exchanging the devices"),
+    ):
         other.submit(heal).result(timeout=60)
 
 
@@ -217,7 +208,7 @@ class Successor:
 
     def __init__(self, world):
         self.actor, self.begun, self.go = ActorHere(), threading.Event(), threading.Event()
-        self.engines = world.turns._engines
+        self.engines = world.engines
         self.engines.limits = replace(self.engines.limits, max_restarts=1)
         self.engines.start_actor = self.start
 
@@ -238,7 +229,7 @@ def test_an_engine_that_was_starting_when_training_began_sleeps_before_the_polic
     successor, onload, asked_before = Successor(world), world.backend.onload, []
 
     def taken(**options):
-        asked_before.append(successor.actor.turns())
+        asked_before.append(successor.actor.moves())
         return onload(**options)
 
     monkeypatch.setattr(world.backend, "onload", taken)
@@ -246,19 +237,19 @@ def test_an_engine_that_was_starting_when_training_began_sleeps_before_the_polic
     assert successor.begun.wait(60)
     with ThreadPoolExecutor(1) as other:
         training = other.submit(world.policy.logp, Rows())
-        while world.turns._free and not training.done():
+        while world.colocation._may_start and not training.done():
             time.sleep(0.01)
         successor.go.set()
         training.result(timeout=60)
     assert asked_before == [[("sleep",)]]
-    assert world.turns.turn == "training"
+    assert world.colocation.phase == "training"
 
 
 def test_no_engine_is_started_while_the_policy_trains_nor_after_the_end(world):
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
     successor = Successor(world)
     successor.needed()
-    (healing,) = world.turns._engines._replacing
+    (healing,) = world.engines._replacing
     world.engine.close()
     healing.join(60)
     assert not healing.is_alive()
@@ -267,5 +258,5 @@ def test_no_engine_is_started_while_the_policy_trains_nor_after_the_end(world):
 
 def test_no_engine_is_healed_while_it_sleeps(world):
     world.policy.start_training(OptimizerConfig(lr=1e-3), num_steps=1)
-    with pytest.raises(RefitError, match="the engines sleep while the policy trains"), world.turns.healing():
+    with pytest.raises(RefitError, match="the engines sleep while the policy trains"), world.colocation.healing():
         pass

@@ -16,7 +16,7 @@ from rl_launcher.checkpoints import list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError
 from rl_launcher.conditions import CONDITIONS, conditions_table, name_of, reaction_to
 from rl_launcher.errors import ConditionError, RestartableError, RunStoppedError
-from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import Run, resume, run
 from rl_launcher.run.signals import Interruption

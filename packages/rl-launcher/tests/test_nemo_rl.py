@@ -297,6 +297,26 @@ def test_sft_dpo_and_distillation_have_stages_too(tmp_path):
     assert stage["teacher"] == {"model_name": "a/big"}
 
 
+def test_recipes_about_images_are_refused_and_a_vision_model_on_text_is_noted(tmp_path):
+    images = BASE.replace("dataset_name: OpenMathInstruct-2", "dataset_name: clevr-cogent")
+    with pytest.raises(
+        NemoRLError, match=r"trains on images or audio \(clevr-cogent\), and a recipe supports text only"
+    ):
+        translate(written(tmp_path, images))
+    named = translate(written(tmp_path, BASE.replace("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-VL-3B-Instruct")))
+    assert "on text only" in notes(named, "untranslated")["policy.model_name"]
+    assert "policy.model_name" not in notes(translate(written(tmp_path)), "untranslated")
+
+
+def test_a_setting_that_is_false_or_zero_and_has_an_effect_is_reported(tmp_path):
+    text = BASE.replace(
+        'tokenizer: {name: "${policy.model_name}"}', "tokenizer: {chat_template_kwargs: {enable_thinking: false}}"
+    )
+    shaping = "grpo: {reward_shaping: {enabled: true, max_response_length: 9, stop_properly_penalty_coef: 0.0}, "
+    told = notes(translate(written(tmp_path, text.replace("grpo: {", shaping, 1))), "untranslated")
+    assert {"policy.tokenizer.chat_template_kwargs", "grpo.reward_shaping.stop_properly_penalty_coef"} <= set(told)
+
+
 def test_interpolations_are_worked_out_as_omegaconf_does():
     worked_out, failures = interpolate({
         "a": {"b": 4, "c": "${.b}", "d": {"e": "${..b}", "f": "x-${a.b}"}},

@@ -88,13 +88,13 @@ def test_nobody_is_in_two_places_and_no_slot_is_idle(plan):
 def test_it_is_explained_by_node(plan):
     text = plan(*apart(gpus_per_node=1), num_nodes=2, gpus_per_node=2).explain()
     assert text.splitlines() == [
-        "2 training ranks and 2 engines on 2 x 2 processes, apart from one another",
+        "2 training ranks and 2 engines on 2 x 2 processes, separate",
         "  node 0  rank 0   | engine 0",
         "  node 1  rank 1   | engine 1",
     ]
     gpus = plan("policy.dtensor_cfg.device=cuda").explain()
     assert gpus.splitlines() == [
-        "1 training rank and 1 engine on 1 x 1 GPUs, which take turns",
+        "1 training rank and 1 engine on 1 x 1 GPUs, colocated",
         "  node 0  rank 0 + engine 0",
     ]
 
@@ -115,7 +115,7 @@ def test_it_is_explained_by_node(plan):
         (
             {"runtime": "in_process"},
             ["policy.dtensor_cfg.tensor_parallel_size=2"],
-            ["cluster.runtime=in_process trains on 1 rank", "say cluster.runtime=ray and give it 2 ranks"],
+            ["cluster.runtime=in_process trains on 1 rank", "set cluster.runtime=ray and give it 2 ranks"],
         ),
         (
             {"gpus_per_node": 6},
@@ -127,12 +127,12 @@ def test_it_is_explained_by_node(plan):
             ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.expert_model_parallel_size=3"],
             ["policy.megatron_cfg.expert_model_parallel_size=3", "a divisor of 4"],
         ),
-        ({"gpus_per_node": 4}, engine_size(8), ["takes 8 ranks of one node", "is too few", "give an engine 4"]),
-        ({"gpus_per_node": 4}, engine_size(3), ["not a multiple of 3", "give an engine 2, or the engines 6"]),
+        ({"gpus_per_node": 4}, engine_size(8), ["takes 8 ranks of one node", "is too few", "set 4 ranks per engine"]),
+        ({"gpus_per_node": 4}, engine_size(3), ["not a multiple of 3", "set 2 ranks per engine, or give engines 6"]),
         (
             {"gpus_per_node": 4},
             [*engine_size(2), *apart(gpus_per_node=3)],
-            ["colocated.resources.gpus_per_node gives engines 3", "give an engine 1, or the engines 4"],
+            ["colocated.resources.gpus_per_node gives engines 3", "set 1 ranks per engine, or give engines 4"],
         ),
         ({"gpus_per_node": 2}, apart(gpus_per_node=2), ["leaves none to train on", "gpus_per_node=1 or less"]),
         ({"gpus_per_node": 1}, apart(gpus_per_node=1), ["cluster.gpus_per_node=2 or more"]),

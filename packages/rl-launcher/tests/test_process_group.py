@@ -4,12 +4,12 @@ import subprocess
 import sys
 import textwrap
 
-from rl_launcher.ray.training_worker import interface_of
+from rl_launcher.ray.process_group import interface_of
 
 RANK = """
     import os, socket, sys
     import torch, torch.distributed as dist
-    from rl_launcher.ray.training_worker import host_store, join
+    from rl_launcher.ray.process_group import host_store, join
 
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     ip, store = "127.0.0.2", None  # of this machine, and not the address that stands for a run on one machine

@@ -13,7 +13,7 @@ from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_launcher.build import build
 from rl_launcher.checkpoints.save import Keeper
 from rl_launcher.errors import RestartableError, RunStoppedError
-from rl_launcher.ray.engines import EngineDiedError
+from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
 from rl_launcher.run.record import Recorder

@@ -3,7 +3,7 @@
 The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -14,13 +14,12 @@ from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversatio
 from rl_algorithms.contracts import Environment, Reference, Teacher
 from rl_algorithms.data import SkippedRows
 from rl_backends import BackendSelection, OptimizerConfig
-from rl_generation import Rollout, Sampling
+from rl_launcher.engine_middleware import RunEngine, ServingEngine
 from rl_observe.health import EventQueue
 from rl_refit import RefitReport
 
 if TYPE_CHECKING:
-    from rl_launcher.inputs import DataPairs
-    from rl_launcher.seeding import SeededEngine
+    from rl_algorithms.tokenized_data import PreferenceExamples
 
 __all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
 
@@ -77,19 +76,6 @@ class Judge(Environment, Protocol):
         """Refuse data without a column that the reward needs."""
 
 
-class ServingEngine(Protocol):
-    """What generates: an engine of rl_generation, or several of them on Ray."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
-        """One rollout a prompt, in order; `sampling` for all of them, or one each."""
-
-    def explain(self) -> str:
-        """Its configuration in words."""
-
-    def close(self) -> None:
-        """End what it holds."""
-
-
 class WeightSync(Protocol):
     """Transfers new weights into the engine, and counts what it did."""
 
@@ -116,7 +102,7 @@ class Parts:
     policy: TrainedPolicy
     selection: BackendSelection
     """Which backend trains, and why."""
-    engine: "SeededEngine"
+    engine: RunEngine
     weight_sync: WeightSync
     environment: Judge
     teacher: Teacher | None
@@ -132,7 +118,7 @@ class Parts:
     """Empty without an sft stage."""
     held_out_demonstrations: list[Demonstration | TokenizedConversation]
     """For its held-out loss; also empty if held-out rows have no answer."""
-    pairs: "DataPairs | None"
+    pairs: "PreferenceExamples | None"
     """Given preference pairs; None if the data have none, or no stage trains on them."""
     skipped: SkippedRows
     """Which rows of the data were left out."""

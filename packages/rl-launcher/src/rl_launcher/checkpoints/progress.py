@@ -96,14 +96,14 @@ class Progress:
         self.total += step - self.steps_of(stage)
         self.stage, self.step, self.version = stage, step, parts.policy.version
         self.order = None if order is None else dict(order)
-        self.calls = parts.engine.calls
+        self.calls = parts.engine.seeds.calls
         self.reward_errors, self.refits = parts.environment.errors, parts.weight_sync.count
 
     def restore(self, parts: Parts) -> None:
         """Set the weights and counters of a new process to those that the run has reached."""
         if self.folder is not None:
             parts.policy.load_checkpoint(self.weights, optimizer=False)
-        parts.policy.version, parts.engine.calls = self.version, self.calls
+        parts.policy.version, parts.engine.seeds.calls = self.version, self.calls
         parts.environment.errors, parts.weight_sync.count = self.reward_errors, self.refits
 
     def check(self, parts: Parts) -> None:

@@ -148,6 +148,8 @@ def _overlong(source: Source) -> dict[str, Any]:
     section = "grpo.reward_shaping"
     if not source.take(f"{section}.enabled"):
         return {}
+    if source.take(f"{section}.stop_properly_penalty_coef") is not None:  # 0 has an effect, too
+        source.untranslated(f"{section}.stop_properly_penalty_coef", "write it into the reward")
     return {
         "max_length": source.take(f"{section}.max_response_length"),
         "buffer": source.take(f"{section}.overlong_buffer_length", 0),

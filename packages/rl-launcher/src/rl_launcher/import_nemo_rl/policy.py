@@ -16,6 +16,8 @@ def model(source: Source) -> dict[str, Any]:
     name = source.take("policy.model_name")
     if source.take("policy.tokenizer.name", name) != name:
         source.untranslated("policy.tokenizer.name", "the tokenizer is the model's own; save both into one folder")
+    if source.peek("policy.tokenizer.chat_template_kwargs"):  # false has an effect, too
+        source.untranslated("policy.tokenizer.chat_template_kwargs", "save the template with the tokenizer")
     ours: dict[str, Any] = {"model_name": str(name), "padded_vocabulary": True}
     source.take("policy.dtensor_cfg.enabled")
     if not source.take("policy.megatron_cfg.enabled", default=False):
@@ -90,7 +92,7 @@ def optimizer(source: Source, *, steps: int) -> dict[str, Any]:
         ours = _torch_optimizer(source)
     if clip is not None:
         ours["max_grad_norm"] = clip or None
-    if ours.get("warmup_steps", 0) >= steps:
+    if "warmup_steps" in ours and ours["warmup_steps"] >= steps:
         reason = f"a warm-up of {ours.pop('warmup_steps')} steps does not end within {steps}; left out"
         source.note("untranslated", "policy.scheduler", reason)
     return ours
@@ -195,17 +197,24 @@ def generation(source: Source) -> dict[str, Any]:
     if source.take(f"{section}.val_temperature", ours["temperature"]) != ours["temperature"]:
         reason = "evaluation samples at the temperature of training, and decodes greedily"
         source.untranslated(f"{section}.val_temperature", reason)
-    if not source.take(f"{section}.colocated.enabled", default=True):
-        names = ("num_nodes", "gpus_per_node")
-        resources = {name: size for name in names if (size := source.take(f"{section}.colocated.resources.{name}"))}
-        if source.peek("cluster.num_nodes", 1) == 1:
-            resources.pop("num_nodes", None)  # on one node they count GPUs
-        if resources:
-            ours["colocated"] = {"enabled": False, "resources": resources}
-        else:
-            reason = "it does not say which GPUs are the engines'; they share the trainer's"
-            source.untranslated(f"{section}.colocated.enabled", reason)
+    _separate(source, ours)
     return ours
+
+
+def _separate(source: Source, ours: dict[str, Any]) -> None:
+    """Give engines GPUs of their own if theirs are not colocated."""
+    section = "policy.generation.colocated"
+    if source.take(f"{section}.enabled", default=True):
+        return
+    names = ("num_nodes", "gpus_per_node")
+    resources = {name: size for name in names if (size := source.take(f"{section}.resources.{name}"))}
+    if source.peek("cluster.num_nodes", 1) == 1:
+        resources.pop("num_nodes", None)  # on one node they count GPUs
+    if resources:
+        ours["colocated"] = {"enabled": False, "resources": resources}
+    else:
+        reason = "it does not say which GPUs are the engines'; they share the trainer's"
+        source.untranslated(f"{section}.enabled", reason)
 
 
 def _vllm(source: Source) -> dict[str, Any]:

@@ -129,12 +129,12 @@ def _algorithm(source: Source, path: Path) -> str:
 
 
 def _refuse_images(source: Source, path: Path) -> None:
-    """Refuse recipes about images; note a vision-language model that is trained on text."""
+    """Refuse recipes about images or audio; note a vision-language model that is trained on text."""
     train = source.peek("data.train")
     sections = [source.peek("data") or {}, *(train if isinstance(train, list) else [train or {}])]
     names = [*(source.peek("env") or {}), *(str(section.get("dataset_name")) for section in sections)]
-    if images := [name for name in names if name in key_map()["images"]]:
-        raise NemoRLError(f"{path} trains on images ({', '.join(images)}), and a recipe supports text only")
+    if found := [name for name in key_map()["images"] if name in names]:
+        raise NemoRLError(f"{path} trains on images or audio ({', '.join(found)}), and a recipe supports text only")
     if VISION.search(str(source.peek("policy.model_name"))):
         reason = "a vision-language model is trained on text only here"
         source.note("untranslated", "policy.model_name", reason)

@@ -1,4 +1,6 @@
-"""A run over Ray: where ranks and engines are, their processes, and what happens when one of them ends.
+"""A run over Ray, imported only by runs that use it: `build.py` puts the parts together.
 
-Nothing here is imported by a run in this process. Ray is imported when a run on it starts.
+`cluster.py` and `placement.py` say where ranks and engines run, `policy.py` and `training_worker.py` are the trainer,
+`engine_pool.py`, `dispatch.py` and `engine_worker.py` the engines, `refit.py` and `colocation.py` what connects them.
+The death of a rank or an engine is described in `worker_failures.py`.
 """

@@ -1,49 +1,33 @@
-"""Engines and a trainer on the same devices: whoever's turn it is has their memory, and the other gives its own away.
+"""Colocation: a trainer and engines on the same devices, of which one at a time has the memory.
 
-    generating   the policy is in the host's memory, the engines are awake
-    refitting    the policy's weights and the engines' are there, but no gradients, optimizer state or caches
-    training     the policy is there, the engines sleep: their weights are in the host's memory
+    generating   the policy is offloaded to host memory, the engines are awake
+    refitting    the weights of both are on the device, but no gradients, optimizer state or caches
+    training     the policy is on the device; the engines sleep, with their weights in host memory
 
-A turn is taken by asking: a method of the policy begins training, `generate` begins generating, a refit is a refit. On
-a CPU nothing is moved, since there is one memory; what is left is that the two do not compute at once.
+Phases are entered on demand: a method of the policy enters the one that its row of `POLICY_METHODS` names, a call of
+the engine enters `generating`, a refit `refitting`. On a CPU nothing is moved, since there is only one memory; what
+remains is that the two do not compute at the same time.
 """
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-from torch import Tensor
-
-from rl_backends import OptimizerConfig
-from rl_generation import Rollout, Sampling
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.engines import EngineGroup
-from rl_launcher.run_parts import WeightSync
+from rl_launcher.ray.engine_pool import EnginePool
+from rl_launcher.ray.remote_methods import POLICY_METHODS, Phase
 from rl_launcher.schema import Recipe
-from rl_refit import RefitError, RefitReport
+from rl_refit import RefitError
 
-__all__ = ["TurnEngine", "TurnModel", "TurnPolicy", "TurnSync", "Turns", "check_turns"]
+__all__ = ["ColocatedModel", "Colocation", "check_colocation"]
 
 WEIGHTS = ("weights",)
 NOT_WEIGHTS = ("gradients", "optimizer")
 
-Turn = Literal["generating", "refitting", "training"]
 
-
-class Movable(Protocol):
-    """A policy that can give its devices' memory away."""
-
-    def offload(self, *, parts: Sequence[str] | None = None) -> Any:
-        """All of it, or "weights", "gradients", "optimizer"."""
-
-    def onload(self, *, parts: Sequence[str] | None = None) -> Any:
-        """Take it back."""
-
-
-def check_turns(recipe: Recipe) -> None:
-    """Refuse what cannot take turns.
+def check_colocation(recipe: Recipe) -> None:
+    """Refuse what cannot share devices.
 
     Raises:
         Refusal: asynchronous GRPO on devices that engines and trainer share.
@@ -51,99 +35,99 @@ def check_turns(recipe: Recipe) -> None:
     asynchronous = recipe.grpo is not None and recipe.grpo.async_grpo is not None
     if asynchronous and recipe.cluster.runtime == "ray" and recipe.policy.generation.colocated.enabled:
         raise Refusal(
-            "grpo.async_grpo samples while the policy trains, and policy.generation.colocated.enabled=true has them "
-            "take turns; give engines places of their own: colocated.enabled=false and "
-            "colocated.resources.gpus_per_node=1, or more"
+            "grpo.async_grpo samples while the policy trains, and with policy.generation.colocated.enabled=true only "
+            "one of the two has the devices at a time; give the engines devices of their own: set "
+            "colocated.enabled=false and colocated.resources.gpus_per_node=1 or more"
         )
 
 
-class Turns:
-    """Whose turn it is. A change is made under a lock, by who asks for it.
+class Colocation:
+    """Which side has the devices. A phase is changed under a lock, by the thread that needs another one.
 
     Args:
-        policy: What trains.
-        engines: What samples; begins with its turn: it starts while the policy is away.
-        moves: Whether there is memory to give away: on GPUs.
+        policy: what trains; has `offload` and `onload`, as the backends.
+        engines: what samples; not started yet.
+        moves: whether there is memory to free: on GPUs.
     """
 
-    def __init__(self, policy: Movable, engines: EngineGroup, *, moves: bool) -> None:
+    def __init__(self, policy: Any, engines: EnginePool, *, moves: bool) -> None:
         self._policy, self._engines, self._moves = policy, engines, moves
         self._lock = threading.RLock()
-        self._free, self._starting = True, 0
-        self.turn: Turn = "training"
-        engines.room = self._room
+        self._may_start, self._starting = True, 0
+        self.phase: Phase = "training"
+        engines.startup_slot = self._startup_slot
 
-    def begin(self) -> None:
-        """Make room for the engines to start."""
+    def make_room(self) -> None:
+        """Offload the policy, so that the engines can start; the first phase is `generating`."""
         with self._lock:
             if self._moves:
                 self._policy.offload()
-            self.turn = "generating"
+            self.phase = "generating"
 
-    def train(self) -> None:
-        """The policy's turn."""
+    def enter(self, phase: Phase) -> None:
+        """Have on the devices what `phase` needs, and nothing else."""
         with self._lock:
-            if self.turn == "training":
+            if phase == self.phase:
                 return
-            if self._moves:
-                self._let_start(free=False)
-            if self.turn == "refitting":  # vLLM goes to sleep from being wide awake only
-                self._everywhere("wake_up", ("kv_cache",))
-            self._everywhere("sleep")
-            if self._moves:
-                self._policy.onload()
-            self.turn = "training"
+            match phase:
+                case "training":
+                    self._train()
+                case "generating":
+                    self._generate()
+                case "refitting":
+                    self._refit()
+            self.phase = phase
 
-    def generate(self) -> None:
-        """The engines' turn."""
-        with self._lock:
-            if self.turn == "generating":
-                return
-            if self._moves:
+    def _train(self) -> None:
+        if self._moves:
+            self._set_may_start(may_start=False)
+        if self.phase == "refitting":  # vLLM's sleep() needs the engine fully awake
+            self._on_every_engine("wake_up", ("kv_cache",))
+        self._on_every_engine("sleep")
+        if self._moves:
+            self._policy.onload()
+
+    def _generate(self) -> None:
+        if self._moves:
+            self._policy.offload()
+        self._set_may_start(may_start=True)
+        self._on_every_engine("wake_up", *((("kv_cache",),) if self.phase == "refitting" else ()))
+
+    def _refit(self) -> None:
+        if self._moves and self.phase == "training":
+            self._policy.offload(parts=NOT_WEIGHTS)
+            if any(engine.state == "starting" for engine in self._engines.all()):
+                # A replacement of an engine that died starts first: it needs an empty device.
                 self._policy.offload()
-            self._let_start(free=True)
-            self._everywhere("wake_up", *((("kv_cache",),) if self.turn == "refitting" else ()))
-            self.turn = "generating"
-
-    def refit(self) -> None:
-        """Both sides' weights, and nothing else. An engine that died meanwhile starts first, on an empty device."""
-        with self._lock:
-            if self.turn == "refitting":
-                return
-            if self._moves and self.turn == "training":
-                self._policy.offload(parts=NOT_WEIGHTS)
-                if any(engine.state == "starting" for engine in self._engines.all()):
-                    self._policy.offload()
-                    self._let_start(free=True)
-                    self._engines.settled()
-                    self._policy.onload(parts=WEIGHTS)
-            elif self._moves:
-                self._everywhere("sleep")
+                self._set_may_start(may_start=True)
+                self._engines.settled()
                 self._policy.onload(parts=WEIGHTS)
-            self._let_start(free=True)
-            self._everywhere("wake_up", WEIGHTS)
-            self.turn = "refitting"
+        elif self._moves:
+            self._on_every_engine("sleep")
+            self._policy.onload(parts=WEIGHTS)
+        self._set_may_start(may_start=True)
+        self._on_every_engine("wake_up", WEIGHTS)
 
     @contextlib.contextmanager
     def healing(self) -> Iterator[None]:
-        """The policy's weights, beside engines that generate: for one among them that was started anew.
+        """Have the policy's weights on the device beside engines that generate, to refit one that was restarted.
 
         Raises:
-            RefitError: a turn is changing just now, or the engines sleep. Never waits: who changes it may wait for what
-                heals.
+            RefitError: the phase is just changing, or the engines sleep. It does not wait for that: whoever changes the
+                phase may be waiting for the engine that is healed.
         """
         if not self._lock.acquire(blocking=False):
-            raise RefitError("engines and trainer are changing turns")
+            raise RefitError("engines and trainer are just exchanging the devices")
         try:
-            if self._moves and self.turn == "training":
+            if self._moves and self.phase == "training":
                 raise RefitError("the engines sleep while the policy trains")
-            away = self._moves and self.turn == "generating"
-            if away:
+            offloaded = self._moves and self.phase == "generating"
+            if offloaded:
                 self._policy.onload(parts=WEIGHTS)
             try:
                 yield
             finally:
-                if away:
+                if offloaded:
                     self._policy.offload(parts=WEIGHTS)
         finally:
             self._lock.release()
@@ -151,33 +135,32 @@ class Turns:
     def explain(self) -> str:
         """What is moved when."""
         if not self._moves:
-            return "engines and trainer take turns; on a CPU they share one memory, and nothing is moved"
+            return "engines and trainer work alternately; on a CPU they share one memory, and nothing is moved"
         return (
-            "engines and trainer take turns: while one works, the other's weights, and the policy's gradients and "
-            "optimizer state, are in the host's memory"
+            "engines and trainer share the GPUs alternately: while one works, the other's weights, and the policy's "
+            "gradients and optimizer state, are in host memory"
         )
 
-    def _everywhere(self, method: str, *arguments: Any) -> None:
-        limit_s = self._engines.limits.call_timeout_s
-        there = [engine for engine in self._engines.all() if engine.state in ("waiting", "serving")]
-        pending = [(engine, engine.process().submit(method, *arguments)) for engine in there]
-        for engine, each in pending:
-            self._engines.waited(engine, each, timeout_s=limit_s)
+    def _on_every_engine(self, method: str, *arguments: Any) -> None:
+        present = [engine for engine in self._engines.all() if engine.state in ("waiting", "serving")]
+        pendings = [(engine, engine.process().submit(method, *arguments)) for engine in present]
+        for engine, pending in pendings:
+            self._engines.await_call(engine, pending)
 
-    def _let_start(self, *, free: bool) -> None:
-        """Say whether an engine may start now; if none may, wait for those that had begun: then they can be asked."""
+    def _set_may_start(self, *, may_start: bool) -> None:
+        """Allow or forbid that a replacement starts; forbidding waits for those that have begun."""
         changed = self._engines.changed
         with changed:
-            self._free = free
+            self._may_start = may_start
             changed.notify_all()
-            changed.wait_for(lambda: free or not self._starting)  # each of them has a deadline of its own
+            changed.wait_for(lambda: may_start or not self._starting)  # each start has a deadline of its own
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[None]:
-        """An engine's start: once the devices are free, or nobody waits for it any more."""
+    def _startup_slot(self) -> Iterator[None]:
+        """Wait until an engine may start on these devices, or the pool is closed."""
         changed = self._engines.changed
         with changed:
-            changed.wait_for(lambda: self._free or self._engines.closed)
+            changed.wait_for(lambda: self._may_start or self._engines.closed)
             self._starting += 1
         try:
             yield
@@ -187,165 +170,48 @@ class Turns:
                 changed.notify_all()
 
 
-class TurnModel:
-    """A model of the trainer's that nothing trains, a reference or a teacher, in its turn."""
+class ColocatedModel:
+    """A policy, a reference or a teacher on shared devices: its methods enter the phase of their row first.
 
-    def __init__(self, model: Any, turns: Turns) -> None:
-        self._model, self._turns = model, turns
+    What the table does not name is passed through.
 
-    def logp(self, examples: Any) -> Tensor:
-        """As the model's."""
-        self._turns.train()
-        logp: Tensor = self._model.logp(examples)
-        return logp
+    Args:
+        model: the policy, or one of its frozen models.
+        colocation: of its devices.
+        offload_references: keep references in host memory between their calls.
+    """
 
-    def topk_logits(self, examples: Any, k: int) -> Any:
-        """As the model's."""
-        self._turns.train()
-        return self._model.topk_logits(examples, k)
+    def __init__(self, model: Any, colocation: Colocation, *, offload_references: bool = False) -> None:
+        self._model, self._colocation, self._offload_references = model, colocation, offload_references
 
+    def __getattr__(self, name: str) -> Any:
+        """The model's attribute; a method of the table enters its phase when it is called."""
+        attribute = getattr(self._model, name)
+        row = POLICY_METHODS.get(name)
+        if row is None or row.phase is None:
+            return attribute
+        phase, returns_model = row.phase, row.returns == "model"
 
-class TurnPolicy:
-    """A `TrainedPolicy` that takes its turn before it computes. What else the policy has, it has, too."""
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._colocation.enter(phase)
+            # The base model under adapters is the policy's own and needs no memory; a copy of the policy does.
+            if name == "freeze_reference" and self._offload_references and not options.get("without_adapters"):
+                options["offload"] = True
+            result = attribute(*arguments, **options)
+            return ColocatedModel(result, self._colocation) if returns_model else result
 
-    def __init__(self, policy: Any, turns: Turns, *, offload_reference: bool = False) -> None:
-        self._policy, self._turns, self._offload_reference = policy, turns, offload_reference
+        return call
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights have seen."""
-        version: int = self._policy.version
+        """Optimizer steps that the policy's weights have seen."""
+        version: int = self._model.version
         return version
 
     @version.setter
     def version(self, version: int) -> None:
-        self._policy.version = version
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        rate: float = self._policy.learning_rate
-        return rate
-
-    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Begin a stage with a fresh optimizer."""
-        self._turns.train()
-        self._policy.start_training(optimizer, num_steps=num_steps, temperature=temperature)
-
-    def logp(self, examples: Any) -> Tensor:
-        """As the policy's, like all that follow."""
-        self._turns.train()
-        logp: Tensor = self._policy.logp(examples)
-        return logp
-
-    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
-        """Accumulate the gradient."""
-        self._turns.train()
-        sums: dict[str, Tensor] = self._policy.forward_backward(examples, loss, output=output)
-        return sums
-
-    def optim_step(self) -> float:
-        """Update."""
-        self._turns.train()
-        norm: float = self._policy.optim_step()
-        return norm
-
-    def freeze_reference(self, *, without_adapters: bool = False) -> TurnModel:
-        """The policy as it is now, frozen; where memory is given away, kept in the host's.
-
-        without_adapters: what its adapters were put into, which has no memory of its own.
-        """
-        self._turns.train()
-        options = {"offload": True} if self._offload_reference else {}
-        if without_adapters:
-            options = {"without_adapters": True}
-        return TurnModel(self._policy.freeze_reference(**options), self._turns)
-
-    def load_teacher(self, model_name: str, **options: Any) -> TurnModel:
-        """Another model of the trainer's."""
-        self._turns.train()
-        return TurnModel(self._policy.load_teacher(model_name, **options), self._turns)
-
-    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
-        """Write the adapters in PEFT's format."""
-        self._turns.train()
-        self._policy.save_adapter(folder, base_model_name=base_model_name)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder."""
-        self._turns.train()
-        self._policy.save_pretrained(folder)
-
-    def save_checkpoint(self, folder: str | Path, *, weights: bool = True, **options: Any) -> Any:
-        """Write optimizer, schedule and weights."""
-        self._turns.train()
-        return self._policy.save_checkpoint(folder, weights=weights, **options)
-
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, **options: Any) -> Any:
-        """Go on from what `save_checkpoint` wrote."""
-        self._turns.train()
-        return self._policy.load_checkpoint(folder, weights=weights, **options)
+        self._model.version = version
 
     def explain(self) -> str:
-        """How it is sharded, and that it takes turns."""
-        return f"{self._policy.explain()}\n{self._turns.explain()}"
-
-    def close(self) -> None:
-        """End it."""
-        self._policy.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-
-class TurnEngine:
-    """A `ServingEngine` that takes its turn before it answers."""
-
-    def __init__(self, engine: Any, turns: Turns) -> None:
-        self._engine, self._turns = engine, turns
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
-        """As the engine's."""
-        self._turns.generate()
-        rollouts: Sequence[Rollout] = self._engine.generate(prompts, sampling)
-        return rollouts
-
-    def metrics(self) -> dict[str, float]:
-        """As the engine's."""
-        metrics: dict[str, float] = self._engine.metrics()
-        return metrics
-
-    def explain(self) -> str:
-        """As the engine's."""
-        text: str = self._engine.explain()
-        return text
-
-    def close(self) -> None:
-        """End it."""
-        self._engine.close()
-
-
-class TurnSync:
-    """A `WeightSync` that has both sides' weights on the devices, and nothing else."""
-
-    def __init__(self, sync: WeightSync, turns: Turns) -> None:
-        self._sync, self._turns = sync, turns
-        self.count = 0
-        """Refits that were verified and committed."""
-        self.last: RefitReport | None = None
-        """The report of the latest of them."""
-
-    def __call__(self, *, version: int) -> RefitReport:
-        """As the other's."""
-        self._turns.refit()
-        self.last = report = self._sync(version=version)
-        self.count += 1
-        return report
-
-    def metrics(self) -> dict[str, float]:
-        """As the other's."""
-        return self._sync.metrics()
-
-    def explain(self) -> str:
-        """As the other's, and that the two take turns."""
-        return f"{self._sync.explain()}\n{self._turns.explain()}"
+        """How the policy is sharded, and that it shares its devices."""
+        return f"{self._model.explain()}\n{self._colocation.explain()}"

@@ -1,269 +1,350 @@
-"""Several engines on Ray used as one: prompts are dispatched to all of them, rollouts returned in order.
+"""The engines of a run: started together, watched, and replaced when they die.
 
-    an even share of three quarters of the work for each engine, the longest prompts dealt first, to whoever has least
-    the rest in ever smaller pieces, each for whoever is done first
+An engine is always in one of these states:
 
-Nobody knows how long an answer becomes: the first part keeps batches full, the second makes up for what was misjudged
-and for engines that are slower. Equal prompts that stand side by side, a group's, stay together, so that their engine
-prefills them once.
+    starting   its process is being made
+    waiting    it runs, and has no weights yet
+    serving    it has the weights that were last committed
+    gone       it died, and is not replaced
 
-Every prompt is given its seed before it is dealt, so no answer depends on which engine gave it, on how many there are,
-or on one that died. What a dead engine owed is asked of the others, or of its successor once that has weights.
+A dead engine is restarted at once, in a thread; then `healer` may bring it the weights. When engines die more often
+than the recipe allows, the next caller gets an `EngineDiedError`.
 """
 
-import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rl_generation import Rollout, Sampling
-from rl_generation.requests import make_requests
-from rl_launcher.ray.engine_worker import Answers
-from rl_launcher.ray.engines import EngineDiedError, EngineGroup, RunningEngine
-from rl_launcher.ray.failures import RemoteDiedError
+from rl_generation import TrainingEngineSpec
+from rl_generation.requests import Limits
+from rl_launcher.errors import Refusal, RestartableError
+from rl_launcher.ray.engine_worker import ChildProcess, EngineInfo, EngineWorker, end_process
+from rl_launcher.ray.remote_calls import Actor, Pending
+from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 
-__all__ = ["RayEngine", "deal"]
+__all__ = ["LOOPBACK", "EngineDiedError", "EngineLimits", "EnginePool", "OnEvent", "RunningEngine", "ignore_event"]
 
-DEALT_FIRST = 0.75
-"""Part of the work that is dealt at once. More leaves less to even out, less breaks batches up."""
+LOOPBACK = "127.0.0.1"
+"""The address of a run's only node."""
 
+CLOSE_GRACE_S = 10.0
+"""Seconds that `EnginePool.close` waits for a replacement that is just starting, to end it."""
 
-def deal(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, num_engines: int) -> list[tuple[int, ...]]:
-    """Chunks of prompts' places, in the order in which engines take them: each prompt in one of them.
-
-    The cost of a prompt is its length and the most that may be answered.
-
-    >>> [len(chunk) for chunk in deal([[1, n] for n in range(16)], [Sampling(max_new_tokens=8)] * 16, num_engines=2)]
-    [6, 6, 1, 1, 1, 1]
-    """
-    if not prompts:
-        return []
-    if num_engines == 1:
-        return [tuple(range(len(prompts)))]
-    groups = [
-        tuple(places) for _, places in itertools.groupby(range(len(prompts)), key=lambda place: tuple(prompts[place]))
-    ]
-
-    def cost(group: tuple[int, ...]) -> int:
-        return sum(len(prompts[place]) + samplings[place].max_new_tokens * samplings[place].n for place in group)
-
-    longest_first = sorted(groups, key=lambda group: (-cost(group), group))
-    shares, rest = _shares(longest_first, [cost(group) for group in longest_first], num_engines)
-    return [share for share in shares if share] + list(_smaller_and_smaller(rest, num_engines))
+OnEvent = Callable[[str, str, str], None]
+"""Called with the name of an event, a sentence, and the reaction to it."""
 
 
-def _shares(
-    groups: Sequence[tuple[int, ...]], costs: Sequence[int], num_engines: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """A share for each engine, and what is left."""
-    limit = DEALT_FIRST * sum(costs) / num_engines
-    shares: list[list[int]] = [[] for _ in range(num_engines)]
-    loads = [0] * num_engines
-    for number, (group, cost) in enumerate(zip(groups, costs, strict=True)):
-        least = loads.index(min(loads))
-        if loads[least] and loads[least] + cost > limit:
-            return [tuple(sorted(share)) for share in shares], list(groups[number:])
-        shares[least] += group
-        loads[least] += cost
-    return [tuple(sorted(share)) for share in shares], []
+class EngineDiedError(RestartableError):
+    """An engine died, and is not restarted."""
+
+    condition = "engine_died"
+    weights_lost = False
 
 
-def _smaller_and_smaller(groups: list[tuple[int, ...]], num_engines: int) -> list[tuple[int, ...]]:
-    chunks = []
-    while groups:
-        size = max(1, len(groups) // (2 * num_engines))
-        taken, groups = groups[:size], groups[size:]
-        chunks.append(tuple(sorted(itertools.chain.from_iterable(taken))))
-    return chunks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """How many failures and how much time a run allows its engines."""
+
+    max_restarts: int
+    """How many engines that died are replaced, in the whole run."""
+    start_timeout_s: float
+    """Seconds that an engine may take to start."""
+    call_timeout_s: float
+    """Seconds that one call may take."""
 
 
-class RayEngine:
-    """A `ServingEngine` over the engines of a group. Any number of threads may call it."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningEngine:
+    """One engine, until it dies; its replacement is another object with the same index."""
 
-    def __init__(self, engines: EngineGroup) -> None:
-        self.engines = engines
-        """One by one."""
-        self._lock = threading.Lock()
-        self._retried = 0
-        self._speed = 0.0
+    index: int
+    actor: Actor | None
+    """None until its process is made."""
+    host: str
+    """Address of its node."""
+    state: Literal["starting", "waiting", "serving", "gone"] = "starting"
+    started: EngineInfo | None = None
+    """None while it starts."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
-        """Answer each prompt `n` times; all answers to prompt 0 come first, and so on.
+    def info(self) -> EngineInfo:
+        """What it reported once it had started."""
+        assert self.started is not None
+        return self.started
 
-        Where all engines have died, waits for one that has weights again, as long as one call may take.
+    def process(self) -> Actor:
+        """Its actor."""
+        assert self.actor is not None
+        return self.actor
 
-        Raises:
-            PromptError: A request cannot be served; none was begun.
-            Refusal: No refit has been committed yet.
-            EngineDiedError: Engines died more often than the recipe allows.
-            RemoteError: An engine failed, or has not answered in time.
-        """
-        if not prompts:
-            return []
-        began = time.monotonic()
-        samplings = sampling.spread(len(prompts)) if isinstance(sampling, Sampling) else list(sampling)
-        # Refused here, where prompts have the caller's numbers, and not those of a chunk.
-        make_requests(prompts, samplings, self.engines.require_weights())
-        call = _Call(
-            prompts=[tuple(prompt) for prompt in prompts],
-            samplings=samplings,
-            waiting=deque(deal(prompts, samplings, num_engines=len(self.engines.hosts))),
-        )
-        _Asking(self.engines, call).run()
-        rollouts = [rollout for place in range(len(prompts)) for rollout in call.answers[place]]
-        seconds = time.monotonic() - began
-        with self._lock:
-            self._retried += call.retried
-            self._speed = sum(len(rollout.tokens) for rollout in rollouts) / max(seconds, 1e-9)
-        return rollouts
+    def __str__(self) -> str:
+        """As messages name it."""
+        return f"engine {self.index}" if self.actor is None else str(self.actor.who)
 
-    def metrics(self) -> dict[str, float]:
-        """For the log: deaths made good, prompts asked again, and tokens a second of the latest call."""
-        with self._lock:
-            return {
-                "engine_restarts": float(self.engines.restarts),
-                "retried_prompts": float(self._retried),
-                "engine_tokens_per_s": self._speed,
-            }
 
-    def explain(self) -> str:
-        """How many there are, what each is, and what becomes of one that dies."""
-        engines, limits = self.engines.all(), self.engines.limits
-        lines = [
-            f"{len(engines)} x {self.engines.spec.explain()}",
-            f"an engine that dies is started again and refitted, {limits.max_restarts} times in the run",
-        ]
-        lines += engines[0].birth.text.splitlines() if engines and engines[0].birth is not None else []
-        return "\n".join(lines)
-
-    def close(self) -> None:
-        """End all engines."""
-        self.engines.close()
+def ignore_event(_: str, __: str, ___: str) -> None:
+    """An `OnEvent` that does nothing."""
 
 
 @dataclass(kw_only=True, eq=False)
-class _Call:
-    """What one call of `generate` has asked, and been told. Guarded by the group's condition."""
+class EnginePool:
+    """Data-parallel engines, all alike. May be used from any number of threads."""
 
-    prompts: list[tuple[int, ...]]
-    samplings: list[Sampling]
-    waiting: deque[tuple[int, ...]]
-    """Chunks that nobody has taken."""
+    spec: TrainingEngineSpec
+    start_actor: Callable[[int], Actor]
+    """Starts the actor of the engine with this index, in its place."""
+    hosts: Sequence[str]
+    """The address of each engine's node; as many as there are engines."""
+    limits: EngineLimits
+    on_event: OnEvent = ignore_event
+    on_change: Callable[[], None] = lambda: None
+    """Called when processes were replaced."""
+    startup_slot: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while a replacement starts; waits until it may, which is when the trainer has freed the device."""
+    healer: Callable[[RunningEngine], None] | None = None
+    """Brings weights to an engine that waits for them, if that can be done now."""
+    restarts: int = field(default=0, init=False)
+    """Deaths so far."""
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()), init=False)
+    """Notified whenever an engine's state changes."""
 
-    answers: dict[int, list[Rollout]] = field(default_factory=dict)
-    """By the place of the prompt."""
+    _engines: list[RunningEngine] = field(default_factory=list, init=False)
+    _request_limits: Limits | None = field(default=None, init=False)
+    _have_weights: bool = field(default=False, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
+    _replacing: list[threading.Thread] = field(default_factory=list, init=False)
 
-    asked: set[int] = field(default_factory=set)
-    """Numbers of the threads at work, by the engine that each asks."""
+    # -- Start and end ------------------------------------------------------------------------------------------------
 
-    retried: int = 0
-    """Prompts that were asked again."""
-
-    error: BaseException | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.error is not None or len(self.answers) == len(self.prompts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """One call: a thread for each engine, which takes chunks until there are none."""
-
-    engines: EngineGroup
-    call: _Call
-
-    def run(self) -> None:
-        """Return when every prompt has its answers.
+    def start(self) -> None:
+        """Start all engines in parallel.
 
         Raises:
-            What ended it.
+            ValueError: what the first of them refuses.
+            RemoteError: one did not start.
         """
-        changed, call = self.engines.changed, self.call
-        with changed:
-            while not call.over:
-                serving = self.engines.serving()
-                for engine in serving:
-                    if call.waiting and id(engine) not in call.asked:
-                        call.asked.add(id(engine))
-                        threading.Thread(target=self._ask, args=(engine,), name=f"asking {engine}", daemon=True).start()
-                heard = self._wait_for_news(serving)
-                if not heard and not call.asked:  # whoever is asked has a deadline of its own
-                    raise EngineDiedError(self._late())
-        if call.error is not None:
-            raise call.error
+        self._engines = [RunningEngine(index=index, actor=None, host=host) for index, host in enumerate(self.hosts)]
+        errors: list[BaseException] = []
+        _in_parallel(lambda engine: self._make(engine, (), errors), self._engines)
+        if errors:
+            self.close()
+            raise errors[0]
+        self._request_limits = self._engines[0].info().limits
 
-    def _wait_for_news(self, serving: tuple[RunningEngine, ...]) -> bool:
-        limit_s = self.engines.limits.call_timeout_s
-        return self.engines.changed.wait_for(lambda: self._news(serving), timeout=limit_s)
+    def close(self) -> None:
+        """End all engines and any replacement that is starting; a second time does nothing."""
+        with self.changed:
+            if self._closed:
+                return
+            self._closed = True
+            self.changed.notify_all()
+        _in_parallel(self._close_one, self._engines)
+        deadline = time.monotonic() + CLOSE_GRACE_S
+        for thread in self._replacing:  # these have no actor yet, and kill the one they get
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _news(self, serving: tuple[RunningEngine, ...]) -> bool:
-        call, now = self.call, self.engines.serving()
-        idle = any(id(engine) not in call.asked for engine in now)
-        return call.over or now != serving or bool(call.waiting and idle)
+    def _close_one(self, engine: RunningEngine) -> None:
+        with self.changed:
+            engine.state, actor = "gone", engine.actor
+        if actor is not None:
+            actor.close()
+        _end_leftovers(engine)
 
-    def _ask(self, engine: RunningEngine) -> None:
-        changed, call = self.engines.changed, self.call
-        try:
-            while True:
-                with changed:
-                    if call.over or not call.waiting or engine.state != "serving":
-                        return
-                    chunk = call.waiting.popleft()
-                if not self._answered(engine, chunk):
-                    return
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            with changed:
-                call.error = call.error or error
-        finally:
-            with changed:
-                call.asked.discard(id(engine))
-                changed.notify_all()
+    @property
+    def closed(self) -> bool:
+        """Whether they are ended, and no engine is started any more."""
+        return self._closed
 
-    def _answered(self, engine: RunningEngine, chunk: tuple[int, ...]) -> bool:
-        """Have `engine` answer a chunk; False where it died, and what it owed waits again."""
-        call = self.call
-        try:
-            said: Answers = engine.process().call(
-                "generate",
-                [call.prompts[place] for place in chunk],
-                [call.samplings[place] for place in chunk],
-                timeout_s=self.engines.limits.call_timeout_s,
+    # -- State --------------------------------------------------------------------------------------------------------
+
+    def all(self) -> tuple[RunningEngine, ...]:
+        """All engines by index, in whatever state."""
+        with self.changed:
+            return tuple(self._engines)
+
+    def serving(self) -> tuple[RunningEngine, ...]:
+        """The engines that can generate.
+
+        Raises:
+            EngineDiedError: more died than are replaced.
+        """
+        with self.changed:
+            self.require_healthy()
+            return tuple(engine for engine in self._engines if engine.state == "serving")
+
+    def require_weights(self) -> Limits:
+        """The limits of requests, once engines have weights.
+
+        Raises:
+            Refusal: no refit has been committed yet.
+        """
+        if not self._have_weights or self._request_limits is None:
+            raise Refusal("the engines have no weights yet: no refit has been committed")
+        return self._request_limits
+
+    def settled(self) -> tuple[RunningEngine, ...]:
+        """All engines, once none is starting; a refit begins with this.
+
+        Raises:
+            EngineDiedError: more died than are replaced, or a replacement did not start.
+        """
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._failure or self._closed or all(each.state != "starting" for each in self._engines),
+                timeout=self.limits.start_timeout_s,
             )
-        except RemoteDiedError as error:
-            died: Any = error
-            said = Answers(rollouts=(), died=error.how)
-        else:
-            died = said.died
-        owed = self._take(chunk, said)
-        if said.died is None:
-            return True
-        self.engines.lost(engine, died, owed=f"{len(owed)} prompts that it owed are asked again")
-        return False
+            self.require_healthy()
+            starting = [str(engine) for engine in self._engines if engine.state == "starting"]
+            if starting:
+                limit = f"cluster.start_timeout_s={self.limits.start_timeout_s:g}"
+                raise EngineDiedError(f"{', '.join(starting)} did not restart within {limit}")
+            return tuple(self._engines)
 
-    def _take(self, chunk: tuple[int, ...], said: Answers) -> tuple[int, ...]:
-        """Keep the prompts that are answered in full; return the others, which wait again."""
-        by_place: dict[int, list[Rollout]] = {}
-        for rollout in said.rollouts:
-            place = chunk[rollout.prompt_index]
-            by_place.setdefault(place, []).append(replace(rollout, prompt_index=place))
-        call = self.call
-        whole = {place: mine for place, mine in by_place.items() if len(mine) == call.samplings[place].n}
-        owed = tuple(place for place in chunk if place not in whole)
-        with self.engines.changed:
-            call.answers.update(whole)
-            if owed:
-                call.waiting.appendleft(owed)
-                call.retried += len(owed)
-            self.engines.changed.notify_all()
-        return owed
+    def serve(self, engines: Sequence[RunningEngine]) -> None:
+        """Note that `engines` have the committed weights from now on, and can generate."""
+        with self.changed:
+            self._have_weights = True
+            for engine in engines:
+                if engine in self._engines:
+                    engine.state = "serving"
+            self.changed.notify_all()
 
-    def _late(self) -> str:
-        states = ", ".join(f"engine {engine.index} is {engine.state}" for engine in self.engines.all())
-        return (
-            f"{len(self.call.prompts) - len(self.call.answers)} prompts have no answers within "
-            f"cluster.call_timeout_s={self.engines.limits.call_timeout_s:g}: {states}"
+    def require_healthy(self) -> None:
+        """Pass while every dead engine could be replaced.
+
+        Raises:
+            EngineDiedError: more died than are replaced; another error, if a replacement refuses to start.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise Refusal("the engines are closed")
+
+    # -- Death and replacement ----------------------------------------------------------------------------------------
+
+    def lost(self, engine: RunningEngine, why: BaseException | str, *, owed: str) -> None:
+        """An engine died: replace it. Only the first report of a death counts.
+
+        Args:
+            engine: that died.
+            why: what is known of it.
+            owed: what happens to the work that it had, for the event.
+        """
+        with self.changed:
+            if self._closed or engine not in self._engines or engine.state in ("starting", "gone"):
+                return
+            self.restarts += 1
+            within_limit = self.restarts <= self.limits.max_restarts
+            if within_limit:
+                replacement = RunningEngine(index=engine.index, actor=None, host=engine.host)
+                self._engines[engine.index] = replacement
+            else:
+                engine.state = "gone"
+                self._failure = EngineDiedError(
+                    f"{engine} died ({_first_line(why)}): engines died {self.restarts} times in this run, and "
+                    f"policy.generation.max_restarts={self.limits.max_restarts} restarts are allowed; look into its "
+                    f"log, allow more, or resume the run from its last checkpoint"
+                )
+            self.changed.notify_all()
+        died = f"{engine} died: {_first_line(why)}"
+        if not within_limit:
+            self.on_event("engine_died", died, "the run ends")
+            return
+        self.on_event("engine_restarted", died, f"restarted, {self.restarts} of {self.limits.max_restarts}; {owed}")
+        thread = threading.Thread(
+            target=self._replace, args=(engine, replacement), name=f"restarting {engine}", daemon=True
         )
+        with self.changed:
+            if begins := not self.closed:
+                self._replacing = [*(each for each in self._replacing if each.is_alive()), thread]
+                thread.start()
+        if not begins:
+            _end_leftovers(engine)
+
+    def await_call(self, engine: RunningEngine, pending: Pending) -> None:
+        """Wait for a call of `engine`; if it died, replace it.
+
+        Raises:
+            RemoteError: it failed otherwise.
+        """
+        try:
+            pending.result(timeout_s=self.limits.call_timeout_s)
+        except RemoteDiedError as error:
+            self.lost(engine, error, owed="it had no work")
+
+    def is_dead(self, engine: RunningEngine) -> bool:
+        """Whether it, or one of its processes, is gone or does not answer; if so, it is replaced."""
+        try:
+            why = engine.process().call("alive", timeout_s=60.0)
+        except RemoteError as error:
+            why = str(error)
+        if why is not None:
+            self.lost(engine, why, owed="its replacement joins the refit")
+        return why is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in whatever uses the pool next."""
+        with self.changed:
+            self._failure = self._failure or error
+            self.changed.notify_all()
+
+    def _replace(self, old: RunningEngine, new: RunningEngine) -> None:
+        try:
+            old.process().kill()
+            errors: list[BaseException] = []
+            with self.startup_slot():
+                self._make(new, old.info().processes, errors)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait for the engine must get it
+            errors = [error]
+        if self._closed:
+            _end_leftovers(old)
+            return
+        if errors:
+            self.fail(errors[0])
+            return
+        self.on_change()
+        if self.healer is not None:
+            self.healer(new)
+
+    def _make(self, engine: RunningEngine, leftovers: Sequence[ChildProcess], errors: list[BaseException]) -> None:
+        limit_s = self.limits.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        try:
+            if self.closed:
+                return
+            actor = self.start_actor(engine.index)
+            with self.changed:
+                engine.actor, closed = actor, self._closed
+            if closed:
+                actor.kill()
+                return
+            actor.make(EngineWorker, self.spec, host=engine.host, leftovers=tuple(leftovers), timeout_s=limit_s)
+            engine.started = actor.call("info", timeout_s=max(1.0, deadline - time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - raised again by the thread that started this one
+            errors.append(error)
+            return
+        with self.changed:
+            engine.state = "gone" if self._closed else "waiting"
+            self.changed.notify_all()
+
+
+def _in_parallel(call: Callable[[RunningEngine], None], engines: Sequence[RunningEngine]) -> None:
+    threads = [threading.Thread(target=call, args=(engine,), daemon=True) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end_leftovers(engine: RunningEngine) -> None:
+    """Kill what an engine of this node had started, if it died and no replacement has done so."""
+    if engine.host == LOOPBACK and engine.started is not None:
+        for process in engine.started.processes:
+            end_process(process)
+
+
+def _first_line(why: BaseException | str) -> str:
+    return why.how if isinstance(why, RemoteDiedError) else str(why).splitlines()[0]

@@ -1,8 +1,7 @@
-"""One engine in an actor of its own: makes it, answers with it, and takes new weights in.
+"""One engine in a Ray actor: makes it, generates with it, and refits it.
 
-Knows nothing of other engines, and of Ray only that many threads call it. An engine that answers one caller at a time
-is called, refitted and put to sleep by one thread, in the order of arrival: so no refit comes in the middle of a call.
-An asynchronous one takes care of that itself.
+Ray calls the worker from many threads. A synchronous engine is called, refitted and put to sleep by one thread, in the
+order of arrival, so that no refit falls into a call of `generate`. An asynchronous engine takes care of that itself.
 """
 
 import os
@@ -15,198 +14,186 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling
+from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
 from rl_generation.requests import Limits
-from rl_launcher.engines import EngineSpec, make_engine
+from rl_launcher.engines import make_engine
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.refit_rendezvous import RefitMeeting
 from rl_refit import Refit, RefitError, RefitReport
+from rl_refit.parties import Parties
 
-__all__ = ["Answers", "Birth", "EngineWorker", "Process", "end_process"]
+__all__ = ["ChildProcess", "EngineInfo", "EngineWorker", "GenerateReply", "end_process"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process of a node, told from a later one of the same id."""
+class ChildProcess:
+    """A process of a node; the start time tells it from a later process with the same pid."""
 
     pid: int
     started: str
-    """In ticks since boot."""
+    """In clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
-    """What an engine says of itself once it is there."""
+class EngineInfo:
+    """What the driver knows of an engine that has started."""
 
-    processes: tuple[Process, ...]
-    """Those that the engine started besides: they may outlive an actor that is killed."""
-
+    processes: tuple[ChildProcess, ...]
+    """Those that the engine started besides the actor: they may survive an actor that is killed."""
     limits: Limits
-    """What it can be asked for."""
-
+    """Of its requests."""
     sink_device: str
     """Where new weights are staged."""
-
     text: str
     """The engine's own `explain`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """What came of a call."""
+class GenerateReply:
+    """The result of a `generate`."""
 
     rollouts: tuple[Rollout, ...]
     """All of them, or those that had finished when the engine died."""
-
     died: str | None = None
-    """Why, where a process of the engine died, and the actor lives."""
+    """Why, if a process of the engine died and the actor lives."""
 
 
 class EngineWorker:
     """An engine of rl_generation behind a few methods that cross processes.
 
     Args:
-        spec: What the engine is made of.
-        host: Address of this machine that the trainer's ranks reach.
-        leftovers: Processes of an engine that died here before; they are ended first.
+        spec: of the engine.
+        host: address of this node that the trainer's ranks reach.
+        leftovers: processes of an engine that died here before; they are killed first.
 
     Raises:
         ValueError: whatever the engine refuses.
     """
 
-    def __init__(self, spec: EngineSpec, *, host: str, leftovers: Sequence[Process] = ()) -> None:
+    def __init__(self, spec: TrainingEngineSpec, *, host: str, leftovers: Sequence[ChildProcess] = ()) -> None:
         for process in leftovers:
             end_process(process)
         self._spec, self._host = spec, host
-        self._turns = None if spec.asynchronous else ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._made = self._in_turn(lambda: make_engine(spec))
+        self._thread = None if spec.asynchronous else ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._made = self._in_order(lambda: make_engine(spec))
         self._refit: Refit | None = None
         self._calls, self._counting = 0, threading.Lock()
-        ids = getattr(self._made.engine, "process_ids", ())
-        self._processes = tuple(Process(pid=pid, started=_started(pid) or "") for pid in ids)
+        pids = getattr(self._made.engine, "process_ids", ())
+        self._processes = tuple(ChildProcess(pid=pid, started=_start_time(pid) or "") for pid in pids)
 
-    def born(self) -> Birth:
-        """What it is and where; the first answer of an actor that has started."""
+    def info(self) -> EngineInfo:
+        """What it is and where; the first call of an actor that has started."""
         engine: Any = self._made.engine
-        return Birth(
+        return EngineInfo(
             processes=self._processes,
             limits=engine.limits,
             sink_device=str(getattr(self._made.sink, "device", "cpu")).split(":")[0],
             text=engine.explain(),
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Answers:
-        """Answer each prompt as its own Sampling says.
+    def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> GenerateReply:
+        """Generate for each prompt with its own Sampling.
 
         Raises:
-            Refusal: Samples were not done in time.
+            Refusal: samples were not done in time.
             ValueError: whatever the engine refuses.
         """
         with self._counting:
             self._calls += 1
         try:
-            return Answers(rollouts=tuple(self._in_turn(lambda: self._made.engine.generate(prompts, samplings))))
+            rollouts = self._in_order(lambda: self._made.engine.generate(prompts, samplings))
+            return GenerateReply(rollouts=tuple(rollouts))
         except EngineDeadError as error:
-            return Answers(rollouts=error.rollouts, died=str(error))
-        except SampleTimeoutError as error:  # which does not cross processes
+            return GenerateReply(rollouts=error.rollouts, died=str(error))
+        except SampleTimeoutError as error:  # it cannot be pickled
             raise Refusal(str(error)) from None
         finally:
             with self._counting:
                 self._calls -= 1
 
-    # -- New weights -----------------------------------------------------------------------------------------------
-
-    def meet(self, meeting: RefitMeeting, rank: int) -> None:
-        """Take part in the refits of `meeting` from now on, as its engine number `rank`."""
-        old, self._refit = self._refit, None
-        if old is not None:
-            with suppress(RefitError):  # a store that went with a party that died
-                old.close()
-        self._refit = meeting.sink_refit(self._made.sink, rank=rank, host=self._host)
+    def join_refit(self, parties: Parties, rank: int) -> None:
+        """Take part in the refits of `parties` from now on, as its engine number `rank`."""
+        self._close_refit()
+        self._refit = parties.sink_refit(self._made.sink, rank=rank, host=self._host)
 
     def receive(self, timeout_s: float) -> RefitReport:
         """Take part in the next refit, which must begin within `timeout_s`.
 
         Raises:
-            RefitError: It was given up.
+            RefitError: it was aborted.
         """
         refit = self._refit
         if refit is None:
-            raise RefitError("this engine has met nobody: meet() comes before receive()")
-        return self._in_turn(lambda: refit.receive(timeout_s=timeout_s))
+            raise RefitError("this engine has no refit yet; call join_refit() before receive()")
+        return self._in_order(lambda: refit.receive(timeout_s=timeout_s))
 
     def repeat(self, version: int) -> None:
-        """Take `version` once more where it was committed already: others did not come through with it."""
+        """Accept `version` once more if it is committed here already: other engines did not finish it."""
         sink: Any = self._made.sink
         if sink.version == version:
-            self._in_turn(sink.repeat)
+            self._in_order(sink.repeat)
 
     def version(self) -> int | None:
-        """The version last committed."""
+        """The committed version, or None before the first commit."""
         committed: int | None = self._made.sink.version  # type: ignore[attr-defined]
         return committed
 
-    # -- Taking turns with a trainer -------------------------------------------------------------------------------
-
     def sleep(self) -> None:
-        """Give the device's memory away; the weights stay in the host's. On a CPU nothing but the cache is freed."""
-        if self._spec.generation.backend == "transformers":
-            self._in_turn(self._made.engine.close)  # gives the cache back; the engine goes on afterwards
+        """Free the device's memory; the weights stay in host memory. On a CPU only the cache is freed."""
+        if self._spec.vllm is None:
+            self._in_order(self._made.engine.close)  # frees the cache; the engine can be used afterwards
         elif self._spec.device == "cuda":
-            self._in_turn(lambda: self._made.engine.sleep(level=1))
+            self._in_order(lambda: self._made.engine.sleep(level=1))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back: of "weights", of "kv_cache", or of both."""
-        if self._spec.generation.backend == "vllm" and self._spec.device == "cuda":
-            self._in_turn(lambda: self._made.engine.wake_up(tags=tags))
-
-    # -- Life ------------------------------------------------------------------------------------------------------
+        """Allocate the device's memory again: "weights", "kv_cache", or both."""
+        if self._spec.vllm is not None and self._spec.device == "cuda":
+            self._in_order(lambda: self._made.engine.wake_up(tags=tags))
 
     def metrics(self) -> dict[str, float]:
-        """What it has done since it was started."""
+        """Totals since it was started."""
         now = self._made.engine.metrics()
-        return {
-            "generated_tokens": float(now.generated_tokens),
-            "prompt_tokens": float(now.prompt_tokens),
-            "cached_prompt_tokens": float(now.cached_prompt_tokens),
-            "preemptions": float(now.preemptions),
-        }
+        names = ("generated_tokens", "prompt_tokens", "cached_prompt_tokens", "preemptions")
+        return {name: float(getattr(now, name)) for name in names}
 
     def busy(self) -> bool:
-        """Whether it answers somebody, or somebody waits for his turn."""
+        """Whether a `generate` is running."""
         return self._calls > 0
 
     def alive(self) -> str | None:
-        """None where all of its processes are there, otherwise which one is not."""
+        """None if all of its processes are running, otherwise which one is not."""
         for process in self._processes:
-            if _started(process.pid) != process.started:
+            if _start_time(process.pid) != process.started:
                 return f"its process {process.pid} is gone"
         return None
 
     def close(self) -> None:
-        """End the engine with all of its processes."""
-        if self._refit is not None:
-            with suppress(RefitError):  # others may have gone before
-                self._refit.close()
-        self._in_turn(self._made.close)
+        """End the engine and all of its processes."""
+        self._close_refit()
+        self._in_order(self._made.close)
 
-    def _in_turn(self, call: Callable[[], T]) -> T:
-        return call() if self._turns is None else self._turns.submit(call).result()
+    def _close_refit(self) -> None:
+        refit, self._refit = self._refit, None
+        if refit is not None:
+            with suppress(RefitError):  # the store may have died with another party
+                refit.close()
+
+    def _in_order(self, call: Callable[[], T]) -> T:
+        return call() if self._thread is None else self._thread.submit(call).result()
 
 
-def _started(pid: int) -> str | None:
-    """When a process started; None where there is none, or a zombie."""
+def end_process(process: ChildProcess) -> None:
+    """Kill a process of this node, if its pid is still its own."""
+    if process.started and _start_time(process.pid) == process.started:
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started; None if there is none, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
-
-
-def end_process(process: Process) -> None:
-    """Kill a process of this machine, if it is still the same."""
-    if process.started and _started(process.pid) == process.started:
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(process.pid, signal.SIGKILL)

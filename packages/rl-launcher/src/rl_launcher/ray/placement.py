@@ -1,14 +1,15 @@
-"""Where every training rank and every engine of a run is: arithmetic on the recipe. Knows no Ray and no machine.
+"""Where every training rank and every engine of a run is placed: arithmetic on the recipe.
 
-A slot is one GPU of a node, or one process where the policy is on the CPU. Ranks take slots from the first node on;
-separate engines take the last slots of the last nodes, and an engine lies within one node.
+A slot is one GPU of a node, or one process if the policy is on the CPU. Ranks take slots from the first node on;
+separate engines take the last slots of the last nodes. An engine lies within one node.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rl_backends import DTensorConfig, MegatronConfig, select_backend
+from rl_backends import MegatronConfig, select_backend
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import Recipe
 
@@ -16,88 +17,70 @@ __all__ = ["EnginePlace", "Placement", "PlacementError", "RankPlace", "plan_plac
 
 
 class PlacementError(Refusal):
-    """Ranks and engines that do not fit on the machines that the recipe names, or into one another."""
+    """Ranks and engines that do not fit on the nodes of the recipe, or into one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Of one rank of the trainer."""
+    """The place of one rank of the trainer."""
 
     rank: int
-    """Among all of them."""
-
     node: int
-    """Which machine, from 0."""
-
+    """From 0."""
     slot: int
-    """Which slot of it, from 0."""
+    """Of the node, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Of one engine."""
+    """The place of one engine."""
 
     engine: int
-    """Among all of them."""
-
     node: int
-    """Which machine, from 0."""
-
+    """From 0."""
     slots: tuple[int, ...]
-    """Which slots of it, as many as the engine has ranks."""
+    """Of the node; as many as the engine has ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who is where."""
+    """The places of all ranks and engines."""
 
     num_nodes: int
-    """Machines that the run takes."""
-
+    """Nodes of the run."""
     slots_per_node: int
-    """Of each machine."""
-
+    """Of each node."""
     device: Literal["cpu", "cuda"]
     """What a slot is: a process on the CPU, or a GPU."""
-
     colocated: bool
-    """Whether ranks and engines take turns on the same slots."""
-
+    """Whether ranks and engines share the same slots."""
     ranks: tuple[RankPlace, ...]
     """By rank."""
-
     engines: tuple[EnginePlace, ...]
     """By number."""
-
     in_process: bool = False
-    """Whether all of it is the process that the run is started in."""
+    """Whether everything runs in the process that starts the run."""
 
     def explain(self) -> str:
-        """A table: a line a node, and what each of its slots is for."""
+        """A table: one line per node, and what each of its slots is for."""
         if self.in_process:
             return "everything is in this process"
         slots = "GPUs" if self.device == "cuda" else "processes"
-        turns = "which take turns" if self.colocated else "apart from one another"
+        sharing = "colocated" if self.colocated else "separate"
         summary = (
-            f"{len(self.ranks)} training {_plural('rank', self.ranks)} and {len(self.engines)} "
-            f"{_plural('engine', self.engines)} on {self.num_nodes} x {self.slots_per_node} {slots}, {turns}"
+            f"{_counted(self.ranks, 'training rank')} and {_counted(self.engines, 'engine')} on "
+            f"{self.num_nodes} x {self.slots_per_node} {slots}, {sharing}"
         )
-        width = max(len(words) for node in range(self.num_nodes) for words in self._slots_of(node))
-        lines = [
-            f"  node {node}  " + " | ".join(words.ljust(width) for words in self._slots_of(node)).rstrip()
-            for node in range(self.num_nodes)
-        ]
-        return "\n".join([summary, *lines])
-
-    def _slots_of(self, node: int) -> list[str]:
-        held: list[list[str]] = [[] for _ in range(self.slots_per_node)]
+        names: list[list[list[str]]] = [[[] for _ in range(self.slots_per_node)] for _ in range(self.num_nodes)]
         for place in self.ranks:
-            if place.node == node:
-                held[place.slot].append(f"rank {place.rank}")
+            names[place.node][place.slot].append(f"rank {place.rank}")
         for engine in self.engines:
-            for slot in engine.slots if engine.node == node else ():
-                held[slot].append(f"engine {engine.engine}")
-        return [" + ".join(names) or "-" for names in held]
+            for slot in engine.slots:
+                names[engine.node][slot].append(f"engine {engine.engine}")
+        rows = [[" + ".join(slot) or "-" for slot in node] for node in names]
+        width = max(len(slot) for row in rows for slot in row)
+        lines = [f"  node {node}  " + " | ".join(s.ljust(width) for s in row).rstrip() for node, row in enumerate(rows)]
+        return "\n".join([summary, *lines])
 
 
 def plan_placement(recipe: Recipe) -> Placement:
@@ -123,152 +106,111 @@ def plan_placement(recipe: Recipe) -> Placement:
     colocated = recipe.policy.generation.colocated.enabled
     for_engines = [per_node] * num_nodes if colocated else _slots_for_engines(recipe)
     for_ranks = [per_node if colocated else per_node - taken for taken in for_engines]
-    ranks = tuple(
-        RankPlace(rank=rank, node=node, slot=slot)
-        for rank, (node, slot) in enumerate(
-            (node, slot) for node, count in enumerate(for_ranks) for slot in range(count)
-        )
-    )
-    _check_mesh(recipe, num_ranks=len(ranks))
-    engines = tuple(
-        EnginePlace(engine=number, node=node, slots=slots)
-        for number, (node, slots) in enumerate(_cut(recipe, for_engines))
-    )
+    slots = [(node, slot) for node, count in enumerate(for_ranks) for slot in range(count)]
+    _check_mesh(recipe, num_ranks=len(slots))
     return Placement(
         num_nodes=num_nodes,
         slots_per_node=per_node,
         device=device,
         colocated=colocated,
-        ranks=ranks,
-        engines=engines,
+        ranks=tuple(RankPlace(rank=rank, node=node, slot=slot) for rank, (node, slot) in enumerate(slots)),
+        engines=tuple(
+            EnginePlace(engine=number, node=node, slots=taken)
+            for number, (node, taken) in enumerate(_engine_slots(recipe, for_engines))
+        ),
     )
 
 
 def _slots_for_engines(recipe: Recipe) -> list[int]:
     """How many slots of each node separate engines take: the last of the last nodes."""
     cluster, resources = recipe.cluster, recipe.policy.generation.colocated.resources
-    named = "policy.generation.colocated.resources"
+    section = "policy.generation.colocated.resources"
     nodes = cluster.num_nodes if resources.num_nodes is None else resources.num_nodes
     slots = cluster.gpus_per_node if resources.gpus_per_node is None else resources.gpus_per_node
     if nodes > cluster.num_nodes:
         raise PlacementError(
-            f"{named}.num_nodes={nodes} is more than cluster.num_nodes={cluster.num_nodes}; it is part of them: give "
-            f"at most {cluster.num_nodes - 1 or 1}, or more machines to the run"
+            f"{section}.num_nodes={nodes} is more than cluster.num_nodes={cluster.num_nodes}, of which it is a part: "
+            f"set it to at most {cluster.num_nodes - 1 or 1}, or give the run more nodes"
         )
     if slots > cluster.gpus_per_node:
         raise PlacementError(
-            f"{named}.gpus_per_node={slots} is more than cluster.gpus_per_node={cluster.gpus_per_node}; it is part of "
-            f"them: give at most {cluster.gpus_per_node}"
+            f"{section}.gpus_per_node={slots} is more than cluster.gpus_per_node={cluster.gpus_per_node}, of which it "
+            f"is a part: set it to at most {cluster.gpus_per_node}"
         )
     if nodes == cluster.num_nodes and slots == cluster.gpus_per_node:
-        way_out = (
-            f"give {named}.gpus_per_node={slots - 1} or less"
-            if slots > 1
-            else f"give cluster.gpus_per_node={slots + 1} or more, or {named}.num_nodes={nodes - 1}"
-            if nodes > 1
-            else f"give cluster.gpus_per_node={slots + 1} or more"
-        )
+        remedy = f"set cluster.gpus_per_node={slots + 1} or more"
+        if slots > 1:
+            remedy = f"set {section}.gpus_per_node={slots - 1} or less"
+        elif nodes > 1:
+            remedy += f", or {section}.num_nodes={nodes - 1}"
         raise PlacementError(
-            f"{named} takes all {nodes} x {slots} of cluster.num_nodes x cluster.gpus_per_node for the engines, and "
-            f"leaves none to train on; {way_out}, or share them by policy.generation.colocated.enabled=true"
+            f"{section} takes all {nodes} x {slots} of cluster.num_nodes x cluster.gpus_per_node for the engines, and "
+            f"leaves none to train on; {remedy}, or share them: policy.generation.colocated.enabled=true"
         )
     return [0] * (cluster.num_nodes - nodes) + [slots] * nodes
 
 
-def _cut(recipe: Recipe, for_engines: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _engine_slots(recipe: Recipe, for_engines: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Each engine's node and slots: neighbours, from the first slot that engines have there."""
     generation, per_node = recipe.policy.generation, recipe.cluster.gpus_per_node
     size = generation.ranks_per_engine
-    key = (
-        "cluster.gpus_per_node"
-        if generation.colocated.enabled
-        else "policy.generation.colocated.resources.gpus_per_node"
-    )
     for node, count in enumerate(for_engines):
         if count % size:
             divisors = [number for number in range(1, count + 1) if count % number == 0]
             nearest = min(divisors, key=lambda number: (abs(number - size), number))
             larger = -(-count // size) * size
             why = "too few" if count < size else f"not a multiple of {size}"
+            vllm, prefix = generation.vllm_cfg, "policy.generation.vllm_cfg."
+            key = "policy.generation.colocated.resources.gpus_per_node"
             raise PlacementError(
-                f"an engine takes {size} ranks of one node ({_engine_size(recipe)}), and {key} gives engines {count} "
-                f"of node {node}, which is {why}; give an engine {nearest}, or the engines {larger}"
+                f"an engine takes {size} ranks of one node ({prefix}tensor_parallel_size={vllm.tensor_parallel_size} x "
+                f"pipeline_parallel_size={vllm.pipeline_parallel_size}), and "
+                f"{'cluster.gpus_per_node' if generation.colocated.enabled else key} gives engines {count} of node "
+                f"{node}, which is {why}; set {nearest} ranks per engine, or give engines {larger}"
             )
-        first = per_node - count
-        for start in range(first, per_node, size):
+        for start in range(per_node - count, per_node, size):
             yield node, tuple(range(start, start + size))
 
 
-def _engine_size(recipe: Recipe) -> str:
-    vllm = recipe.policy.generation.vllm_cfg
-    prefix = "policy.generation.vllm_cfg."
-    return (
-        f"{prefix}tensor_parallel_size={vllm.tensor_parallel_size} x "
-        f"pipeline_parallel_size={vllm.pipeline_parallel_size}"
-    )
-
-
 def _check_mesh(recipe: Recipe, *, num_ranks: int) -> None:
-    """Refuse sizes of the backend that `num_ranks` ranks cannot be cut into, as the backend itself would later."""
-    selection = select_backend(recipe.policy)
-    section = f"policy.{selection.backend}_cfg"
-    sizes = _dtensor_sizes(selection.config) if selection.backend == "dtensor" else _megatron_sizes(selection.config)
-    product = 1
-    for size in sizes.values():
-        product *= size
-    if num_ranks % product:
-        named = " x ".join(f"{section}.{name}={size}" for name, size in sizes.items() if size > 1)
-        lower, upper = num_ranks // product * product, -(-num_ranks // product) * product
-        nearest = f"{upper} ranks" if not lower else f"{lower} or {upper} ranks"
-        where = (
-            "say cluster.runtime=ray and give it"
-            if recipe.cluster.runtime == "in_process"
-            else "change cluster.gpus_per_node or cluster.num_nodes for"
-        )
-        raise PlacementError(
-            f"{_ranks_in_words(recipe, num_ranks)}, and {named} needs a multiple of {product}; {where} {nearest}, or "
-            f"lower a size"
-        )
-    if isinstance(selection.config, MegatronConfig):
-        _check_experts(selection.config, num_ranks)
-
-
-def _check_experts(config: MegatronConfig, num_ranks: int) -> None:
-    sharing, experts = num_ranks // config.pipeline_model_parallel_size, config.expert_model_parallel_size
-    if sharing % experts:
-        raise PlacementError(
-            f"policy.megatron_cfg.expert_model_parallel_size={experts} must divide the {sharing} ranks of a pipeline "
-            f"stage; give a divisor of {sharing}, or other ranks by cluster.gpus_per_node"
-        )
-
-
-def _dtensor_sizes(config: DTensorConfig | MegatronConfig) -> dict[str, int]:
-    names = (
+    """Refuse sizes of the backend's mesh that do not divide `num_ranks`, as the backend itself would later."""
+    selection, cluster = select_backend(recipe.policy), recipe.cluster
+    config, section = selection.config, f"policy.{selection.backend}_cfg"
+    megatron = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    dtensor = (
         "data_parallel_replicate_size",
         "expert_parallel_size",
         "context_parallel_size",
         "tensor_parallel_size",
     )
-    return {name: getattr(config, name) for name in names}
+    sizes = {name: getattr(config, name) for name in (dtensor if selection.backend == "dtensor" else megatron)}
+    product = math.prod(sizes.values())
+    if num_ranks % product:
+        in_process = cluster.runtime == "in_process"
+        taken = ", less what policy.generation.colocated.resources take"
+        ranks = (
+            "cluster.runtime=in_process trains on 1 rank"
+            if in_process
+            else f"cluster.num_nodes={cluster.num_nodes} x cluster.gpus_per_node={cluster.gpus_per_node}"
+            f"{'' if recipe.policy.generation.colocated.enabled else taken}, gives "
+            f"{_counted(range(num_ranks), 'training rank')}"
+        )
+        named = " x ".join(f"{section}.{name}={size}" for name, size in sizes.items() if size > 1)
+        lower, upper = num_ranks // product * product, -(-num_ranks // product) * product
+        nearest = f"{lower} or {upper} ranks" if lower else f"{upper} ranks"
+        change = "change cluster.gpus_per_node or cluster.num_nodes for"
+        raise PlacementError(
+            f"{ranks}, and {named} needs a multiple of {product}; "
+            f"{'set cluster.runtime=ray and give it' if in_process else change} {nearest}, or lower a size"
+        )
+    if isinstance(config, MegatronConfig):
+        sharing, experts = num_ranks // config.pipeline_model_parallel_size, config.expert_model_parallel_size
+        if sharing % experts:
+            raise PlacementError(
+                f"policy.megatron_cfg.expert_model_parallel_size={experts} must divide the {sharing} ranks of a "
+                f"pipeline stage; set a divisor of {sharing}, or change the number of ranks by cluster.gpus_per_node"
+            )
 
 
-def _megatron_sizes(config: DTensorConfig | MegatronConfig) -> dict[str, int]:
-    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    return {name: getattr(config, name) for name in names}
-
-
-def _ranks_in_words(recipe: Recipe, num_ranks: int) -> str:
-    cluster = recipe.cluster
-    if cluster.runtime == "in_process":
-        return "cluster.runtime=in_process trains on 1 rank"
-    taken = (
-        "" if recipe.policy.generation.colocated.enabled else ", less what policy.generation.colocated.resources take"
-    )
-    return (
-        f"cluster.num_nodes={cluster.num_nodes} x cluster.gpus_per_node={cluster.gpus_per_node}{taken}, gives "
-        f"{num_ranks} training {'rank' if num_ranks == 1 else 'ranks'}"
-    )
-
-
-def _plural(word: str, things: tuple[Any, ...]) -> str:
-    return word if len(things) == 1 else f"{word}s"
+def _counted(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name if len(things) == 1 else f'{name}s'}"

@@ -1,50 +1,47 @@
-"""Calls of the processes of a run: made, awaited with a deadline, and told apart when they fail. Knows no method.
-
-Ray is imported where a call is awaited.
-"""
+"""Calls of a run's processes: made, awaited with a deadline, and named when they fail."""
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.ray.actors import write_stacks
-from rl_launcher.ray.failures import (
+from rl_launcher.ray.actor_host import write_stacks
+from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks
+from rl_launcher.ray.worker_failures import (
     Failure,
+    ProcessInfo,
     RemoteDiedError,
     RemoteError,
     RemoteFailedError,
     RemoteTimeoutError,
-    Who,
-    describe,
     died,
     first_cause,
-    where_they_stand,
 )
 
-__all__ = ["Actor", "Pending", "gather", "wait_any"]
+__all__ = ["GRACE_S", "Actor", "Pending", "gather", "last_lines", "wait_any"]
 
 GRACE_S = 10.0
-"""Seconds in which the others may answer once one has failed, by which its peers notice and stay usable."""
-
-LOG_LINES = 20
-"""That an error shows of what its process printed."""
+"""Seconds that the others get to return once one has failed, so that they notice it and stay usable."""
 
 STACKS_S = 30.0
-"""Seconds in which those that have not answered may write where they are."""
+"""Seconds that processes get to write their stacks when they have not answered."""
 
-CALL_KEY = "cluster.call_timeout_s"
+LOG_LINES = 20
+"""Lines of its process's log that an error shows."""
+
+_CPP_FRAME = re.compile(r"\bframe #\d+: ")
 
 
 class Pending:
-    """A call that is under way."""
+    """A call that is running."""
 
-    def __init__(self, actor: "Actor", call: str, reference: Any, *, key: str = CALL_KEY) -> None:
+    def __init__(self, actor: "Actor", call: str, reference: Any, *, key: str = "cluster.call_timeout_s") -> None:
         self.actor, self.call, self.reference, self.key = actor, call, reference, key
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return bool(wait_any([self], timeout_s=0)[0])
 
     def result(self, *, timeout_s: float) -> Any:
@@ -61,61 +58,50 @@ class Pending:
         try:
             value = ray.get(self.reference, timeout=timeout_s)
         except GetTimeoutError:
-            raise self.late(timeout_s) from None
-        except RayTaskError as error:  # outside of our own methods: an argument that cannot be read there
+            raise self.timed_out(timeout_s) from None
+        except RayTaskError as error:  # outside of our own methods: an argument that cannot be unpickled there
             failure = Failure.of(error.cause if isinstance(error.cause, Exception) else error)
             raise RemoteFailedError.of(failure, who=self.actor.who, call=self.call) from None
         except RayError as error:
             self.actor.alive = False
-            raise self._died(str(error)) from None
+            # Ray's text is a page; what it knows of the end comes before its list of common causes.
+            known = " ".join(str(error).partition("Some common causes")[0].split())
+            reason = (known.rpartition("Worker exit type:")[2] or known).strip()[-400:]
+            how = (
+                "its process ended without a message: it was killed (kill -9, or by the kernel when memory ran out), "
+                f"or it crashed. Ray says: {reason}"
+            )
+            raise died(how, who=self.actor.who, call=self.call, log_tail=self.actor.log_tail()) from None
         if isinstance(value, Failure):
             raise RemoteFailedError.of(value, who=self.actor.who, call=self.call)
         return value
 
-    def late(self, timeout_s: float, *, stacks: str = "") -> RemoteTimeoutError:
-        """The error of one that has not ended in time."""
+    def timed_out(self, timeout_s: float, *, stacks: str = "") -> RemoteTimeoutError:
+        """The error of a call that has not ended in time."""
         tail = "" if stacks else self.actor.log_tail()
         return RemoteTimeoutError(
             who=self.actor.who, call=self.call, timeout_s=timeout_s, key=self.key, log_tail=tail, stacks=stacks
         )
 
-    def _died(self, words: str) -> RemoteDiedError:
-        # Ray's text is a page; what it knows of the end stands before its list of what might have been.
-        known = " ".join(words.partition("Some common causes")[0].split())
-        said = known.rpartition("Worker exit type:")[2] or known
-        how = (
-            "its process ended without a word: it was killed (kill -9, or by the kernel for want of memory), or it "
-            f"crashed. Ray says: {said.strip()[-400:]}"
-        )
-        return died(how, who=self.actor.who, call=self.call, log_tail=self.actor.log_tail())
-
 
 class Actor:
-    """A process of the run, as the driver holds it; `RayRuntime.start_actor` makes it."""
+    """A process of the run, as the driver holds it; `RayRuntime.start_actors` makes it.
 
-    def __init__(self, handle: Any, *, who: Who, name: str, ip: str, place: Any) -> None:
-        """`place` is what has Ray put a task on the same machine."""
-        self.handle, self.who, self.name, self.ip, self._place = handle, who, name, ip, place
+    Args:
+        handle: Ray's, of an `ActorHost`.
+        who: the process.
+        name: Ray's name of it.
+        ip: address of its node that the other nodes reach.
+        strategy: Ray's scheduling strategy that puts a task on the same node.
+    """
+
+    def __init__(self, handle: Any, *, who: ProcessInfo, name: str, ip: str, strategy: Any) -> None:
+        self.handle, self.who, self.name, self.ip, self._strategy = handle, who, name, ip, strategy
         self.alive = True
-        """False once it was seen dead, or was ended."""
-
-    @property
-    def role(self) -> str:
-        """`trainer` or `engine`."""
-        return self.who.role
-
-    @property
-    def index(self) -> int:
-        """Rank of the trainer, or number of the engine."""
-        return self.who.index
-
-    @property
-    def pid(self) -> int | None:
-        """On its machine."""
-        return self.who.pid
+        """False once it was seen dead, or was killed."""
 
     def make(self, kind: Callable[..., Any], *arguments: Any, timeout_s: float, **options: Any) -> None:
-        """Make the object that it is for; it is imported there.
+        """Make the object whose methods are called later; its class is imported there.
 
         Raises:
             RemoteError: as `Pending.result`.
@@ -123,16 +109,16 @@ class Actor:
         self.submit_make(kind, *arguments, **options).result(timeout_s=timeout_s)
 
     def submit_make(self, kind: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
-        """The same, to be awaited with others'."""
+        """Begin to make the object."""
         reference = self.handle.make.remote(kind, *arguments, **options)
         return Pending(self, "its start", reference, key="cluster.start_timeout_s")
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> Pending:
-        """Begin a method of its object; arguments may be references to what `ray.put` was given."""
+        """Begin a method of the object; arguments may be references that `ray.put` returned."""
         return Pending(self, method, self.handle.call.remote(method, *arguments, **options))
 
     def call(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> Any:
-        """Call a method of its object, and wait.
+        """Call a method of the object, and wait.
 
         Raises:
             RemoteError: as `Pending.result`.
@@ -140,42 +126,46 @@ class Actor:
         return self.submit(method, *arguments, **options).result(timeout_s=timeout_s)
 
     def free_port(self, *, timeout_s: float = 60.0) -> int:
-        """A port of its machine that nobody listened on a moment ago."""
+        """A port of its node that was free a moment ago."""
         port: int = Pending(self, "free_port", self.handle.free_port.remote(self.ip)).result(timeout_s=timeout_s)
         return port
 
     def write_stacks(self) -> None:
-        """Have its process write where its threads are into its log, soon: by a task beside it, for it answers none."""
+        """Have its process write its threads' stacks into its log: by a task beside it, since it answers no call."""
         import ray
 
-        if self.pid is not None:
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._place}
-            ray.remote(write_stacks).options(**options).remote(self.pid)
+        if self.who.pid is not None:
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._strategy}
+            ray.remote(write_stacks).options(**options).remote(self.who.pid)
 
     def close(self, *, grace_s: float = 10.0) -> None:
-        """Let its object end what it holds (`close`), for `grace_s` seconds at most, and end the process."""
+        """Give the object up to `grace_s` seconds to `close` what it holds, and kill the process."""
         if self.alive and grace_s > 0:
-            with contextlib.suppress(RemoteError):  # it is ended in any case
+            with contextlib.suppress(RemoteError):  # it is killed in any case
                 self.call("close", timeout_s=grace_s)
         self.kill()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process at once."""
         import ray
 
         self.alive = False
-        with contextlib.suppress(Exception):  # Ray may be gone, and with it the process
+        with contextlib.suppress(Exception):  # Ray may be gone, and the process with it
             ray.kill(self.handle, no_restart=True)
 
     def log_tail(self) -> str:
-        """The last lines that it printed; empty where there are none, or this machine does not see them."""
+        """The last lines that it printed; empty if there are none, or its log cannot be read from this node."""
         try:
             with Path(self.who.log).open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - 16_384))
-                lines = file.read().decode(errors="replace").splitlines()
+                file.seek(max(0, file.seek(0, 2) - 65_536))
+                return last_lines(file.read().decode(errors="replace"))
         except OSError:
             return ""
-        return "\n".join(lines[-LOG_LINES:])
+
+
+def last_lines(log: str) -> str:
+    """The last lines of a log, without the C++ frames that torch prints after its own errors."""
+    return "\n".join([line for line in log.splitlines() if not _CPP_FRAME.search(line)][-LOG_LINES:])
 
 
 def wait_any(pendings: Sequence[Pending], *, timeout_s: float) -> tuple[list[Pending], list[Pending]]:
@@ -184,12 +174,15 @@ def wait_any(pendings: Sequence[Pending], *, timeout_s: float) -> tuple[list[Pen
 
     if not pendings:
         return [], []
-    by_reference = {pending.reference: pending for pending in pendings}
-    ready, _ = ray.wait(list(by_reference), num_returns=1, timeout=max(0.0, timeout_s))
-    if ready:  # whoever else has ended by now, in one look
-        ready, _ = ray.wait(list(by_reference), num_returns=len(by_reference), timeout=0)
-    ended = {id(by_reference[reference]) for reference in ready}
-    return [each for each in pendings if id(each) in ended], [each for each in pendings if id(each) not in ended]
+    references = [pending.reference for pending in pendings]
+    ready, _ = ray.wait(references, num_returns=1, timeout=max(0.0, timeout_s))
+    if ready:  # and all others that have ended by now
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+    ended = set(ready)
+    return (
+        [pending for pending in pendings if pending.reference in ended],
+        [pending for pending in pendings if pending.reference not in ended],
+    )
 
 
 def gather(
@@ -201,11 +194,11 @@ def gather(
         pendings: calls that belong together.
         timeout_s: for all of them.
         grace_s: for the others, once one has failed.
-        stacks_s: to find out where those stand that have not answered; 0 does not ask.
+        stacks_s: to collect the stacks of those that have not answered; 0 does not collect them.
 
     Raises:
-        RemoteError: the first that failed, and not those which failed because of it. `everyone_answered` tells whether
-            the others have ended, too.
+        RemoteError: the first that failed, and not those that failed because of it. Its `all_returned` says
+            whether the others have ended, too.
     """
     values: dict[int, Any] = {}
     errors: list[RemoteError] = []
@@ -222,13 +215,10 @@ def gather(
             break  # the time is over; or one is dead, and the others wait for it
     if errors:
         cause = first_cause(errors)
-        cause.everyone_answered = not waiting and all(isinstance(error, RemoteFailedError) for error in errors)
+        cause.all_returned = not waiting and all(isinstance(error, RemoteFailedError) for error in errors)
         raise cause
     if waiting:
-        raise waiting[0].late(timeout_s, stacks=_stacks(waiting, timeout_s=stacks_s))
+        late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
+        stacks = collect_stacks(late, timeout_s=stacks_s) if stacks_s else []
+        raise waiting[0].timed_out(timeout_s, stacks=describe_stacks([who for who, _ in late], stacks))
     return [values[id(pending)] for pending in pendings]
-
-
-def _stacks(waiting: Sequence[Pending], *, timeout_s: float) -> str:
-    late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
-    return describe(where_they_stand(late, timeout_s=timeout_s), num_late=len(late)) if timeout_s else ""

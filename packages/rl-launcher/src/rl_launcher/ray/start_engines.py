@@ -1,41 +1,41 @@
-"""The engines of a recipe on Ray, with the way of weights into them: made, started, and tied to the policy."""
+"""Starts a recipe's engines on Ray, and connects them with the policy: refits, and colocation if they share devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from rl_launcher.engines import EngineSpec, engine_spec
+from rl_launcher.engines import engine_spec
 from rl_launcher.ray.cluster import RayRuntime
-from rl_launcher.ray.colocation import TurnEngine, TurnPolicy, Turns, TurnSync, check_turns
-from rl_launcher.ray.engine_pool import RayEngine
-from rl_launcher.ray.engines import EngineGroup, EngineLimits, OnEvent, quiet
+from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
+from rl_launcher.ray.dispatch import RayEngine
+from rl_launcher.ray.engine_pool import EngineLimits, EnginePool, OnEvent, ignore_event
 from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.ray.remote_calls import Actor
-from rl_launcher.run_parts import ServingEngine, TrainedPolicy, WeightSync
+from rl_launcher.run_parts import TrainedPolicy, WeightSync
 from rl_launcher.schema import Recipe
 
-__all__ = ["Served", "serve"]
+__all__ = ["StartedEngines", "start_engines"]
 
 THREADS = 64
-"""Methods of an engine's actor at once: callers that wait for their turn, and looks at whether it lives."""
+"""Methods of an engine's actor that run at the same time: calls that wait in line, and checks whether it is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What a run uses in the place of the policy, and what it samples from."""
+class StartedEngines:
+    """The engines, and the policy as it is used beside them."""
 
     policy: TrainedPolicy
-    """The policy, which takes turns with the engines where they share devices."""
-
-    engine: ServingEngine
+    """The policy; it frees shared devices for the engines, and takes them back."""
+    engine: RayEngine
     """All engines as one."""
-
+    enter_generating: Callable[[], None] | None
+    """Must be called before `engine` generates, where it shares devices; `RunEngine` does it."""
     weight_sync: WeightSync
-    """From the one into the other."""
+    """From the policy into the engines."""
 
 
-def serve(
+def start_engines(
     runtime: RayRuntime,
     recipe: Recipe,
     policy: RayPolicy,
@@ -43,24 +43,24 @@ def serve(
     model_name: str,
     stop_token_ids: Sequence[int],
     pad_token_id: int,
-    on_event: OnEvent | None = None,
-) -> Served:
+    on_event: OnEvent = ignore_event,
+) -> StartedEngines:
     """Start the recipe's engines in their places, without weights.
 
     Args:
-        runtime: The cluster, with its placement.
-        recipe: The run's.
-        policy: The trainer's ranks, loaded.
-        model_name: A folder that all machines see, or a hub id.
-        stop_token_ids: Tokens that end an answer.
-        pad_token_id: Any token.
-        on_event: Told of engines that die, with the reaction.
+        runtime: the cluster, with its placement.
+        recipe: of the run.
+        policy: the trainer's ranks, loaded.
+        model_name: a folder that all nodes see, or a hub id.
+        stop_token_ids: tokens that end a response.
+        pad_token_id: any token.
+        on_event: called when an engine dies, with the reaction.
 
     Raises:
         ValueError: what an engine or the recipe's combination refuses.
         RemoteError: an engine did not start.
     """
-    check_turns(recipe)
+    check_colocation(recipe)
     placement = runtime.placement
     moves = placement.colocated and placement.device == "cuda"
     spec = engine_spec(
@@ -71,35 +71,15 @@ def serve(
         dtypes=policy.dtypes(),
         sleeps=moves,
     )
-    engines = _engines(runtime, recipe, spec, on_event=on_event or quiet)
-    hosts = [runtime.nodes[place.node].ip for place in placement.ranks]
-    if not placement.colocated:
-        engines.start()
-        sync = RayWeightSync(policy, engines, recipe.policy.refit, policy_hosts=hosts)
-        return Served(policy=policy, engine=RayEngine(engines), weight_sync=sync)
-    movable: Any = policy
-    turns = Turns(movable, engines, moves=moves)
-    turns.begin()
-    engines.start()
-    sync = RayWeightSync(policy, engines, recipe.policy.refit, policy_hosts=hosts, healing=turns.healing)
-    return Served(
-        policy=TurnPolicy(policy, turns, offload_reference=moves),
-        engine=TurnEngine(RayEngine(engines), turns),
-        weight_sync=TurnSync(sync, turns),
-    )
-
-
-def _engines(runtime: RayRuntime, recipe: Recipe, spec: EngineSpec, *, on_event: OnEvent) -> EngineGroup:
-    places = runtime.placement.engines
 
     def start_actor(index: int) -> Actor:
-        place = places[index]
+        place = placement.engines[index]
         return runtime.start_actor(role="engine", index=index, node=place.node, slots=place.slots, threads=THREADS)
 
-    return EngineGroup(
+    engines = EnginePool(
         spec=spec,
         start_actor=start_actor,
-        hosts=[runtime.nodes[place.node].ip for place in places],
+        hosts=[runtime.nodes[place.node].ip for place in placement.engines],
         limits=EngineLimits(
             max_restarts=recipe.policy.generation.max_restarts,
             start_timeout_s=recipe.cluster.start_timeout_s,
@@ -107,4 +87,29 @@ def _engines(runtime: RayRuntime, recipe: Recipe, spec: EngineSpec, *, on_event:
         ),
         on_event=on_event,
         on_change=runtime.write_processes,
+    )
+    hosts = [runtime.nodes[place.node].ip for place in placement.ranks]
+    used_policy: Any = policy
+    enter_generating: Callable[[], None] | None = None
+    if placement.colocated:
+        colocation = Colocation(policy, engines, moves=moves)
+        colocation.make_room()
+        used_policy = ColocatedModel(policy, colocation, offload_references=moves)
+        enter_generating = lambda: colocation.enter("generating")  # noqa: E731 - one line of glue
+        sync = RayWeightSync(
+            policy,
+            engines,
+            recipe.policy.refit,
+            policy_hosts=hosts,
+            enter_refitting=lambda: colocation.enter("refitting"),
+            healing=colocation.healing,
+        )
+    else:
+        sync = RayWeightSync(policy, engines, recipe.policy.refit, policy_hosts=hosts)
+    engines.start()
+    return StartedEngines(
+        policy=cast("TrainedPolicy", used_policy),  # its methods are the rows of POLICY_METHODS
+        engine=RayEngine(engines),
+        enter_generating=enter_generating,
+        weight_sync=sync,
     )

@@ -25,7 +25,6 @@ from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
-from rl_launcher.seeding import SeededEngine
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
@@ -201,7 +200,7 @@ class Evaluator:
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
             parts.held_out[:num_prompts],
-            engine=SeededEngine(parts.engine.inner, seed=self._seed, calls=FIRST_CALL),  # each turn has its own seed
+            engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
             environment=parts.environment if environment is None else environment,
             chat=parts.chat,

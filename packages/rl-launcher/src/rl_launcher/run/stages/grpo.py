@@ -1,21 +1,19 @@
 """The GRPO stage: prompts, rollouts, rewards, steps, refit; the loops are `rl_algorithms.grpo` and `async_grpo`."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rl_algorithms import async_grpo, grpo
-from rl_algorithms.background_collection import GatedEngine, gated
+from rl_algorithms.background_collection import gated
 from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.rollouts import Rollouts
-from rl_generation import Rollout
 from rl_launcher.build import sampling
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GRPOStage, Recipe
-from rl_observe import ScoredResponse, SpanLog
+from rl_observe import ScoredResponse
 
 __all__ = ["run"]
 
@@ -64,8 +62,8 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         prompts.load_state({**prompts.state(), "drawn": first})
         alone = config.weights == "between_calls"
         gated(engine, buffer=buffer, environment=parts.environment if alone else None)  # refuses judges that sample it
-        timed: GatedEngine[Any] = GatedEngine(_TimedEngine(engine, recorder.log.spans), buffer=buffer)
-        steps = async_grpo.train(engine=timed, config=config, buffer=buffer, **shared)
+        collecting = engine.collecting(buffer, recorder.log.spans)
+        steps = async_grpo.train(engine=collecting, config=config, buffer=buffer, **shared)
     taken, learning_rate = started.taken, policy.learning_rate
     for metrics in steps:
         previous, taken = taken, taken + stage.steps_per_generation
@@ -97,15 +95,3 @@ def _two_samples(rollouts: Rollouts, parts: Parts) -> list[ScoredResponse]:
         )
         for row, start in zip(rows, starts, strict=True)
     ]
-
-
-class _TimedEngine:
-    """Records each call of an engine as a span of its collector. Inside the gate: waiting there is not part of it."""
-
-    def __init__(self, engine: Any, spans: SpanLog) -> None:
-        self._generate = spans.timed("generate", engine.generate)
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Any) -> Sequence[Rollout]:
-        """As the engine's."""
-        rollouts: Sequence[Rollout] = self._generate(prompts, sampling)
-        return rollouts

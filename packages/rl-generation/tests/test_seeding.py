@@ -1,0 +1,36 @@
+"""Seeds of a run's sampling calls: each its own, and the same again after a resume."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from rl_generation.seeding import CallSeeds, seed_of_call
+
+
+def test_a_resumed_run_takes_the_seeds_that_an_uninterrupted_one_would():
+    whole, first = CallSeeds(5), CallSeeds(5)
+    seeds = [whole.take() for _ in range(6)]
+    begun = [first.take() for _ in range(2)]
+    resumed = CallSeeds(5, calls=first.calls)
+    assert begun + [resumed.take() for _ in range(4)] == seeds
+
+
+def test_seeds_differ_between_calls_and_between_runs():
+    seeds = {seed_of_call(run, call) for run in range(20) for call in range(20)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+def test_the_seeds_are_those_of_earlier_releases():
+    assert seed_of_call(0, 0) == 788424145663840916
+
+
+def test_threads_never_share_a_seed():
+    seeds, start = CallSeeds(0), threading.Barrier(4)
+
+    def take(_):
+        start.wait(60)
+        return [seeds.take() for _ in range(100)]
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [seed for part in pool.map(take, range(4)) for seed in part]
+    assert len(set(taken)) == 400 == seeds.calls

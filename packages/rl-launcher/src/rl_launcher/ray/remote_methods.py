@@ -1,0 +1,143 @@
+"""The methods of a policy whose ranks are Ray actors: one row each, and what travels between driver and ranks.
+
+Three readers obey the table: `RayPolicy` sends the arguments and picks the result, `TrainingWorker` calls the method
+on its rank, and `ColocatedModel` enters the phase that the method needs. To make another method of the backends
+available, add a row; its arguments and options are those of the backend.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_launcher.ray.remote_calls import GRACE_S
+
+__all__ = ["POLICY_METHODS", "PackedBatch", "Phase", "RemoteCall", "RemoteMethod", "Reply", "pack", "unpack"]
+
+Phase = Literal["generating", "refitting", "training"]
+"""What is in the memory of devices that trainer and engine share; see `rl_launcher.ray.colocation`."""
+
+REFIT_GRACE_S = 90.0
+"""After one rank's refit has failed, the others end it as soon as they notice, at the latest by the rank's silence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMethod:
+    """How all ranks carry out one method of the policy. Every rank is called alike, with the whole batch."""
+
+    name: str
+    runs: Literal["backend", "worker"] = "backend"
+    """Whose method of that name a rank calls: its backend's, or `TrainingWorker`'s own."""
+    sends: Literal["values", "batch", "folder"] = "values"
+    """What the first argument is. A `batch` is put into Ray's object store once, and the backend of each rank reads its
+    own rows of it. A `folder` is made absolute: ranks may work in another directory."""
+    returns: Literal["rank 0", "merged", "nothing", "model"] = "rank 0"
+    """What the driver gets: rank 0's result, the dicts of all ranks merged, None, or a handle of a model that stays on
+    the ranks."""
+    phase: Phase | None = "training"
+    """The colocation phase that must be entered first; None for a method that needs no weights on the device, or that
+    runs while `Colocation` itself changes phases."""
+    frozen_models: bool = False
+    """Whether references and teachers have the method, too."""
+    limit: Literal["call_timeout_s", "start_timeout_s"] = "call_timeout_s"
+    """The key of `cluster` that limits it."""
+    grace_s: float = GRACE_S
+    """Seconds that the other ranks get to return once one has failed."""
+
+
+POLICY_METHODS = {
+    method.name: method
+    for method in (
+        RemoteMethod(name="start_training", returns="nothing"),
+        RemoteMethod(name="logp", sends="batch", frozen_models=True),
+        RemoteMethod(name="topk_logits", sends="batch", frozen_models=True),
+        RemoteMethod(name="entropy", sends="batch"),
+        RemoteMethod(name="forward_backward", sends="batch"),
+        RemoteMethod(name="optim_step"),
+        RemoteMethod(name="metrics", phase=None),
+        RemoteMethod(name="freeze_reference", returns="model"),
+        RemoteMethod(name="load_teacher", runs="worker", returns="model", limit="start_timeout_s"),
+        RemoteMethod(name="save_pretrained", sends="folder", returns="nothing"),
+        RemoteMethod(name="save_adapter", sends="folder", returns="nothing"),
+        RemoteMethod(name="save_checkpoint", sends="folder", returns="nothing"),
+        RemoteMethod(name="load_checkpoint", sends="folder"),
+        RemoteMethod(name="explain", phase=None),
+        RemoteMethod(name="offload", phase=None),
+        RemoteMethod(name="onload", phase=None),
+        RemoteMethod(name="dtypes", runs="worker", returns="merged", phase=None),
+        RemoteMethod(name="join_refit", runs="worker", returns="nothing", phase=None, grace_s=REFIT_GRACE_S),
+        RemoteMethod(name="refit", runs="worker", phase=None, grace_s=REFIT_GRACE_S),
+        RemoteMethod(name="reached", runs="worker", returns="nothing", phase=None),
+        RemoteMethod(name="report", runs="worker", returns="nothing", phase=None),
+    )
+}
+"""Every method that the driver can call on all ranks, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteCall:
+    """A call as the ranks get it, besides its arguments."""
+
+    method: str
+    model: int
+    """Number of the model that it is called on; 0 is the policy."""
+    result: int | None
+    """Number that the ranks keep the result under, where it is a model."""
+    version: int | None
+    """Set on the policy first, where the driver was given another; None leaves it."""
+    forgotten: tuple[int, ...]
+    """Numbers of models whose handles are gone: the ranks free them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a rank returns of a call."""
+
+    value: Any
+    """The result, from those ranks whose result is used."""
+    version: int
+    """Of the policy, afterwards."""
+    learning_rate: float | None
+    """Of the next step; None before `start_training`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch as numpy arrays, whose memory Ray shares between the processes of a node; it copies tensors."""
+
+    kind: type[Any]
+    """The dataclass of the batch."""
+    arrays: Mapping[str, Any]
+    """Its tensors."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of the tensors."""
+    others: Mapping[str, Any]
+    """Its other fields."""
+
+
+def pack(examples: Any) -> PackedBatch:
+    """Pack a dataclass with tensors."""
+    values = {field.name: getattr(examples, field.name) for field in fields(examples) if field.init}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+    return PackedBatch(
+        kind=type(examples),
+        # numpy has no bfloat16; the same bits travel as int16.
+        arrays={
+            name: (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            for name, tensor in tensors.items()
+        },
+        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+        others={name: value for name, value in values.items() if name not in tensors},
+    )
+
+
+def unpack(packed: PackedBatch) -> Any:
+    """The batch again; its tensors lie in the memory of the arrays, which is read-only."""
+    with warnings.catch_warnings():
+        # Nobody writes to them: a backend indexes the rows that it works on, and so copies them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensors = {name: torch.from_numpy(array).view(packed.dtypes[name]) for name, array in packed.arrays.items()}
+    return packed.kind(**tensors, **packed.others)
