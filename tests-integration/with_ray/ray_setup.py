@@ -20,6 +20,7 @@ from rl_launcher.ray.policy import RayPolicy, start_trainers
 from rl_launcher.ray.start_engines import StartedEngines, start_engines
 from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.schema import (
+    AsyncConfig,
     ClusterConfig,
     DataConfig,
     EnvironmentConfig,
@@ -27,9 +28,9 @@ from rl_launcher.schema import (
     GRPOStage,
     PolicyConfig,
     Recipe,
+    VllmConfig,
 )
-from rl_launcher.schema.policy import ColocatedConfig, ResourcesConfig, VllmConfig
-from rl_launcher.schema.stages import AsyncConfig
+from rl_launcher.schema.policy import ColocatedConfig, ResourcesConfig
 from rl_refit import RefitConfig
 
 PATIENCE_S = 420  # for what takes seconds on an idle machine

@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from rl_algorithms import dpo
 from rl_algorithms.data import PreferenceRow, read_rows, split_held_out
+from rl_algorithms.preferences import dpo_pairs
+from rl_algorithms.preferences.dpo_pairs import DPOPairs
 from rl_algorithms.preferences.pairs import pairs_from_rows
 from rl_launcher.build import build
 from rl_launcher.checks.explain import explain
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe
 from rl_launcher.run import resume, run
-from rl_launcher.run.stages import dpo as stage_pairs
 from rl_launcher.schema import Recipe
 
 RECIPE = """
@@ -116,6 +117,10 @@ def test_given_answers_are_read_at_temperature_1_whatever_samples_have(preferenc
     assert margins[0][3] > 0
 
 
+def given(parts, tensors=()):
+    return DPOPairs.given(parts.pairs.train, parts.pairs.held_out, max_held_out=256, tensors=dict(tensors))
+
+
 def test_the_examples_are_those_of_rl_algorithms(preferences, tmp_path):
     recipe = load(preferences).value
     parts = build(recipe)
@@ -124,9 +129,8 @@ def test_the_examples_are_those_of_rl_algorithms(preferences, tmp_path):
         theirs = [dpo.prepare(pairs_from_rows(part, parts.chat)) for part in rows]
         parts.policy.start_training(recipe.dpo.optimizer, num_steps=8)
         theirs = [dpo.with_reference(parts.policy, examples) for examples in theirs]
-        found = stage_pairs.find_pairs({}, recipe=recipe, parts=parts)
-        compared = stage_pairs.compare(found, parts.policy, heard=lambda: None)
-        again = stage_pairs.find_pairs(stage_pairs.kept(compared, given=True), recipe=recipe, parts=parts)
+        compared = given(parts).compared(parts.policy)
+        again = given(parts, compared.tensors(given=True))
     finally:
         parts.close()
     for pairs in (compared, again):
@@ -141,10 +145,10 @@ def test_a_reference_that_is_asked_in_pieces_says_the_same_and_signals_are_heard
     heard = []
     try:
         parts.policy.start_training(recipe.dpo.optimizer, num_steps=8)
-        found = stage_pairs.find_pairs({}, recipe=recipe, parts=parts)
-        whole = stage_pairs.compare(found, parts.policy, heard=lambda: None)
-        monkeypatch.setattr(stage_pairs, "PAIRS_AT_ONCE", 2)
-        pieces = stage_pairs.compare(found, parts.policy, heard=lambda: heard.append(1))
+        found = given(parts)
+        whole = found.compared(parts.policy)
+        monkeypatch.setattr(dpo_pairs, "PAIRS_AT_ONCE", 2)
+        pieces = found.compared(parts.policy, between=lambda: heard.append(1))
     finally:
         parts.close()
     torch.testing.assert_close(pieces.train.logp_ref, whole.train.logp_ref)

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from rl_algorithms.background_collection import Collectors, gated
 from rl_algorithms.chat import Chat, Prompt
@@ -34,41 +34,54 @@ from rl_algorithms.rollouts import Rollouts, concatenate
 from rl_algorithms.staleness import batches_ahead, refuse_uncorrected
 from rl_algorithms.stepping import batches_left
 
-__all__ = ["AsyncGRPOConfig", "make_buffer", "train"]
+__all__ = ["AsyncConfig", "AsyncGRPOConfig", "make_buffer", "train"]
 
 SamplingT = TypeVar("SamplingT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncGRPOConfig(GRPOConfig):
-    """What an asynchronous run may choose besides."""
+COUNTS_AND_SECONDS = ("num_collectors", "groups_per_call", "timeout_s", "stop_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: a class has but one base with them
+class AsyncConfig:
+    """How sampling goes on while the policy trains."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     max_staleness: int
-    """Optimizer steps that the policy may be ahead of what sampled a token it trains on. `steps_per_generation - 1` is
-    synchronous; each further `steps_per_generation` lets sampling be a batch ahead: less waiting, more off-policy."""
+    """Optimizer steps by which the policy may be ahead of the weights that sampled a token it trains on.
+    `steps_per_generation - 1` is synchronous; each further `steps_per_generation` lets sampling run one batch ahead."""
 
     weights: Literal["between_calls", "in_flight"] = "between_calls"
-    """When the engine takes new weights. `between_calls`: a refit waits for calls of generate to end, and new ones wait
-    for it. `in_flight`: at once, in the middle of answers; the engine and `weight_sync` must be made for that."""
+    """When engines take new weights. `between_calls` waits for calls to end. `in_flight` takes them at once, in the
+    middle of responses whose tokens record their version; it needs `policy.generation.vllm_cfg.async_engine`."""
 
     num_collectors: int = 1
-    """Threads that call the engine. More than one is for engines that may be called from many threads at once."""
+    """Threads that request rollouts. As many as there are engines keep all of them busy."""
 
     groups_per_call: int = 8
-    """Prompts in each call at most. More fill the engine's batch; fewer let a refit `between_calls` wait less."""
+    """Prompts in each call, at most. More fill an engine's batch; fewer shorten the wait of a refit `between_calls`."""
 
     ask_again: bool = True
-    """Ask the prompt of a group that became too old again. False goes on to the next: what is slow is learnt less."""
+    """Sample a group that became too old again. False moves on, so that slow prompts are trained on less."""
 
     timeout_s: float = 1800.0
-    """How long to wait at most for rollouts, and for calls to end before a refit."""
+    """Deadline in seconds for rollouts, and for calls to end before a refit."""
 
     stop_timeout_s: float = 60.0
-    """How long the end of the loop, also by an error, waits for calls under way: no engine's can be interrupted."""
+    """Seconds that the end of the stage, also by an error, waits for running calls."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, at_least={"max_staleness": 0}, above=dict.fromkeys(COUNTS_AND_SECONDS, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncGRPOConfig(GRPOConfig, AsyncConfig):
+    """What an asynchronous run may choose: everything of GRPO, and how sampling goes on meanwhile."""
 
     def __post_init__(self) -> None:
         GRPOConfig.__post_init__(self)
-        check_fields(self, above=dict.fromkeys(("num_collectors", "groups_per_call", "timeout_s", "stop_timeout_s"), 0))
+        AsyncConfig.__post_init__(self)
         if (asked := self.objective.selection.max_generation_batches) > 1:
             raise ValueError(f"selection.max_generation_batches={asked} must be 1: this loop asks no more for signal")
         if self.batches_ahead:

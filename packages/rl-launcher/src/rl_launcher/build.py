@@ -8,7 +8,6 @@ import copy
 from dataclasses import asdict
 from pathlib import Path
 
-from rl_generation import Sampling
 from rl_generation.seeding import CallSeeds
 from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process, weight_source
@@ -16,11 +15,11 @@ from rl_launcher.inputs import closing, read_inputs, tokenize
 from rl_launcher.load_model import load_policy, load_teacher, named_by_key, pad_token_id
 from rl_launcher.python_objects import refuse_missing_objects
 from rl_launcher.run_parts import Parts
-from rl_launcher.schema import GenerationConfig, Recipe
+from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_refit import CountedRefit, Refit
 
-__all__ = ["build", "sampling"]
+__all__ = ["build"]
 
 
 def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
@@ -80,9 +79,3 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         placement="everything is in this process",
         close=closing(inputs.environment, made, teacher, policy),
     )
-
-
-def sampling(config: GenerationConfig, *, greedy: bool = False, seed: int | None = None) -> Sampling:
-    """How the engine samples: as in training, or greedily."""
-    temperature = 0.0 if greedy else config.temperature
-    return Sampling(max_new_tokens=config.max_new_tokens, temperature=temperature, seed=seed)

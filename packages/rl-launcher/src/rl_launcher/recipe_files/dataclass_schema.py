@@ -29,7 +29,8 @@ from rl_launcher.recipe_files.problems import KeyPath, Problem, dotted
 Annotation = Any  # what stands after the colon of a field: a class, a union, `list[int]`, …
 MISSING = dataclasses.MISSING
 DEFAULTS_KEY = "defaults"
-_CONFIG = {"extra": "forbid", "use_attribute_docstrings": True}
+STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+"""`__pydantic_config__` of every section."""
 
 
 def check_schema(schema: type) -> None:
@@ -45,8 +46,8 @@ def check_schema(schema: type) -> None:
         raise TypeError(f"{schema.__name__}.{DEFAULTS_KEY}: recipes inherit through this key; rename the field")
     for section in sections(schema):
         config = getattr(section, "__pydantic_config__", {})
-        if any(config.get(name) != value for name, value in _CONFIG.items()):
-            raise TypeError(f"{section.__qualname__} needs __pydantic_config__ = {_CONFIG}, got {config or 'none'}")
+        if any(config.get(name) != value for name, value in STRICT.items()):
+            raise TypeError(f"{section.__qualname__} needs __pydantic_config__ = {STRICT}, got {config or 'none'}")
         for name, annotation in key_types(section).items():
             if section_of(annotation) is None and _holds_a_section(annotation):
                 raise TypeError(f"{section.__qualname__}.{name}: a key holds one section, or a section or null")

@@ -2,7 +2,6 @@
 
 from rl_algorithms import distill
 from rl_algorithms.data import ShuffledBatches
-from rl_launcher.build import sampling
 from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
@@ -39,7 +38,7 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
         weight_sync=parts.weight_sync,
         prompts=prompts,
         chat=parts.chat,
-        sampling=sampling(generation),
+        sampling=generation.sampling(),
         config=stage,
         environment=parts.environment,
         version=policy.version,
@@ -48,7 +47,7 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
     ):
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
-        if evaluator.due(previous, taken):
+        if recipe.evaluation.due(previous, taken):
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
         recorder.step("distill", taken, {**metrics, **extra}, order=prompts.state())

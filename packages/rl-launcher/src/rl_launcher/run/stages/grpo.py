@@ -7,7 +7,6 @@ from rl_algorithms import async_grpo, grpo
 from rl_algorithms.background_collection import gated
 from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.rollouts import Rollouts
-from rl_launcher.build import sampling
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
@@ -36,7 +35,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         "environment": parts.environment,
         "prompts": prompts,
         "chat": parts.chat,
-        "sampling": sampling(generation),
+        "sampling": generation.sampling(),
         "reference": started.reference,
         "version": policy.version,
         "steps_taken": started.taken,
@@ -66,7 +65,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     for metrics in steps:
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
-        if evaluator.due(previous, taken):
+        if recipe.evaluation.due(previous, taken):
             # The engine is idle, or takes any number of callers: it gets no new weights before the next step.
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
