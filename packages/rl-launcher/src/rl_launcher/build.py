@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rl_generation.seeding import CallSeeds
+from rl_backends.loading import pad_token_id
 from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.engines import dtypes_of, engine_spec, make_in_process, weight_source
 from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import load_policy, load_teacher, named_by_key, pad_token_id
+from rl_launcher.load_model import load_policy, load_teacher, named_by_key
 from rl_launcher.python_objects import refuse_missing_objects
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe

@@ -1,6 +1,6 @@
 """The models of a recipe: the policy with its tokenizer, and the teacher; and what it takes to adapt one with LoRA."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from rl_backends import (
     load_tokenizer,
     select_backend,
 )
-from rl_backends.lora import AdapterSize, LoraConfig, adapter_size, add_lora
+from rl_backends.lora import AdapterSize, adapter_size, add_lora, is_base
 from rl_backends.selection import Backend
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import PolicyConfig, Recipe, TeacherConfig
@@ -27,14 +27,11 @@ __all__ = [
     "adapters_of",
     "check_teacher",
     "copies_reference",
-    "is_base",
     "learning_rate_hint",
     "load_model",
     "load_policy",
     "load_teacher",
     "named_by_key",
-    "pad_token_id",
-    "stop_token_ids",
 ]
 
 NamedModel: TypeAlias = PolicyConfig | TeacherConfig
@@ -85,18 +82,6 @@ def load_model(
         allow_padded=padded_vocabulary,
     )
     return model, tokenizer
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's end of sequence, then those of the model's generation config."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
-
-
-def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
-    """The tokenizer's padding token; without one, the first stop token, since padding is never attended to."""
-    return int(stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 # -- The teacher ---------------------------------------------------------------------------------------------------
@@ -178,14 +163,6 @@ def named_by_key() -> Iterator[None]:
         if not str(error).startswith(("target_modules: ", "modules_to_save: ")):  # the fields that need the model
             raise
         raise Refusal(f"{LORA_KEY}.{error}") from error
-
-
-def is_base(adapters: LoraConfig | None, *, steps_before: int) -> bool:
-    """Whether the reference of a stage is the policy with its adapters disabled, which takes no memory.
-
-    It is where nothing was trained before: `steps_before` is the run's optimizer steps before the stage.
-    """
-    return adapters is not None and not adapters.modules_to_save and steps_before == 0
 
 
 def copies_reference(recipe: Recipe) -> bool:

@@ -72,8 +72,6 @@ def _prompts(source: Source, train: dict[str, Any]) -> None:
             source.note("untranslated", f"data.{key}", reason, value=train[key])
         for section in ("data.train", "data.default", "data"):
             source.take(f"{section}.{key}")
-    if source.take("data.shuffle", default=True) is False:
-        source.untranslated("data.shuffle", "rows are always shuffled, with the seed")
 
 
 def environment(source: Source, algorithm: str) -> dict[str, Any]:
@@ -104,11 +102,7 @@ def evaluation(source: Source, section: str, *, steps: int) -> dict[str, Any]:
 
 def cluster(source: Source) -> dict[str, Any]:
     """Return `cluster`."""
-    ours: dict[str, Any] = {
-        "runtime": "ray",
-        "num_nodes": source.take("cluster.num_nodes", 1),
-        "gpus_per_node": source.take("cluster.gpus_per_node", 1),
-    }
+    ours: dict[str, Any] = {"runtime": "ray", **source.copy("cluster")}
     section = "megatron_cfg" if source.peek("policy.megatron_cfg.enabled") else "dtensor_cfg"
     if variables := source.take(f"policy.{section}.env_vars"):
         ours["env_vars"] = {str(name): str(value) for name, value in variables.items()}
@@ -136,8 +130,6 @@ def checkpointing(source: Source, *, steps: int) -> dict[str, Any]:
         else:
             reason = "our log has other names: set checkpointing.metric_name, and checkpointing.keep_top_k"
             source.untranslated("checkpointing.metric_name", f"{reason} to {best}")
-    if source.take("checkpointing.save_optimizer", default=True) is False:
-        source.untranslated("checkpointing.save_optimizer", "a run resumes from a checkpoint, optimizer included")
     return ours
 
 

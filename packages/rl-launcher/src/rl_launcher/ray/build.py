@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_generation.seeding import CallSeeds
+from rl_backends.loading import pad_token_id
 from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import check_teacher, pad_token_id
+from rl_launcher.load_model import check_teacher
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import check_colocation
 from rl_launcher.ray.model_skeleton import ModelSkeleton, read_skeleton

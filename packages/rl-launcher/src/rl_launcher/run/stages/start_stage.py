@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_algorithms.contracts import Reference
 from rl_backends import OptimizerConfig
-from rl_launcher.load_model import is_base
+from rl_backends.lora import is_base
 from rl_launcher.run.record import Recorder
 from rl_launcher.run_parts import Parts, TrainedPolicy
 

@@ -4,8 +4,9 @@ import ast
 import operator
 from collections.abc import Callable
 
-from rl_algorithms.environments import RewardFunctionEnvironment, ToolEnvironment
 from rl_algorithms.environments.matching import normalised_match
+from rl_algorithms.environments.reward_function import RewardFunctionEnvironment
+from rl_algorithms.environments.tools import ToolEnvironment
 
 __all__ = ["calculate", "environment"]
 
