@@ -24,8 +24,9 @@ from rl_generation import (
     VllmAsyncEngine,
     VllmEngine,
 )
+from rl_generation.seeding import ServingEngine
 from rl_launcher import run_parts as parts
-from rl_launcher.engine_middleware import RunEngine
+from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.refit import RayWeightSync
@@ -70,10 +71,10 @@ if TYPE_CHECKING:
 
     def parts_in_process(
         a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
-    ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
+    ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, ServingEngine, parts.WeightSync]:
         return a, b, c, d
 
-    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[parts.ServingEngine, parts.WeightSync]:
+    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[ServingEngine, parts.WeightSync]:
         return a, b
 
     def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:

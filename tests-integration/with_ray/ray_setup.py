@@ -12,7 +12,7 @@ from tiny_setup import TinySetup
 
 from rl_backends import DTensorConfig, OptimizerConfig
 from rl_generation.seeding import CallSeeds
-from rl_launcher.engine_middleware import RunEngine
+from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace

@@ -16,8 +16,8 @@ import torch
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Sampling, TrainingEngineSpec
 from rl_generation.seeding import CallSeeds
-from rl_launcher.engine_middleware import RunEngine
-from rl_launcher.engines import weight_source
+from rl_launcher.build.engines import weight_source
+from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.colocation import ColocatedModel, Colocation
 from rl_launcher.ray.dispatch import RayEngine

@@ -13,7 +13,7 @@ from rl_algorithms.data import PreferenceRow, read_rows, split_held_out
 from rl_algorithms.preferences import dpo_pairs
 from rl_algorithms.preferences.dpo_pairs import DPOPairs
 from rl_algorithms.preferences.pairs import pairs_from_rows
-from rl_launcher.build import build
+from rl_launcher.build.build import build
 from rl_launcher.checks.explain import explain
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe

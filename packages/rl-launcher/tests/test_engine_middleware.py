@@ -1,4 +1,4 @@
-"""Middleware around an engine: in which order calls pass it, and which seeds they get."""
+"""What stands between a loop and its engine: in which order calls pass it, and which seeds they get."""
 
 from contextlib import contextmanager
 
@@ -8,7 +8,7 @@ from rl_algorithms import async_grpo
 from rl_algorithms.background_collection import GatedEngine, StoppedError
 from rl_generation import Sampling
 from rl_generation.seeding import CallSeeds, seed_of_call
-from rl_launcher.engine_middleware import RunEngine, compose
+from rl_launcher.build.parts import RunEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -42,24 +42,6 @@ class Seeds(CallSeeds):
     def take(self):
         self.seen.append(("seeded", self.calls))
         return super().take()
-
-
-def test_the_first_of_the_list_is_the_outermost():
-    seen = []
-
-    def named(name):
-        def layer(engine):
-            class Layer:
-                def generate(self, prompts, sampling):
-                    seen.append(name)
-                    return engine.generate(prompts, sampling)
-
-            return Layer()
-
-        return layer
-
-    compose(EngineDouble([]), [named("outer"), named("inner")]).generate([[1]], SAMPLING)
-    assert seen == ["outer", "inner"]
 
 
 def test_calls_of_collectors_pass_gate_timer_seed_and_colocation_in_this_order(monkeypatch):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_launcher.build import build
+from rl_launcher.build.build import build
 from rl_launcher.checkpoints.save import Keeper
 from rl_launcher.errors import RestartableError, RunStoppedError
 from rl_launcher.ray.engine_pool import EngineDiedError

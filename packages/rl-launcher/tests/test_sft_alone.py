@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rl_algorithms.data import DataError
-from rl_launcher.build import build
+from rl_launcher.build.build import build
+from rl_launcher.build.inputs import load_dataset
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
-from rl_launcher.inputs import load_dataset
 from rl_launcher.recipe_files import RecipeError, load_recipe
 from rl_launcher.run import resume, run
 from rl_launcher.run.evaluate import Evaluator

@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from rl_launcher.build import build
-from rl_launcher.environments import load_environment
+from rl_launcher.build.build import build
+from rl_launcher.build.environments import load_environment
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rl_launcher.schema import Recipe
     from rl_launcher.user_code import Objects
 
-__all__ = ["evaluate", "explain", "load_recipe", "resume", "run_recipe", "train"]
 
 RecipeLike = str | Path | Mapping[str, Any]
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -123,8 +122,8 @@ def resume(
         Refusal: there is nothing to resume, or an object is missing: the message names it.
         RunStoppedError: the run ended early again.
     """
-    from rl_launcher.python_objects import refuse_missing_objects
     from rl_launcher.run import resume as resume_run
+    from rl_launcher.user_code import refuse_missing_objects
 
     changes, objects = _take(locals(), resuming=True)
     folder = Path(run_dir.run_dir if isinstance(run_dir, RunResult) else run_dir)
@@ -168,8 +167,8 @@ def evaluate(
     Raises:
         Refusal: something cannot be loaded, or neither reward nor environment is given.
     """
-    from rl_launcher.python_objects import refuse_missing_objects
     from rl_launcher.run import measure, measured_recipe
+    from rl_launcher.user_code import refuse_missing_objects
 
     changes, objects = _take(locals())
     folder = subject.run_dir if isinstance(subject, RunResult) else subject
@@ -206,7 +205,7 @@ def explain(
         Refusal: what `train` would refuse before training, except for too little memory.
     """
     from rl_launcher.checks.explain import explain as explain_recipe
-    from rl_launcher.python_objects import refuse_missing_objects
+    from rl_launcher.user_code import refuse_missing_objects
 
     changes, objects = _take(locals())
     with _refusals():
@@ -244,7 +243,7 @@ def _refusals(run_dir: Path | None = None) -> Iterator[None]:
 
 def _take(arguments: Mapping[str, Any], *, resuming: bool = False) -> tuple[list[str], Objects]:
     """The overrides and the objects among a public function's `arguments`; while resuming, objects change no key."""
-    from rl_launcher.python_objects import take_objects
+    from rl_launcher.user_code import take_objects
 
     names = ("model", "tokenizer", "data", "held_out", "reward", "environment")
     with _refusals():
@@ -263,8 +262,8 @@ def _as_texts(overrides: Overrides) -> list[str]:
 
 
 def _load(recipe: RecipeLike, overrides: Sequence[str]) -> Resolved[Recipe]:
-    from rl_launcher.bundled_recipes import find_recipe
     from rl_launcher.recipe_files import load_recipe as load
+    from rl_launcher.recipe_files.shipped import find_recipe
     from rl_launcher.schema import STAGES, Recipe
 
     if isinstance(recipe, Mapping):

@@ -12,17 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-__all__ = [
-    "TO_BE_RESUMED",
-    "ConditionError",
-    "Refusal",
-    "RestartableError",
-    "RunStoppedError",
-    "is_refusal",
-    "user_frames",
-    "user_location",
-]
-
 FAILED, TO_BE_RESUMED, INTERRUPTED = 1, 75, 130
 """Exit codes of runs that ended early. 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, resume it."""
 
@@ -35,7 +24,7 @@ class RestartableError(RuntimeError):
     """A process of the run died; with new ones the run can continue from its last checkpoint."""
 
     condition: ClassVar[str] = "trainer_died"
-    """The name in `rl_launcher.conditions.CONDITIONS` of what happened."""
+    """The name in `rl_launcher.run.conditions.CONDITIONS` of what happened."""
 
     weights_lost: ClassVar[bool] = True
     """Whether the policy's weights died with it, so that only checkpoints are left."""

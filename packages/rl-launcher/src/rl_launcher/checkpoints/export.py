@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from rl_backends import DTensorConfig, select_backend
+from rl_launcher.build.models import load_policy
 from rl_launcher.checkpoints.folders import (
     POLICY,
     CheckpointError,
@@ -23,7 +24,6 @@ from rl_launcher.checkpoints.folders import (
     root_of,
 )
 from rl_launcher.errors import Refusal
-from rl_launcher.load_model import load_policy
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import POLICY
 from rl_launcher.errors import Refusal
-from rl_launcher.run_parts import Parts
 
 __all__ = ["NUMBER_FIELDS", "Progress", "data_digest", "pack", "unpack"]
 

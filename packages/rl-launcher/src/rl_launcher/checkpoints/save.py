@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import (
     POLICY,
     STAGE_START,
@@ -31,7 +32,6 @@ from rl_launcher.checkpoints.folders import (
     unfinished_of,
 )
 from rl_launcher.checkpoints.progress import NUMBER_FIELDS, Progress, data_digest, pack, unpack
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory, read_metrics
 

@@ -14,8 +14,8 @@ from rl_backends.loading.files import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
 from rl_generation import EngineOptionError, estimate_memory
+from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.checks.preflight import device_bytes, host_bytes
-from rl_launcher.load_model import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string

@@ -25,16 +25,15 @@ from rl_backends.loading import open_model
 from rl_backends.loading.files import local_folder
 from rl_backends.lora import AdapterSize
 from rl_generation import estimate_memory
+from rl_launcher.build.environments import load_environment
+from rl_launcher.build.inputs import load_dataset
+from rl_launcher.build.models import adapters_of, copies_reference
 from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_space
-from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
-from rl_launcher.inputs import load_dataset
-from rl_launcher.load_model import adapters_of, copies_reference
-from rl_launcher.python_objects import is_python_object
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
-from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, named_code
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, is_python_object, named_code
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 

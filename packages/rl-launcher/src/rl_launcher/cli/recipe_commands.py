@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from rl_launcher.bundled_recipes import about, copy_recipe, shipped_recipes
 from rl_launcher.cli.arguments import Out, complete_keys
 from rl_launcher.cli.console import or_refuse, show, warn, write
-
-__all__ = ["copy", "import_nemo_rl", "keys", "list_recipes", "schema", "show_recipe"]
+from rl_launcher.recipe_files.shipped import about, copy_recipe, shipped_recipes
 
 
 def complete_names(incomplete: str) -> list[str]:

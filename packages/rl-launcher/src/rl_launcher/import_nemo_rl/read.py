@@ -230,7 +230,7 @@ class Source:
         """Take the keys of a section that `key_map.yaml` copies; return those that have a value, by our names."""
         ours: dict[str, Any] = {}
         for theirs, written in key_map()["copied"][rules].items():
-            rule = {"to": written} if isinstance(written, str) else written
+            rule: dict[str, Any] = {"to": written} if isinstance(written, str) else written
             value = self.take(f"{section or rules}.{theirs}")
             value = rule.get("default") if value is None else value
             value = rule["values"].get(value) if "values" in rule else value

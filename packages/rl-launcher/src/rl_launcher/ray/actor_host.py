@@ -5,6 +5,7 @@ It is imported before the environment variables of the process are set, so it mu
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.gc_freeze import freeze
 from rl_launcher.ray.worker_failures import Failure, ProcessInfo
 
 __all__ = ["ActorHost", "write_processes", "write_stacks"]
@@ -47,7 +47,8 @@ class ActorHost:
             self._object = make(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - reported to the driver, whatever it is
             return Failure.of(error)
-        freeze()
+        gc.collect()
+        gc.freeze()  # a full collection would visit every object of torch, transformers and the model
         return None
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:

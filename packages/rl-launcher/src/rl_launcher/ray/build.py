@@ -7,11 +7,11 @@ training loops.
 from pathlib import Path
 from typing import Any
 
-from rl_generation.seeding import CallSeeds
 from rl_backends.loading import pad_token_id
-from rl_launcher.engine_middleware import RunEngine
-from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import check_teacher
+from rl_generation.seeding import CallSeeds
+from rl_launcher.build.inputs import closing, read_inputs, tokenize
+from rl_launcher.build.models import check_teacher
+from rl_launcher.build.parts import Parts, RunEngine
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import check_colocation
 from rl_launcher.ray.model_skeleton import ModelSkeleton, read_skeleton
@@ -20,7 +20,6 @@ from rl_launcher.ray.policy import start_trainers
 from rl_launcher.ray.start_engines import StartedEngines, start_engines
 from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.ray.worker_failures import RemoteError
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import RunDirectory

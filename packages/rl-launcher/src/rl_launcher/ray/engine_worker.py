@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
 from rl_generation.requests import Limits
-from rl_launcher.engines import make_engine
+from rl_launcher.build.engines import make_engine
 from rl_launcher.errors import Refusal
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties

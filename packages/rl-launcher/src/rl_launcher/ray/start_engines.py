@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rl_launcher.engines import engine_spec
+from rl_launcher.build.engines import engine_spec
+from rl_launcher.build.parts import TrainedPolicy, WeightSync
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
 from rl_launcher.ray.dispatch import RayEngine
@@ -12,7 +13,6 @@ from rl_launcher.ray.engine_pool import EngineLimits, EnginePool, OnEvent, ignor
 from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.ray.remote_calls import Actor
-from rl_launcher.run_parts import TrainedPolicy, WeightSync
 from rl_launcher.schema import Recipe
 
 __all__ = ["StartedEngines", "start_engines"]

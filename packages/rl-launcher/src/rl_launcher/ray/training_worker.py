@@ -1,6 +1,7 @@
 """One rank of the trainer in a Ray actor: a backend, the models beside it, and its side of every refit."""
 
 import contextlib
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from rl_backends import select_backend
 from rl_backends.selection import Backend
+from rl_launcher.build.engines import dtypes_of, weight_source
 from rl_launcher.checkpoints.disk import sees
-from rl_launcher.engines import dtypes_of, weight_source
-from rl_launcher.gc_freeze import freeze
 from rl_launcher.ray import process_group
 from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
 from rl_launcher.schema import PolicyConfig
@@ -98,7 +98,8 @@ class TrainingWorker:
             revision=policy.revision,
             trust_remote_code=policy.trust_remote_code,
         )
-        freeze()
+        gc.collect()
+        gc.freeze()
 
     def run(self, call: RemoteCall, *arguments: Any, **options: Any) -> Reply:
         """Carry out a method of `POLICY_METHODS`; packed batches are unpacked."""

@@ -15,11 +15,11 @@ from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.evaluation import Accuracy, HeldOut
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
-from rl_launcher.build import build
+from rl_launcher.build.build import build
+from rl_launcher.build.parts import Parts
 from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample

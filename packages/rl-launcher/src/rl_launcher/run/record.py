@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from rl_algorithms.phases import PhaseTimer
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import Keeper, Progress
-from rl_launcher.conditions import name_of
 from rl_launcher.errors import ConditionError, user_location
+from rl_launcher.run.conditions import name_of
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.signals import Interruption
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
 from rl_observe import LiveView, RunDirectory, RunLog, Sample, ScoredResponse, read_metrics
 from rl_observe.health import Reporter, Watch, count_events

@@ -4,7 +4,6 @@
 writes the summary. When a worker dies it restarts from the last checkpoint; whatever else ends it early is saved first.
 """
 
-import inspect
 import json
 import os
 import shutil
@@ -21,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rl_launcher.build import build
+from rl_launcher.build.build import build
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import (
     CheckpointError,
     Keeper,
@@ -38,7 +38,6 @@ from rl_launcher.checkpoints.folders import appearing, root_of, write_text
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
 from rl_launcher.checks.explain import describe_backend
-from rl_launcher.conditions import name_of, reaction_to
 from rl_launcher.errors import (
     ConditionError,
     Refusal,
@@ -48,14 +47,14 @@ from rl_launcher.errors import (
     user_frames,
     user_location,
 )
-from rl_launcher.gc_freeze import long_lived
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.recipe_files.dataclass_schema import to_plain
+from rl_launcher.run.conditions import name_of, reaction_to
 from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
 from rl_launcher.run.stages import distill, dpo, grpo, sft
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
 from rl_observe import (
@@ -580,37 +579,7 @@ def _build(recipe: Recipe, *, run_dir: Path, objects: Objects) -> Parts:
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would break the live view
-    parts = build(recipe, run_dir=run_dir, objects=objects)
-    try:
-        _check_signatures(parts.environment)
-    except BaseException:
-        parts.close()
-        raise
-    return parts
-
-
-def _check_signatures(environment: object) -> None:
-    """Refuse an environment of the user's whose methods cannot be called as a run calls them.
-
-    Such a call would raise a TypeError in our code, far from the method that is to be corrected.
-    """
-    inner = getattr(environment, "inner", environment)  # within the one that counts failures
-    calls: dict[str, dict[str, Any]] = {"step": {}, "reset": {"seeds": []}}
-    for name, named in calls.items():
-        method: Any = getattr(inner, name, None)
-        if method is None:
-            continue
-        try:
-            inspect.signature(method).bind([], **named)
-        except ValueError:
-            continue  # written in C
-        except TypeError as error:
-            code = getattr(method, "__code__", None)
-            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-            wanted = "step(conversations)" if name == "step" else "reset(rows, *, seeds)"
-            raise Refusal(
-                f"env.environment: {getattr(method, '__qualname__', name)}{place} cannot be called as {wanted}: {error}"
-            ) from error
+    return build(recipe, run_dir=run_dir, objects=objects)
 
 
 def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:

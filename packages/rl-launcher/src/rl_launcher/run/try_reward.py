@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_algorithms import reward_trial
 from rl_algorithms.reward_trial import TrialResult
-from rl_launcher.build import build
+from rl_launcher.build.build import build
 from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved

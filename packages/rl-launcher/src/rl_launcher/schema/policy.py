@@ -5,11 +5,9 @@ from typing import ClassVar
 
 from rl_algorithms.choices import check_fields
 from rl_backends import DTensorConfig, MegatronConfig, select_backend
-from rl_generation.training_engine import EngineConfig, VllmConfig
+from rl_generation.training_engine import EngineConfig
 from rl_launcher.recipe_files.dataclass_schema import STRICT
 from rl_refit import RefitConfig
-
-__all__ = ["ColocatedConfig", "GenerationConfig", "PolicyConfig", "ResourcesConfig", "VllmConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,6 @@ from rl_launcher.schema.stages import DistillStage, DPOStage, GRPOStage, SFTStag
 from rl_observe import HealthConfig
 from rl_observe.config import LoggerConfig
 
-__all__ = ["HEADLINES", "HOW_TO_JUDGE", "STAGES", "Recipe"]
-
 HEADLINES = ("grpo", "dpo", "distill")
 STAGES = ("sft", *HEADLINES)
 """All stages in the order in which they run; a run has at most one of the headlines."""

@@ -7,8 +7,6 @@ from typing import ClassVar, Literal
 from rl_algorithms.choices import check_fields
 from rl_launcher.recipe_files.dataclass_schema import STRICT
 
-__all__ = ["CheckpointingConfig", "ClusterConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointingConfig:

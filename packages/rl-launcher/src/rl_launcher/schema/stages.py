@@ -12,8 +12,6 @@ from rl_algorithms.sft import SFTConfig
 from rl_backends import OptimizerConfig
 from rl_launcher.recipe_files.dataclass_schema import STRICT
 
-__all__ = ["AsyncConfig", "DPOStage", "DistillStage", "GRPOStage", "SFTStage", "TeacherConfig"]
-
 SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_prompt"})
 """Keys of DPO that have no effect on given pairs."""
 

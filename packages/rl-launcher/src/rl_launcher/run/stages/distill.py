@@ -2,11 +2,11 @@
 
 from rl_algorithms import distill
 from rl_algorithms.data import ShuffledBatches
+from rl_launcher.build.parts import Parts
 from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import DistillStage, Recipe
 
 

@@ -2,10 +2,10 @@
 
 from rl_algorithms import dpo
 from rl_algorithms.preferences.dpo_pairs import DPOPairs, sample_pairs
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import StageStart, start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import DPOStage, Recipe
 
 

@@ -7,10 +7,10 @@ from rl_algorithms import async_grpo, grpo
 from rl_algorithms.background_collection import gated
 from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.rollouts import Rollouts
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GRPOStage, Recipe
 from rl_observe import ScoredResponse
 

@@ -4,10 +4,10 @@ from itertools import islice
 
 from rl_algorithms import sft
 from rl_algorithms.data import batches
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe, SFTStage
 
 

@@ -8,14 +8,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["freeze", "long_lived"]
-
-
-def freeze() -> None:
-    """Exclude everything that exists now until this process ends: for a process that does nothing else."""
-    gc.collect()
-    gc.freeze()
-
 
 @contextmanager
 def long_lived() -> Iterator[None]:
@@ -24,7 +16,8 @@ def long_lived() -> Iterator[None]:
     If somebody had frozen objects before, as vLLM does, those stay frozen, and these with them.
     """
     mine = not gc.get_freeze_count()
-    freeze()
+    gc.collect()
+    gc.freeze()
     try:
         yield
     finally:

@@ -17,8 +17,6 @@ from rl_launcher.schema import Recipe
 from rl_launcher.user_code import is_import_string
 from rl_refit import ModuleSink, StateDictSource, WeightSink
 
-__all__ = ["MadeEngine", "dtypes_of", "engine_spec", "make_engine", "make_in_process", "weight_source"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeEngine:

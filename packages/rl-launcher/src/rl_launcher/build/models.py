@@ -22,18 +22,6 @@ from rl_launcher.errors import Refusal
 from rl_launcher.schema import PolicyConfig, Recipe, TeacherConfig
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
-__all__ = [
-    "NamedModel",
-    "adapters_of",
-    "check_teacher",
-    "copies_reference",
-    "learning_rate_hint",
-    "load_model",
-    "load_policy",
-    "load_teacher",
-    "named_by_key",
-]
-
 NamedModel: TypeAlias = PolicyConfig | TeacherConfig
 """A section of a recipe that names a model."""
 

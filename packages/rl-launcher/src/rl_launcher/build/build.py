@@ -8,19 +8,15 @@ import copy
 from dataclasses import asdict
 from pathlib import Path
 
-from rl_generation.seeding import CallSeeds
 from rl_backends.loading import pad_token_id
-from rl_launcher.engine_middleware import RunEngine
-from rl_launcher.engines import dtypes_of, engine_spec, make_in_process, weight_source
-from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import load_policy, load_teacher, named_by_key
-from rl_launcher.python_objects import refuse_missing_objects
-from rl_launcher.run_parts import Parts
+from rl_generation.seeding import CallSeeds
+from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
+from rl_launcher.build.inputs import closing, read_inputs, tokenize
+from rl_launcher.build.models import load_policy, load_teacher, named_by_key
+from rl_launcher.build.parts import Parts, RunEngine
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import NO_OBJECTS, Objects
+from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
 from rl_refit import CountedRefit, Refit
-
-__all__ = ["build"]
 
 
 def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:

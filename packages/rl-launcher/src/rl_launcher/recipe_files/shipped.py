@@ -8,8 +8,6 @@ import yaml
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files.problems import SHIPPED, nearest
 
-__all__ = ["SCHEMA_FILE", "about", "copy_recipe", "find_recipe", "shipped_recipes"]
-
 SCHEMA_FILE = SHIPPED / "recipe.schema.json"
 """JSON schema for editors; every shipped recipe names it in its first line."""
 

@@ -3,25 +3,27 @@
 The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from rl_algorithms.background_collection import GatedEngine
 from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversation
 from rl_algorithms.contracts import Environment, Reference, Teacher
 from rl_algorithms.data import SkippedRows
+from rl_algorithms.replay import ReplayBuffer
 from rl_backends import BackendSelection, OptimizerConfig
-from rl_launcher.engine_middleware import RunEngine, ServingEngine
+from rl_generation import Sampling
+from rl_generation.seeding import SeededEngine
+from rl_observe import SpanLog
 from rl_observe.health import EventQueue
 from rl_refit import RefitReport
 
 if TYPE_CHECKING:
     from rl_algorithms.tokenized_data import PreferenceExamples
-
-__all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
 
 
 class TrainedPolicy(Protocol):
@@ -74,6 +76,23 @@ class Judge(Environment, Protocol):
 
     def check(self, columns: set[str]) -> None:
         """Refuse data without a column that the reward needs."""
+
+
+class RunEngine(SeededEngine):
+    """The engine of a run: calls get the run's seeds, and where it shares devices with the trainer, it is woken."""
+
+    def collecting(self, buffer: ReplayBuffer, spans: SpanLog) -> GatedEngine[Sampling]:
+        """The same engine for the threads that fill `buffer` while the policy trains.
+
+        A call first waits at the gate while a refit needs the engine for itself. It is then a span in its thread's lane
+        of the trace, of which waiting at the gate is no part.
+        """
+        return GatedEngine(_Timed(spans.timed("generate", self.generate)), buffer=buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    generate: Callable[[Sequence[Sequence[int]], Sampling], Any]
 
 
 class WeightSync(Protocol):

@@ -22,13 +22,11 @@ from rl_algorithms.tokenized_data import TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
 from rl_backends.loading import stop_token_ids
-from rl_launcher.environments import NoEnvironment, load_environment
+from rl_launcher.build.environments import NoEnvironment, load_environment
+from rl_launcher.build.parts import Judge
 from rl_launcher.errors import Refusal
-from rl_launcher.run_parts import Judge
 from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
-
-__all__ = ["Inputs", "closing", "load_dataset", "read_inputs", "tokenize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
