@@ -9,7 +9,7 @@ import torch
 
 from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
-from rl_launcher.build.parts import TrainedPolicy
+from rl_backends.selection import TrainedPolicy
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, pack, unpack

@@ -5,7 +5,7 @@ from typing import Any
 
 from rl_algorithms.contracts import Conversation, EnvironmentReturn
 from rl_algorithms.environments import EnvironmentFactoryError
-from rl_launcher.build.parts import Judge
+from rl_algorithms.environments.counted_environment import Judge
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import HOW_TO_JUDGE, EnvironmentConfig
 from rl_launcher.user_code import NO_OBJECTS, Objects, load_function

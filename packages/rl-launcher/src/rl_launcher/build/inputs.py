@@ -18,12 +18,12 @@ from rl_algorithms.data import DataError, Dataset, SkippedRows, Source
 from rl_algorithms.data import held_out_demonstrations as held_out_responses
 from rl_algorithms.data import load_dataset as read_dataset
 from rl_algorithms.data.datasets import Form, are_conversations, check_rows
+from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.tokenized_data import TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
 from rl_backends.loading import stop_token_ids
 from rl_launcher.build.environments import NoEnvironment, load_environment
-from rl_launcher.build.parts import Judge
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string

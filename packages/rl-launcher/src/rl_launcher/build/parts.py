@@ -5,77 +5,24 @@ The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); wh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rl_algorithms.background_collection import GatedEngine
 from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversation
-from rl_algorithms.contracts import Environment, Reference, Teacher
+from rl_algorithms.contracts import Teacher
 from rl_algorithms.data import SkippedRows
+from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.replay import ReplayBuffer
-from rl_backends import BackendSelection, OptimizerConfig
+from rl_backends import BackendSelection
+from rl_backends.selection import TrainedPolicy
 from rl_generation import Sampling
 from rl_generation.seeding import SeededEngine
 from rl_observe import SpanLog
 from rl_observe.health import EventQueue
-from rl_refit import RefitReport
+from rl_refit.counted import CountedWeightSync
 
 if TYPE_CHECKING:
     from rl_algorithms.tokenized_data import PreferenceExamples
-
-
-class TrainedPolicy(Protocol):
-    """A policy that can be trained and saved: a backend of rl_backends, or a group of ranks that each hold one."""
-
-    version: int
-    """Optimizer steps that the weights have seen."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Start a stage with a fresh optimizer."""
-
-    def logp(self, examples: Any) -> Tensor:
-        """As in `rl_algorithms.contracts.Policy`, like the following two."""
-
-    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
-        """Accumulate the gradient; return sums over all rows."""
-
-    def optim_step(self) -> float:
-        """Clip, update, clear the gradient; return its norm before clipping."""
-
-    def freeze_reference(self) -> Reference:
-        """The policy as it is now, frozen."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, whole or not at all."""
-
-    def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
-        """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
-
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
-        """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
-
-    def explain(self) -> str:
-        """How it is sharded, and why."""
-
-    def close(self) -> None:
-        """End what it holds: processes, groups, memory."""
-
-
-@runtime_checkable
-class Judge(Environment, Protocol):
-    """An environment that counts what it could not judge."""
-
-    errors: int
-    """Responses, or episodes, that could not be judged so far."""
-
-    def check(self, columns: set[str]) -> None:
-        """Refuse data without a column that the reward needs."""
 
 
 class RunEngine(SeededEngine):
@@ -95,25 +42,6 @@ class _Timed:
     generate: Callable[[Sequence[Sequence[int]], Sampling], Any]
 
 
-class WeightSync(Protocol):
-    """Transfers new weights into the engine, and counts what it did."""
-
-    count: int
-    """Verified and committed refits."""
-
-    last: RefitReport | None
-    """The report of the latest one."""
-
-    def __call__(self, *, version: int) -> RefitReport:
-        """Transfer, verify and commit."""
-
-    def metrics(self) -> dict[str, float]:
-        """Bytes and seconds of the latest refit, for the log."""
-
-    def explain(self) -> str:
-        """What each refit transfers."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Everything a run is made of."""
@@ -122,7 +50,7 @@ class Parts:
     selection: BackendSelection
     """Which backend trains, and why."""
     engine: RunEngine
-    weight_sync: WeightSync
+    weight_sync: CountedWeightSync
     environment: Judge
     teacher: Teacher | None
     """The teacher to distil from; None without such a stage."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from rl_backends.selection import TrainedPolicy
 from rl_launcher.build.engines import engine_spec
-from rl_launcher.build.parts import TrainedPolicy, WeightSync
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
 from rl_launcher.ray.dispatch import RayEngine
@@ -14,6 +14,7 @@ from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.ray.remote_calls import Actor
 from rl_launcher.schema import Recipe
+from rl_refit.counted import CountedWeightSync
 
 __all__ = ["StartedEngines", "start_engines"]
 
@@ -31,7 +32,7 @@ class StartedEngines:
     """All engines as one."""
     enter_generating: Callable[[], None] | None
     """Must be called before `engine` generates, where it shares devices; `RunEngine` does it."""
-    weight_sync: WeightSync
+    weight_sync: CountedWeightSync
     """From the policy into the engines."""
 
 

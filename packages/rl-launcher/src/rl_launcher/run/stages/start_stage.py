@@ -9,7 +9,8 @@ from torch import Tensor
 from rl_algorithms.contracts import Reference
 from rl_backends import OptimizerConfig
 from rl_backends.lora import is_base
-from rl_launcher.build.parts import Parts, TrainedPolicy
+from rl_backends.selection import TrainedPolicy
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.record import Recorder
 
 
