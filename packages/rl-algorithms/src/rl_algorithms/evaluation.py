@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
@@ -20,7 +20,7 @@ from rl_algorithms.estimates import Estimate, majority_at_k, pass_at_k
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Accuracy", "EvaluationConfig", "Figures", "HeldOut", "evaluate", "judge"]
+__all__ = ["Accuracy", "EvaluationConfig", "Figures", "HeldOut", "Measured", "Outcome", "evaluate", "judge"]
 
 SamplingT = TypeVar("SamplingT")
 
@@ -288,6 +288,56 @@ class HeldOut:
         if failed := self.sampled.num_failed + self.greedy.num_failed:
             lines.append(f"{failed} responses could not be judged, and are left out of these figures")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was measured on held-out data at one time: rewards of responses, and other figures."""
+
+    answers: HeldOut | None
+    """None where nothing scores responses."""
+
+    figures: dict[str, float]
+    """What else was measured, as `held_out_loss`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Everything, for the log."""
+        return {**({} if self.answers is None else self.answers.metrics()), **self.figures}
+
+    def describe(self) -> str:
+        """In a line."""
+        parts = [] if self.answers is None else [self.answers.describe()]
+        parts += [
+            f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4g}" for name, value in self.figures.items()
+        ]
+        return ", ".join(parts) or "nothing was measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How a model does on held-out prompts."""
+
+    model: str
+    held_out: HeldOut
+    num_prompts: int
+    samples_per_prompt: int
+    num_failed: int
+
+    def text(self) -> str:
+        """For people."""
+        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
+        sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
+        return f"{self.model}: {sizes}\n{self.held_out.table()}"
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "model": self.model,
+            "prompts": self.num_prompts,
+            "samples_per_prompt": self.samples_per_prompt,
+            "failed": self.num_failed,
+            **self.held_out.metrics(),
+        }
 
 
 def _with_error(estimate: Estimate) -> str:

@@ -19,9 +19,9 @@ from rl_launcher.errors import Refusal, RunStoppedError, is_refusal
 from rl_launcher.run_result import RunResult
 
 if TYPE_CHECKING:
+    from rl_algorithms.evaluation import Measured
     from rl_launcher.checks.explain import Explained
     from rl_launcher.recipe_files import Resolved
-    from rl_launcher.run.evaluate import Measured
     from rl_launcher.schema import Recipe
     from rl_launcher.user_code import Objects
 
@@ -82,11 +82,7 @@ def train(
 
 
 def run_recipe(resolved: Resolved[Recipe], objects: Objects | None = None) -> RunResult:
-    """Run a recipe that `load_recipe` returned, into exactly its `run_dir`.
-
-    Args:
-        resolved: the recipe.
-        objects: Python objects that it describes; None without any.
+    """Run a recipe that `load_recipe` returned, with the Python objects that it describes, into exactly its `run_dir`.
 
     Raises:
         Refusal: as of `train`; also if the run directory exists.
@@ -149,20 +145,8 @@ def evaluate(
 ) -> Measured:
     """Sample responses to the held-out prompts and score them: mean reward and pass@k with confidence intervals.
 
-    Args:
-        subject: a recipe as of `train`; or a run, by its directory or its result, whose trained model is measured
-            unless `model` is given.
-        model: as of `train`, like the following ones.
-        tokenizer: see `train`.
-        data: see `train`.
-        held_out: see `train`.
-        reward: see `train`.
-        environment: see `train`.
-        overrides: see `train`.
-        **keys: see `train`.
-
-    Returns:
-        The measurement: `.figures()` is a dict, `.text()` a table.
+    `subject` is a recipe, or a run by its directory or its result, whose trained model is measured unless `model` is
+    given. The other arguments are those of `train`. Of what is returned `.figures()` is a dict and `.text()` a table.
 
     Raises:
         Refusal: something cannot be loaded, or neither reward nor environment is given.

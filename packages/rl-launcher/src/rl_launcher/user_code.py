@@ -52,19 +52,10 @@ PYTHON_OBJECT = "<python object: "
 def take_objects(
     *, model: Any, tokenizer: Any, data: Any, held_out: Any, reward: Any, environment: Any, resuming: bool = False
 ) -> tuple[list[str], Objects]:
-    """Tell strings from objects.
+    """Tell strings from objects among the arguments of `rl_launcher.train`.
 
-    Args:
-        model: as of `rl_launcher.train`, like the following ones.
-        tokenizer: see there.
-        data: see there.
-        held_out: see there.
-        reward: see there.
-        environment: see there.
-        resuming: the recipe is recorded and says that objects were given; a name is loaded as one, too.
-
-    Returns:
-        Overrides that put names, and descriptions of objects, into the recipe; and the objects.
+    Return overrides that put names, and descriptions of objects, into the recipe; and the objects. While `resuming`
+    the recipe is recorded and says that objects were given, so that a name is loaded as one, too.
 
     Raises:
         Refusal: an argument is of the wrong kind, or excludes another.
@@ -197,13 +188,9 @@ def is_python_object(source: str) -> bool:
 def refuse_missing_objects(recipe: Recipe, objects: Objects, *, remedy: str) -> None:
     """Refuse a recipe that was recorded with Python objects which are not given now.
 
-    Args:
-        recipe: as a run directory holds it.
-        objects: what is given now.
-        remedy: the call to make, with `{}` where its arguments go.
-
     Raises:
-        Refusal: naming each object, how the recipe describes it, and the call.
+        Refusal: naming each object, how the recipe describes it, and the call to make: `remedy`, with `{}` where its
+            arguments go.
     """
     env = recipe.env
     named = {

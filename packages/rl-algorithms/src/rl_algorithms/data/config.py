@@ -1,12 +1,18 @@
-"""The configuration of a data set: where its rows are, what their columns are called, how many are held out."""
+"""The configuration of a data set: where its rows are, what their columns are called, how many are held out.
+
+`read_configured` reads it.
+"""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rl_algorithms.chat import PromptFormat
+from rl_algorithms.data.datasets import Dataset, Form, RowSource, are_conversations, load_dataset
+from rl_algorithms.data.reading import SkippedRows
+from rl_algorithms.data.rows import DataError
 from rl_algorithms.data.sources import Source
 
-__all__ = ["DataConfig"]
+__all__ = ["DataConfig", "read_configured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +59,55 @@ class DataConfig:
     def rows(self) -> Source:
         """Where the rows are, if `source` names no function."""
         return Source(path=self.source, split=self.split, name=self.name, revision=self.revision)
+
+
+def read_configured(
+    config: DataConfig,
+    *,
+    rows: RowSource | None = None,
+    held_out: RowSource | None = None,
+    form: Form | None = None,
+    imitates: bool = False,
+    sampled_by: str | None = None,
+    seed: int = 0,
+    skipped: SkippedRows,
+) -> Dataset:
+    """Read a data set as `config` says, in the form that training needs.
+
+    Args:
+        config: of the data.
+        rows: instead of those that `config` names.
+        held_out: rows to hold out, instead of `config.held_out_share`.
+        form: of the rows; None reads prompts, or conversations if nothing is sampled and the first row is one.
+        imitates: whether SFT trains on the data.
+        sampled_by: the stage that samples responses to the prompts, which conversations are not for.
+        seed: which prompts are held out.
+        skipped: filled with the rows that were left out, if `config.on_bad_row` is skip.
+
+    Raises:
+        DataError: the data cannot be read, or a row is bad; the message names file, line and field.
+        ImportError: reading needs the extra `rl-algorithms[data]`.
+    """
+    source = config.rows if rows is None else rows
+    if form is None and sampled_by is None:
+        found = are_conversations(source, columns=config.columns)
+        # Where no row can be read, SFT reads them as conversations, whose refusal says more.
+        form = "conversations" if found or (found is None and imitates) else "prompts"
+    try:
+        return load_dataset(
+            source,
+            form=form or "prompts",
+            columns=config.columns,
+            held_out=held_out,
+            held_out_share=config.held_out_share,
+            seed=seed,
+            imitate_chosen=imitates,
+            skipped=skipped if config.on_bad_row == "skip" else None,
+        )
+    except DataError as error:
+        if sampled_by is not None and are_conversations(source, columns=config.columns):
+            raise DataError(
+                f"{error}; {sampled_by} samples responses to prompts, and conversations are for a recipe whose only "
+                f"stage is sft: give rows with a prompt, or set {sampled_by}=null"
+            ) from error
+        raise

@@ -4,20 +4,20 @@
 tokenizing themselves are `rl_algorithms.data` and `rl_algorithms.tokenized_data`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from rl_algorithms.chat import Chat
-from rl_algorithms.data import DataError, Dataset, SkippedRows, Source
+from rl_algorithms.data import Dataset, SkippedRows, Source
 from rl_algorithms.data import held_out_demonstrations as held_out_responses
-from rl_algorithms.data import load_dataset as read_dataset
-from rl_algorithms.data.datasets import Form, are_conversations, check_rows
+from rl_algorithms.data.config import read_configured
+from rl_algorithms.data.datasets import check_rows
 from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.tokenized_data import TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
@@ -132,9 +132,18 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
             raise Refusal(f"data.source={config.source} is a function, which holds out its own rows; omit held_out")
         dataset = _made_by_function(config)
     else:
-        source = _source(config) if given is None else check_rows("data", given)
+        pairs = recipe.dpo is not None and recipe.dpo.pairs == "data"
         try:
-            dataset = _read(recipe, config, source=source, held_out=held_out, skipped=skipped)
+            dataset = read_configured(
+                config,
+                rows=None if given is None else check_rows("data", given),
+                held_out=held_out,
+                form="preferences" if pairs else None,
+                imitates=recipe.sft is not None,
+                sampled_by=None if pairs else next((name for name in HEADLINES if name in recipe.stages), None),
+                seed=recipe.seed,
+                skipped=skipped,
+            )
         except ImportError as error:
             raise Refusal(f"data.source={error}") from error
     judged = recipe.env is not None or objects.reward is not None or objects.environment is not None
@@ -144,44 +153,6 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
             f"nothing would be measured; give them answers, or {HOW_TO_JUDGE}"
         )
     return dataset, skipped
-
-
-Rows: TypeAlias = Source | Sequence[Mapping[str, object]]
-"""Where rows are, or the rows themselves."""
-
-
-def _source(config: DataConfig) -> Source:
-    return Source(path=config.source, split=config.split, name=config.name, revision=config.revision)
-
-
-def _read(recipe: Recipe, config: DataConfig, *, source: Rows, held_out: Rows | None, skipped: SkippedRows) -> Dataset:
-    """Read `source` in the form that the stages of `recipe` need."""
-    sampling = [name for name in HEADLINES if name in recipe.stages]  # stages that need prompts to sample from
-    form: Form = "prompts"
-    if recipe.dpo is not None and recipe.dpo.pairs == "data":
-        form, sampling = "preferences", []
-    elif not sampling:
-        found = are_conversations(source, columns=config.columns)
-        # Where no row can be read, SFT reads them as conversations, whose refusal says more.
-        form = "conversations" if found or (found is None and recipe.sft is not None) else "prompts"
-    try:
-        return read_dataset(
-            source,
-            form=form,
-            columns=config.columns,
-            held_out=held_out,
-            held_out_share=config.held_out_share,
-            seed=recipe.seed,
-            imitate_chosen=recipe.sft is not None,
-            skipped=skipped if config.on_bad_row == "skip" else None,
-        )
-    except DataError as error:
-        if sampling and are_conversations(source, columns=config.columns):
-            raise DataError(
-                f"{error}; {sampling[0]} samples responses to prompts, and conversations are for a recipe whose only "
-                f"stage is sft: give rows with a prompt, or set {sampling[0]}=null"
-            ) from error
-        raise
 
 
 def _made_by_function(config: DataConfig) -> Dataset:

@@ -40,10 +40,17 @@ def load_policy(config: PolicyConfig, *, seed: int, objects: Objects = NO_OBJECT
 def load_model(
     named: NamedModel, *, seed: int, key: str, padded_vocabulary: bool, objects: Objects = NO_OBJECTS
 ) -> tuple[Any, Any]:
-    """Load the model and the tokenizer that a recipe names under `key`; see `load_policy`.
+    """Load a model and its tokenizer, unsharded, in this process.
+
+    Args:
+        named: the section that names it.
+        seed: of weights that a function draws.
+        key: of the name in the recipe, for messages.
+        padded_vocabulary: accept more embeddings than tokens; None takes the policy's setting.
+        objects: a model, and its tokenizer, instead.
 
     Raises:
-        ValueError: as there.
+        ValueError: there is no such model, its function fails, or the tokenizer has another vocabulary.
     """
     if objects.model is not None:
         model, tokenizer = objects.model, objects.tokenizer

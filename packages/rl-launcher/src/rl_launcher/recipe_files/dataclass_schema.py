@@ -157,12 +157,10 @@ class Key:
     """The first sentence."""
 
 
-def keys(schema: type) -> Iterator[Key]:
-    """Yield every key below a section, depth first."""
-    return _keys(schema, MISSING, prefix="", inside=())
-
-
-def _keys(section: type, instance: object, *, prefix: str, inside: tuple[type, ...]) -> Iterator[Key]:
+def keys(
+    section: type, *, instance: object = MISSING, prefix: str = "", inside: tuple[type, ...] = ()
+) -> Iterator[Key]:
+    """Yield every key below a section, depth first. Defaults are those of `instance`, if it is given."""
     described = docstrings(section)
     for name, annotation in key_types(section).items():
         default = default_of(section, name) if instance is MISSING else getattr(instance, name)
@@ -170,7 +168,7 @@ def _keys(section: type, instance: object, *, prefix: str, inside: tuple[type, .
         below = section_of(annotation)
         if below is not None and below not in (*inside, section):
             start = default if type(default) is below else MISSING
-            yield from _keys(below, start, prefix=f"{prefix}{name}.", inside=(*inside, section))
+            yield from keys(below, instance=start, prefix=f"{prefix}{name}.", inside=(*inside, section))
 
 
 def default_of(section: type, name: str) -> object:

@@ -43,6 +43,20 @@ def find_recipe(text: str | Path) -> Path:
     raise Refusal(f"there is no file {text}, and no recipe of that name is shipped; {hint}")
 
 
+def shipped_recipe(name: str) -> Path:
+    """Return the file of a shipped recipe.
+
+    Raises:
+        Refusal: there is no such recipe; the message names the nearest one.
+    """
+    known = shipped_recipes()
+    if name not in known:
+        like = nearest(name, list(known))
+        hint = f"did you mean {like[0]}?" if like else f"there are {', '.join(known)}"
+        raise Refusal(f"no recipe called {name!r} is shipped; {hint}")
+    return known[name]
+
+
 def about(path: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe."""
     lines: list[str] = []
@@ -61,12 +75,7 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     Raises:
         Refusal: there is no such recipe, or one of the files exists already.
     """
-    known = shipped_recipes()
-    if name not in known:
-        like = nearest(name, list(known))
-        hint = f"did you mean {like[0]}?" if like else f"there are {', '.join(known)}"
-        raise Refusal(f"no recipe called {name!r} is shipped; {hint}")
-    sources = [*_chain(known[name]), SCHEMA_FILE]
+    sources = [*_chain(shipped_recipe(name)), SCHEMA_FILE]
     targets = [to / source.relative_to(SHIPPED) for source in sources]
     for target in targets:
         if target.exists() and target.name != SCHEMA_FILE.name:

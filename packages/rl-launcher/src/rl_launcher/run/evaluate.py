@@ -6,13 +6,13 @@ The engine samples responses to held-out prompts, which are scored if the recipe
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rl_algorithms import evaluation, sft
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.evaluation import Accuracy, HeldOut
+from rl_algorithms.evaluation import Accuracy, HeldOut, Measured, Outcome
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
 from rl_launcher.build.build import build
@@ -23,29 +23,6 @@ from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a run does before or after its main stage."""
-
-    answers: HeldOut | None
-    """None without an `env`."""
-
-    figures: dict[str, float]
-    """What else was measured, as `held_out_loss`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Everything, for the log."""
-        return {**({} if self.answers is None else self.answers.metrics()), **self.figures}
-
-    def describe(self) -> str:
-        """In a line."""
-        parts = [] if self.answers is None else [self.answers.describe()]
-        parts += [
-            f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4g}" for name, value in self.figures.items()
-        ]
-        return ", ".join(parts) or "nothing was measured"
 
 
 class _Unscored:
@@ -164,33 +141,6 @@ def turn_limits(recipe: Recipe) -> dict[str, Any]:
     """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
     stage = recipe.grpo or recipe.distill
     return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """How a model does on held-out prompts."""
-
-    model: str
-    held_out: HeldOut
-    num_prompts: int
-    samples_per_prompt: int
-    num_failed: int
-
-    def text(self) -> str:
-        """For people."""
-        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
-        sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
-        return f"{self.model}: {sizes}\n{self.held_out.table()}"
-
-    def figures(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "model": self.model,
-            "prompts": self.num_prompts,
-            "samples_per_prompt": self.samples_per_prompt,
-            "failed": self.num_failed,
-            **self.held_out.metrics(),
-        }
 
 
 def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str | None = None) -> Resolved[Recipe]:

@@ -281,7 +281,7 @@ class Run:
                 if progress.before:
                     recorder.evaluation(headline, progress.before)
                     recorder.message(f"held out before {headline}: {before.describe()}")
-                recorder.write_samples(evaluator.samples(before, stage=headline, when="before"))
+                recorder.log.write_samples(evaluator.samples(before, stage=headline, when="before"))
                 recorder.check()
             recorder.start()
             STAGES[name](stage, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
@@ -290,7 +290,7 @@ class Run:
         after = evaluator.outcome()
         if after.metrics():
             recorder.message(f"held out after {headline}: {after.describe()}")
-        recorder.write_samples(evaluator.samples(after, stage=headline, when="after"))
+        recorder.log.write_samples(evaluator.samples(after, stage=headline, when="after"))
         if recipe.env is not None and parts.environment.errors:
             became = "counted as 0" if recipe.env.on_error == "zero" else "were left out of training"
             failed = f"{parts.environment.errors} responses could not be judged"

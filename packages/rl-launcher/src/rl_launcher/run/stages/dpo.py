@@ -80,6 +80,6 @@ def find_pairs(stage: DPOStage, started: StageStart, *, recipe: Recipe, parts: P
         with recorder.phase("reference"):
             pairs = pairs.compared(parts.policy, between=recorder.check)
     if not (is_given and stage.reference_free):
-        recorder.keep(pairs.tensors(given=is_given))
+        recorder.progress.tensors = pairs.tensors(given=is_given)  # into every checkpoint: they cannot be made again
     recorder.check()
     return pairs

@@ -25,7 +25,7 @@ class StageStart:
     state: Mapping[str, Any] | None = None
     """What `state` of `Recorder.step` returned."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """What `Recorder.keep` was given."""
+    """What the stage put into `Progress.tensors`."""
 
 
 def start_stage(
@@ -46,7 +46,8 @@ def start_stage(
     policy, progress, keeper = parts.policy, recorder.progress, recorder.keeper
     taken = progress.steps_of(name)
     policy.start_training(optimizer, num_steps=num_steps, temperature=temperature)
-    recorder.begin(name, taken)
+    recorder.log.profiler.reached(name, taken)  # the next step may be recorded
+    parts.reached(name, taken)
     of_base = is_base(parts.selection.adapters, steps_before=progress.total - taken)
     if not taken:
         if with_reference and not of_base:
