@@ -118,7 +118,7 @@ def test_given_answers_are_read_at_temperature_1_whatever_samples_have(preferenc
 
 
 def given(parts, tensors=()):
-    return DPOPairs.given(parts.pairs.train, parts.pairs.held_out, max_held_out=256, tensors=dict(tensors))
+    return DPOPairs.given(parts.data.pairs.train, parts.data.pairs.held_out, max_held_out=256, tensors=dict(tensors))
 
 
 def test_the_examples_are_those_of_rl_algorithms(preferences, tmp_path):
@@ -126,7 +126,7 @@ def test_the_examples_are_those_of_rl_algorithms(preferences, tmp_path):
     parts = build(recipe)
     try:
         rows = split_held_out(read_rows(tmp_path / "pairs.jsonl", kind=PreferenceRow), share=0.25, seed=0)
-        theirs = [dpo.prepare(pairs_from_rows(part, parts.chat)) for part in rows]
+        theirs = [dpo.prepare(pairs_from_rows(part, parts.data.chat)) for part in rows]
         parts.policy.start_training(recipe.dpo.optimizer, num_steps=8)
         theirs = [dpo.with_reference(parts.policy, examples) for examples in theirs]
         compared = given(parts).compared(parts.policy)
@@ -188,7 +188,7 @@ def test_pairs_in_any_form_are_the_same_pairs(preferences, tmp_path, change, ove
     expected = built(preferences)
     write_pairs(tmp_path, map(change, PAIRS), "theirs.jsonl")
     found = built(preferences, f"data.source={tmp_path}/theirs.jsonl", *overrides)
-    assert found.pairs.digest() == expected.pairs.digest()
+    assert found.data.pairs.digest() == expected.data.pairs.digest()
     assert [prompt.tokens for prompt in found.held_out] == [prompt.tokens for prompt in expected.held_out]
     assert len({prompt.tokens for prompt in found.held_out}) == len(found.held_out)
 
@@ -196,8 +196,10 @@ def test_pairs_in_any_form_are_the_same_pairs(preferences, tmp_path, change, ove
 def test_sft_before_it_imitates_the_chosen_answers(preferences, tmp_path):
     sft = "sft={max_num_steps: 3, batch_size: 4, optimizer: {lr: 0.01}}"
     parts = built(preferences, sft)
-    learnt = [[token for token, mark in zip(d.tokens, d.trainable, strict=True) if mark] for d in parts.demonstrations]
-    chosen = parts.pairs.train
+    learnt = [
+        [token for token, mark in zip(d.tokens, d.trainable, strict=True) if mark] for d in parts.data.demonstrations
+    ]
+    chosen = parts.data.pairs.train
     expected = [chosen.tokens[row][chosen.trainable[row]].tolist() for row in range(0, len(chosen.tokens), 2)]
     assert learnt == expected
     summary = run(load(preferences, sft))
@@ -290,6 +292,6 @@ def test_they_are_explained(preferences):
 
 
 def test_the_digest_is_of_tokens_and_of_which_are_answers(preferences):
-    pairs = built(preferences).pairs
+    pairs = built(preferences).data.pairs
     other = replace(pairs, train=replace(pairs.train, trainable=~pairs.train.trainable))
     assert other.digest() != pairs.digest() == replace(pairs).digest()

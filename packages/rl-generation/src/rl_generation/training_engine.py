@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_generation.errors import EngineOptionError
@@ -98,6 +98,41 @@ class EngineConfig:
         if self.backend == "transformers":
             return 1
         return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size
+
+    def spec(
+        self, model: str, *, precision: str, sleeps: bool = False, worker_extension: str | None = None, **others: Any
+    ) -> "TrainingEngineSpec":
+        """What such an engine is made of.
+
+        Args:
+            model: a Hugging Face folder or hub id.
+            precision: dtype of the policy, which a vLLM engine takes unless `vllm_cfg.precision` names another.
+            sleeps: whether a vLLM engine releases its memory between calls, for a trainer on the same device.
+            worker_extension: of vLLM's workers, for refits.
+            **others: further fields of `TrainingEngineSpec`.
+
+        Raises:
+            EngineOptionError: an option of vLLM is impossible.
+        """
+        spec = TrainingEngineSpec(model=model, max_batch_size=self.max_batch_size, **others)
+        if self.backend != "vllm":
+            return spec
+        from rl_generation.vllm import VllmOptions
+
+        given = asdict(self.vllm_cfg)
+        asynchronous, own = given.pop("async_engine"), given.pop("precision")
+        options = VllmOptions(
+            model=model,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            dtype=precision if own == "auto" else own,
+            for_training=True,
+            enable_sleep_mode=sleeps and spec.device == "cuda",
+            worker_extension_cls=worker_extension,
+            seed=spec.seed,
+            **given,
+        )
+        return replace(spec, vllm=options, asynchronous=asynchronous)
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How the engine samples: as in training, or greedily."""

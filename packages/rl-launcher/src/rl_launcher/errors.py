@@ -53,15 +53,8 @@ class RunStoppedError(Exception):
         return INTERRUPTED if self.interrupted else TO_BE_RESUMED if self.to_be_resumed else FAILED
 
 
-PACKAGES = {
-    "rl_algorithms",
-    "rl_backends",
-    "rl_generation",
-    "rl_launcher",
-    "rl_observe",
-    "rl_parallel_plans",
-    "rl_refit",
-}
+OURS = ("algorithms", "backends", "generation", "launcher", "observe", "parallel_plans", "refit")
+PACKAGES = {f"rl_{name}" for name in OURS}
 # Of a virtual environment and of the interpreter that it was made from.
 INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib")})
 
@@ -96,17 +89,13 @@ def user_frames(error: BaseException) -> str:
         return ""
     raised, frames = found
     lines = [f"  {each.filename}:{each.lineno} in {each.name}\n    {each.line}" for each in frames[-3:]]
-    return "\n".join([*lines, *(f"  {line}" for line in _one_line(raised).splitlines())])
+    return "\n".join([*lines, *(f"  {line}" for line in "".join(traceback.format_exception_only(raised)).splitlines())])
 
 
 def user_location(error: BaseException) -> str | None:
     """`file.py:line` of the innermost frame in the user's own code, or None."""
     found = _raised_by_user(error)
     return None if found is None else f"{found[1][-1].filename}:{found[1][-1].lineno}"
-
-
-def _one_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).rstrip()
 
 
 def _raised_by_user(error: BaseException) -> tuple[BaseException, list[traceback.FrameSummary]] | None:

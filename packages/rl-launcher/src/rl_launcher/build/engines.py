@@ -7,7 +7,7 @@ weights. The same code runs in this process and in an engine's actor on Ray.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_backends import select_backend
@@ -16,6 +16,7 @@ from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import is_import_string
 from rl_refit import ModuleSink, StateDictSource, WeightSink
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,41 +55,22 @@ def engine_spec(
     Raises:
         ValueError: an option of vLLM is impossible.
     """
-    config, generation = recipe.policy, recipe.policy.generation
+    config, async_grpo = recipe.policy, None if recipe.grpo is None else recipe.grpo.async_grpo
     backend = select_backend(config).config
-    revision = config.revision if model_name == config.model_name else None
-    vllm = None
-    if generation.backend == "vllm":
-        from rl_generation.vllm import VllmOptions
-        from rl_refit.vllm import WORKER_EXTENSION
-
-        options = generation.vllm_cfg
-        vllm = VllmOptions(
-            model=model_name,
-            revision=revision,
-            trust_remote_code=config.trust_remote_code,
-            dtype=backend.precision if options.precision == "auto" else options.precision,
-            for_training=True,
-            enable_sleep_mode=sleeps and backend.device == "cuda",
-            worker_extension_cls=WORKER_EXTENSION,
-            seed=recipe.seed,
-            **{name: value for name, value in asdict(options).items() if name not in {"async_engine", "precision"}},
-        )
-    async_grpo = None if recipe.grpo is None else recipe.grpo.async_grpo
-    return TrainingEngineSpec(
-        model=model_name,
-        vllm=vllm,
-        asynchronous=vllm is not None and generation.vllm_cfg.async_engine,
-        in_flight=async_grpo is not None and async_grpo.weights == "in_flight",
+    spec = config.generation.spec(
+        model_name,
+        precision=backend.precision,
+        sleeps=sleeps,
+        worker_extension=WORKER_EXTENSION,
         stop_token_ids=tuple(stop_token_ids),
         pad_token_id=pad_token_id,
         dtypes=dtypes,
-        max_batch_size=generation.max_batch_size,
         device=backend.device,
-        revision=revision,
+        revision=config.revision if model_name == config.model_name else None,
         trust_remote_code=config.trust_remote_code,
         seed=recipe.seed,
     )
+    return replace(spec, in_flight=async_grpo is not None and async_grpo.weights == "in_flight")
 
 
 def dtypes_of(shards: Any) -> dict[str, str]:
@@ -125,14 +107,11 @@ def make_engine(spec: TrainingEngineSpec, *, model: Any = None, own_process: boo
     engine = make_training_engine(spec, ready=ready, model=model, own_process=own_process)
     if spec.vllm is None:
         sink = ModuleSink(engine.model, on_commit=engine.commit_version)
+    elif spec.asynchronous:
+        pause = "keep" if spec.in_flight else "wait"
+        sink = VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
     else:
-        from rl_refit.vllm import VllmSink
-
-        if spec.asynchronous:
-            pause = "keep" if spec.in_flight else "wait"
-            sink = VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
-        else:
-            sink = VllmSink(engine.llm, cast=spec.casts)
+        sink = VllmSink(engine.llm, cast=spec.casts)
     return MadeEngine(engine=engine, sink=sink, close=engine.close)
 
 

@@ -5,14 +5,13 @@ The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); wh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_algorithms.background_collection import GatedEngine
-from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversation
 from rl_algorithms.contracts import Teacher
-from rl_algorithms.data import SkippedRows
 from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.replay import ReplayBuffer
+from rl_algorithms.tokenized_data import TokenizedData
 from rl_backends import BackendSelection
 from rl_backends.selection import TrainedPolicy
 from rl_generation import Sampling
@@ -20,9 +19,6 @@ from rl_generation.seeding import SeededEngine
 from rl_observe import SpanLog
 from rl_observe.health import EventQueue
 from rl_refit.counted import CountedWeightSync
-
-if TYPE_CHECKING:
-    from rl_algorithms.tokenized_data import PreferenceExamples
 
 
 class RunEngine(SeededEngine):
@@ -54,21 +50,9 @@ class Parts:
     environment: Judge
     teacher: Teacher | None
     """The teacher to distil from; None without such a stage."""
-    chat: Chat
+    data: TokenizedData
+    """Prompts, demonstrations or pairs, and what is held out of them."""
     tokenizer: Any
-    prompts: list[Prompt]
-    """To train on."""
-    held_out: list[Prompt]
-    unasked: int
-    """Held-out prompts that are too long to sample a response, in a run without an `env`."""
-    demonstrations: list[Demonstration | TokenizedConversation]
-    """Empty without an sft stage."""
-    held_out_demonstrations: list[Demonstration | TokenizedConversation]
-    """For its held-out loss; also empty if held-out rows have no answer."""
-    pairs: "PreferenceExamples | None"
-    """Given preference pairs; None if the data have none, or no stage trains on them."""
-    skipped: SkippedRows
-    """Which rows of the data were left out."""
     placement: str
     """Which process holds what, in words."""
     close: Callable[[], None]

@@ -134,13 +134,13 @@ NUMBER_FIELDS = tuple(
 
 def data_digest(parts: Parts) -> str:
     """Return a digest of all prompts, demonstrations and pairs in order, with the columns that a reward may read."""
-    digest = hashlib.sha256()
-    for items in (parts.prompts, parts.held_out, parts.demonstrations, parts.held_out_demonstrations):
+    digest, data = hashlib.sha256(), parts.data
+    for items in (data.prompts, data.held_out, data.demonstrations, data.held_out_demonstrations):
         digest.update(b"%d\n" % len(items))
         for item in items:
             digest.update(json.dumps([item.tokens, _plain(getattr(item.row, "columns", {}))]).encode() + b"\n")
-    if parts.pairs is not None:
-        digest.update(parts.pairs.digest().encode())
+    if data.pairs is not None:
+        digest.update(data.pairs.digest().encode())
     return digest.hexdigest()
 
 

@@ -48,15 +48,15 @@ class Evaluator:
         self._greedy = recipe.policy.generation.sampling(greedy=True)
         self._num_with_tokens = recipe.logger.num_samples_with_tokens
         self._turns = turn_limits(recipe)
-        self._demonstrations = parts.held_out_demonstrations[: self._config.max_prompts_while_training]
+        self._demonstrations = parts.data.held_out_demonstrations[: self._config.max_prompts_while_training]
 
     @property
     def size(self) -> int:
         """Held-out prompts before and after training; without an `env`, rows or pairs that are measured."""
         if self._scored:
-            return min(self._config.max_prompts, len(self._parts.held_out))
-        if self._parts.pairs is not None:
-            return min(self._config.max_prompts_while_training, len(self._parts.pairs.held_out.tokens) // 2)
+            return min(self._config.max_prompts, len(self._parts.data.held_out))
+        if self._parts.data.pairs is not None:
+            return min(self._config.max_prompts_while_training, len(self._parts.data.pairs.held_out.tokens) // 2)
         return len(self._demonstrations)
 
     def outcome(self) -> Outcome:
@@ -85,7 +85,7 @@ class Evaluator:
 
     def samples(self, outcome: Outcome, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
         """The first few sampled responses for the report; without an `env` they are sampled here."""
-        prompts = self._parts.held_out[: min(self._config.samples, self._config.max_prompts)]
+        prompts = self._parts.data.held_out[: min(self._config.samples, self._config.max_prompts)]
         if not prompts:
             return []
         if outcome.answers is None:
@@ -125,11 +125,11 @@ class Evaluator:
         parts, config = self._parts, self._config
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
-            parts.held_out[:num_prompts],
+            parts.data.held_out[:num_prompts],
             engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
             environment=parts.environment if environment is None else environment,
-            chat=parts.chat,
+            chat=parts.data.chat,
             samples_per_prompt=samples,
             seed=self._seed,
             figures=evaluation.Figures(pass_at=pass_at, pass_reward=config.pass_reward),

@@ -185,7 +185,7 @@ def summarize(
         "steps": parts.policy.version,
         "tokens": sum(int(_number(row, name)) for row in rows for name in TOKENS),
         "reward_errors": parts.environment.errors,
-        "rows_skipped": parts.skipped.count,
+        "rows_skipped": parts.data.skipped.count,
         "phase_share": phase_share([row for row in rows if row["stage"] == headline]),
         "wall_s": round(progress.wall_s, 2),
         "refit": report

@@ -302,12 +302,12 @@ class Run:
         parts, recipe, recorder = self.parts, self.recipe, self.recorder
         if not parts.selection.is_plain:
             recorder.message(describe_backend(recipe, parts.selection))
-        if parts.skipped.count:
-            recorder.message(f"data.on_bad_row=skip: {parts.skipped}")
-        if parts.unasked:
+        if parts.data.skipped.count:
+            recorder.message(f"data.on_bad_row=skip: {parts.data.skipped}")
+        if parts.data.held_out_too_long:
             recorder.message(
-                f"{parts.unasked} held-out prompts leave no room for a response of policy.generation.max_new_tokens="
-                f"{recipe.policy.generation.max_new_tokens}, and are left out of sampling"
+                f"{parts.data.held_out_too_long} held-out prompts leave no room for a response of policy.generation."
+                f"max_new_tokens={recipe.policy.generation.max_new_tokens}, and are left out of sampling"
             )
         recorder.report_events()
         report = parts.weight_sync(version=self.progress.version)  # proves that every weight of the engine can be fed

@@ -35,11 +35,11 @@ def try_reward(
         try:
             parts.weight_sync(version=0)
             return reward_trial.try_reward(
-                parts.prompts[:prompts],
+                parts.data.prompts[:prompts],
                 engine=parts.engine,
                 sampling=recipe.policy.generation.sampling(),
                 environment=parts.environment,
-                chat=parts.chat,
+                chat=parts.data.chat,
                 group_size=rollouts,
                 advantage=None if recipe.grpo is None else recipe.grpo.objective.advantage,
                 seed=recipe.seed,

@@ -27,7 +27,7 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
         recorder=recorder,
         temperature=generation.temperature,
     )
-    prompts = ShuffledBatches(parts.prompts, size=stage.num_prompts, seed=recipe.seed)
+    prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     if started.taken and recorder.progress.order is not None:
         prompts.load_state(recorder.progress.order)
     taken, learning_rate = started.taken, policy.learning_rate
@@ -37,7 +37,7 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
         engine=parts.engine,
         weight_sync=parts.weight_sync,
         prompts=prompts,
-        chat=parts.chat,
+        chat=parts.data.chat,
         sampling=generation.sampling(),
         config=stage,
         environment=parts.environment,

@@ -57,8 +57,8 @@ def find_pairs(stage: DPOStage, started: StageStart, *, recipe: Recipe, parts: P
     """Those of an earlier process of the run, or new ones with the current policy as their reference."""
     most = recipe.evaluation.max_prompts_while_training
     is_given = stage.pairs == "data"
-    if parts.pairs is not None and is_given:
-        given = parts.pairs
+    if parts.data.pairs is not None and is_given:
+        given = parts.data.pairs
         pairs = DPOPairs.given(given.train, given.held_out, max_held_out=most, tensors=started.tensors)
     elif started.taken:
         pairs = DPOPairs.sampled_from(started.tensors)
@@ -66,12 +66,12 @@ def find_pairs(stage: DPOStage, started: StageStart, *, recipe: Recipe, parts: P
         with recorder.phase("generate"):
             pairs = sample_pairs(
                 stage,
-                prompts=parts.prompts,
-                held_out=parts.held_out[:most],
+                prompts=parts.data.prompts,
+                held_out=parts.data.held_out[:most],
                 engine=parts.engine,
                 sampling=recipe.policy.generation.sampling(),
                 environment=parts.environment,
-                chat=parts.chat,
+                chat=parts.data.chat,
                 seed=recipe.seed,
             )
     if started.taken:

@@ -27,14 +27,14 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         temperature=generation.temperature,
         with_reference=stage.objective.kl.weight > 0,
     )
-    prompts = ShuffledBatches(parts.prompts, size=stage.num_prompts, seed=recipe.seed)
+    prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     latest: list[Rollouts] = []
     shared: dict[str, Any] = {
         "policy": policy,
         "weight_sync": parts.weight_sync,
         "environment": parts.environment,
         "prompts": prompts,
-        "chat": parts.chat,
+        "chat": parts.data.chat,
         "sampling": generation.sampling(),
         "reference": started.reference,
         "version": policy.version,

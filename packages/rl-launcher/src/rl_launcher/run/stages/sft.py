@@ -19,7 +19,7 @@ def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     learning_rate = policy.learning_rate
     steps = sft.train(
         policy=policy,
-        demonstrations=islice(batches(parts.demonstrations, size=stage.batch_size, seed=recipe.seed), taken, None),
+        demonstrations=islice(batches(parts.data.demonstrations, size=stage.batch_size, seed=recipe.seed), taken, None),
         config=stage,
         version=policy.version,
         steps_taken=taken,
