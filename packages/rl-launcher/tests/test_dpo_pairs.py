@@ -189,8 +189,8 @@ def test_pairs_in_any_form_are_the_same_pairs(preferences, tmp_path, change, ove
     write_pairs(tmp_path, map(change, PAIRS), "theirs.jsonl")
     found = built(preferences, f"data.source={tmp_path}/theirs.jsonl", *overrides)
     assert found.data.pairs.digest() == expected.data.pairs.digest()
-    assert [prompt.tokens for prompt in found.held_out] == [prompt.tokens for prompt in expected.held_out]
-    assert len({prompt.tokens for prompt in found.held_out}) == len(found.held_out)
+    assert [prompt.tokens for prompt in found.data.held_out] == [prompt.tokens for prompt in expected.data.held_out]
+    assert len({prompt.tokens for prompt in found.data.held_out}) == len(found.data.held_out)
 
 
 def test_sft_before_it_imitates_the_chosen_answers(preferences, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from rl_algorithms import async_grpo
 from rl_algorithms.background_collection import GatedEngine, StoppedError
 from rl_generation import Sampling
-from rl_generation.seeding import CallSeeds, seed_of_call
+from rl_generation.seeding import CallSeeds
 from rl_launcher.build.parts import RunEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
@@ -64,25 +64,3 @@ def test_calls_of_collectors_pass_gate_timer_seed_and_colocation_in_this_order(m
     buffer.close()
     with pytest.raises(StoppedError):
         collecting.generate([[1]], SAMPLING)
-
-
-def test_each_call_gets_the_next_seed_of_the_run():
-    engine = RunEngine(EngineDouble([]), seeds=CallSeeds(5, calls=3))
-    got = [engine.generate([[1]], SAMPLING)[0] for _ in range(2)]
-    assert got == [seed_of_call(5, 3), seed_of_call(5, 4)]
-    assert engine.seeds.calls == 5
-
-
-def test_greedy_calls_and_seeds_of_the_caller_pass_unchanged_and_are_not_counted():
-    engine = RunEngine(EngineDouble([]), seeds=CallSeeds(5))
-    assert engine.generate([[1]], Sampling(max_new_tokens=4, temperature=0.0)) == [None]
-    assert engine.generate([[1]], Sampling(max_new_tokens=4, seed=9)) == [9]
-    assert engine.seeds.calls == 0
-
-
-def test_an_evaluation_with_seeds_of_its_own_leaves_those_of_training():
-    entered = []
-    engine = RunEngine(EngineDouble([]), seeds=CallSeeds(5), enter_generating=lambda: entered.append(1))
-    evaluating = engine.reseeded(5, first_call=100)
-    assert evaluating.generate([[1]], SAMPLING) == [seed_of_call(5, 100)]
-    assert (engine.seeds.calls, entered) == (0, [1])

@@ -18,11 +18,10 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rl_algorithms.background_collection import Collectors, gated
 from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.choices import check_fields
 from rl_algorithms.collecting import collect, episode_seed, require_some_judged
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.examples import prepare
@@ -31,48 +30,12 @@ from rl_algorithms.metrics import describe, mean_of_steps
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
 from rl_algorithms.rollouts import Rollouts, concatenate
-from rl_algorithms.staleness import batches_ahead, refuse_uncorrected
+from rl_algorithms.staleness import AsyncConfig, batches_ahead, refuse_uncorrected
 from rl_algorithms.stepping import batches_left
 
-__all__ = ["AsyncConfig", "AsyncGRPOConfig", "make_buffer", "train"]
+__all__ = ["AsyncGRPOConfig", "make_buffer", "train"]
 
 SamplingT = TypeVar("SamplingT")
-
-
-COUNTS_AND_SECONDS = ("num_collectors", "groups_per_call", "timeout_s", "stop_timeout_s")
-
-
-@dataclass(frozen=True, kw_only=True)  # no slots: a class has but one base with them
-class AsyncConfig:
-    """How sampling goes on while the policy trains."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    max_staleness: int
-    """Optimizer steps by which the policy may be ahead of the weights that sampled a token it trains on.
-    `steps_per_generation - 1` is synchronous; each further `steps_per_generation` lets sampling run one batch ahead."""
-
-    weights: Literal["between_calls", "in_flight"] = "between_calls"
-    """When engines take new weights. `between_calls` waits for calls to end. `in_flight` takes them at once, in the
-    middle of responses whose tokens record their version; it needs `policy.generation.vllm_cfg.async_engine`."""
-
-    num_collectors: int = 1
-    """Threads that request rollouts. As many as there are engines keep all of them busy."""
-
-    groups_per_call: int = 8
-    """Prompts in each call, at most. More fill an engine's batch; fewer shorten the wait of a refit `between_calls`."""
-
-    ask_again: bool = True
-    """Sample a group that became too old again. False moves on, so that slow prompts are trained on less."""
-
-    timeout_s: float = 1800.0
-    """Deadline in seconds for rollouts, and for calls to end before a refit."""
-
-    stop_timeout_s: float = 60.0
-    """Seconds that the end of the stage, also by an error, waits for running calls."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, at_least={"max_staleness": 0}, above=dict.fromkeys(COUNTS_AND_SECONDS, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,28 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
+from rl_algorithms import sft
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.collecting import collect, require_some_judged
-from rl_algorithms.contracts import Engine, Environment
+from rl_algorithms.contracts import Engine, Environment, Policy
 from rl_algorithms.estimates import Estimate, majority_at_k, pass_at_k
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Accuracy", "EvaluationConfig", "Figures", "HeldOut", "Measured", "Outcome", "evaluate", "judge"]
+__all__ = [
+    "Accuracy",
+    "EvaluationConfig",
+    "Figures",
+    "HeldOut",
+    "Measured",
+    "Outcome",
+    "demonstration_nll",
+    "evaluate",
+    "judge",
+]
 
 SamplingT = TypeVar("SamplingT")
 
@@ -190,6 +203,14 @@ def judge(
         num_failed=int(rollouts.failed.sum()),
         rollouts=rollouts,
     )
+
+
+def demonstration_nll(policy: Policy, demonstrations: sft.Lessons) -> float:
+    """-logp of a trained token in nats, a mean over tokens times the weights of their rows; nothing is trained."""
+    examples = sft.prepare(demonstrations)
+    weights = examples.trainable.double() * examples.weight[:, None]
+    nll = -torch.where(weights > 0, policy.logp(examples).double(), 0.0)
+    return ((nll * weights).sum() / weights.sum()).item()
 
 
 def _check_votes(figures: Figures, extract: Callable[[str], str | None] | None) -> None:

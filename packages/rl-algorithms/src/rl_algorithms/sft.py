@@ -27,7 +27,7 @@ from rl_algorithms.examples import pad
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.stepping import batches_left, checked_batches, finite_step
 
-__all__ = ["Examples", "Lessons", "SFTConfig", "explain", "mean_nll", "prepare", "step", "train"]
+__all__ = ["Examples", "Lessons", "SFTConfig", "explain", "prepare", "step", "train"]
 
 Lessons: TypeAlias = Sequence[Demonstration | TokenizedConversation]
 """Answers after their prompts, or conversations with a mask of what is learnt. `row.weight`, if there is one, is w."""
@@ -130,14 +130,6 @@ def step(policy: Policy, examples: Examples, config: SFTConfig) -> dict[str, flo
         "trained_tokens": (weights > 0).sum().item(),
         "rows_without_tokens": (weights == 0).all(dim=1).sum().item(),
     }
-
-
-def mean_nll(policy: Policy, demonstrations: Lessons) -> float:
-    """-logp of a trained token in nats, a mean over the rows' weights; nothing is trained."""
-    examples = prepare(demonstrations)
-    weights = examples.trainable.double() * examples.weight[:, None]
-    nll = -torch.where(weights > 0, policy.logp(examples).double(), 0.0)
-    return ((nll * weights).sum() / weights.sum()).item()
 
 
 def _loss(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_algorithms import evaluation, sft
+from rl_algorithms import evaluation
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.evaluation import Accuracy, HeldOut, Measured, Outcome
 from rl_algorithms.rollouts import Rollouts
@@ -81,7 +81,7 @@ class Evaluator:
         """
         if not self._demonstrations:
             return {}
-        return {"held_out_loss": sft.mean_nll(self._parts.policy, self._demonstrations)}
+        return {"held_out_loss": evaluation.demonstration_nll(self._parts.policy, self._demonstrations)}
 
     def samples(self, outcome: Outcome, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
         """The first few sampled responses for the report; without an `env` they are sampled here."""

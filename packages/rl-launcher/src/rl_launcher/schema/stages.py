@@ -3,12 +3,13 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from rl_algorithms.async_grpo import AsyncConfig, AsyncGRPOConfig
+from rl_algorithms.async_grpo import AsyncGRPOConfig
 from rl_algorithms.chat import TrainOn
 from rl_algorithms.distill import DistillConfig
 from rl_algorithms.dpo import DPOConfig
 from rl_algorithms.grpo import GRPOConfig
 from rl_algorithms.sft import SFTConfig
+from rl_algorithms.staleness import AsyncConfig
 from rl_backends import OptimizerConfig
 from rl_launcher.recipe_files.dataclass_schema import STRICT
 
