@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_observe import LoggerConfig, MetricError, MetricsLog, RunDirectory, RunDirectoryError, RunLog, read_metrics
-from rl_observe.json_lines import JsonLinesWriter, read_json_lines
+from rl_observe.log_files import JsonLinesWriter, read_json_lines
 
 
 def strict(line):

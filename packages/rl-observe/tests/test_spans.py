@@ -112,9 +112,11 @@ def refit(version, digest="9f2a", verified="every byte"):
 
 
 def test_refits_are_appended_as_they_were_reported(run):
-    log = RefitLog(run)
-    log.write(refit(1), stage="grpo", step=1)
-    log.write(refit(2, digest=None, verified="nothing"))
+    with RefitLog(run) as log:
+        assert not run.refits.exists()
+        log.write(refit(1), stage="grpo", step=1)
+        assert len(read_refits(run)) == 1
+        log.write(refit(2, digest=None, verified="nothing"))
     first, second = read_refits(run)
     assert (first["version"], first["seconds"], first["digest"]) == (1, {"transfer": 0.2, "verify": 0.1}, "9f2a")
     assert (second["version"], second["verified"], second["digest"]) == (2, "nothing", None)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_observe.json_lines import Closing
+from rl_observe.log_files import Closing
 
 if TYPE_CHECKING:
     from torch.profiler import profile

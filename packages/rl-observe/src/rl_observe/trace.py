@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_observe.json_lines import JsonValue, finite_number
-from rl_observe.log_files import TRAINER, read_events, read_metrics, read_spans
+from rl_observe.glossary import finite_number
+from rl_observe.log_files import TRAINER, JsonValue, read_events, read_metrics, read_spans
 from rl_observe.run_directory import RunDirectory, write_text
 
 Row = dict[str, JsonValue]

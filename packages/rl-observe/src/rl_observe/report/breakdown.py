@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rl_observe.glossary import PHASES, phase_seconds
-from rl_observe.number_format import format_duration, format_percent
+from rl_observe.glossary import PHASES, format_duration, format_value, phase_seconds
 from rl_observe.report.curves import Chart, Curve
 from rl_observe.report.record import Row, RunRecord, number, section
 
@@ -31,7 +30,7 @@ def breakdown(record: RunRecord) -> dict[str, Any] | None:
         if not known:
             return None
         shares = {name: value / sum(known.values()) for name, value in known.items()}
-        cells = {name: (format_percent(value), "") for name, value in shares.items()}
+        cells = {name: (format_value(value, "share"), "") for name, value in shares.items()}
         stages = [{"name": "run", "total": "", "shares": shares, "cells": cells, "chart": None}]
     names = dict.fromkeys(name for stage in stages for name in stage["shares"])
     ordered = [*(name for name in _KNOWN if name in names), *(name for name in names if name not in _KNOWN)]
@@ -61,7 +60,7 @@ def _stage(name: str, rows: Sequence[Row]) -> dict[str, Any] | None:
         if spent := [value for value in seconds if value > 0]:
             how_often = per_step if len(spent) == len(steps) else f"in {len(spent)} step{'s' * (len(spent) > 1)}"
             cells[phase] = (
-                format_percent(sum(spent) / total),
+                format_value(sum(spent) / total, "share"),
                 f"{format_duration(statistics.fmean(spent))} {how_often}",
             )
     return {

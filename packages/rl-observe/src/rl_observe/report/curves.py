@@ -10,10 +10,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from rl_observe.glossary import PHASE_PREFIX, Metric, metric_of
-from rl_observe.number_format import format_duration
+from rl_observe.glossary import PHASE_PREFIX, Metric, format_duration, metric_of, typeset_value
 from rl_observe.report.record import Row, RunRecord, number, text
-from rl_observe.report.typeset import typeset_value
 
 __all__ = ["NUM_COLORS", "Chart", "Curve", "Points", "headline_chart", "overlay_charts", "points", "stage_charts"]
 

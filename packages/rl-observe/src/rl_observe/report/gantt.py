@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_observe.glossary import PHASES
+from rl_observe.glossary import PHASES, format_duration
 from rl_observe.log_files import TRAINER
-from rl_observe.number_format import format_duration
 from rl_observe.report.breakdown import phase_class
 from rl_observe.report.record import Row, RunRecord, number, text
 

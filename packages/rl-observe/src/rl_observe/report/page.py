@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from rl_observe.json_lines import finite_number
+from rl_observe.glossary import finite_number, typeset_value
 from rl_observe.report.breakdown import breakdown, phase_class
 from rl_observe.report.curves import headline_chart, stage_charts
 from rl_observe.report.gantt import gantt_legend, gantts
@@ -23,7 +23,6 @@ from rl_observe.report.outcome import outcome
 from rl_observe.report.record import read_record, section, text
 from rl_observe.report.refits import refits
 from rl_observe.report.samples import before_after, conversations
-from rl_observe.report.typeset import typeset_value
 from rl_observe.run_directory import RunDirectory, write_text
 
 __all__ = ["render", "summary_html", "write_report"]

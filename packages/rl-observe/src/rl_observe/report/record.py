@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rl_observe.json_lines import JsonLines, JsonValue, finite_number, read_json_lines
+from rl_observe.glossary import finite_number
+from rl_observe.log_files import JsonLines, JsonValue, read_json_lines
 from rl_observe.run_directory import RunDirectory
 
 __all__ = ["Row", "RunRecord", "number", "read_record", "section", "text"]

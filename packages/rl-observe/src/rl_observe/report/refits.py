@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from rl_observe.json_lines import finite_number
+from rl_observe.glossary import finite_number
 from rl_observe.report.curves import Chart, Curve
 from rl_observe.report.record import Row, RunRecord, number, section, text
 

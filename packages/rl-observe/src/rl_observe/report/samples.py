@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from rl_observe.json_lines import finite_number
+from rl_observe.glossary import finite_number
 from rl_observe.report.record import Row, RunRecord, number, text
 
 __all__ = ["before_after", "conversations"]
