@@ -30,8 +30,7 @@ from rl_observe.report import write_report
 from rl_observe.run_directory import RunDirectory, write_text
 from rl_observe.samples import Sample
 from rl_observe.trace import write_trace
-from rl_observe.trackers import Delivery, enabled_trackers, start_tracker
-from rl_observe.trackers.base import Status
+from rl_observe.trackers import Delivery, Status, enabled_trackers, start_tracker
 
 # How long the end of a run waits for each tracker.
 _FINISH_TIMEOUT_S = 90.0

@@ -12,8 +12,6 @@ from rl_observe.glossary import finite_number
 from rl_observe.log_files import JsonLines, JsonValue, read_json_lines
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["Row", "RunRecord", "number", "read_record", "section", "text"]
-
 T = TypeVar("T")
 Row = dict[str, JsonValue]
 """One line of a file of the run."""
