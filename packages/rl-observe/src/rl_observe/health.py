@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rl_observe.config import HealthConfig
 from rl_observe.glossary import TEXTS
-from rl_observe.log_files import read_events
+from rl_observe.log_files import EventLog, read_events
 from rl_observe.run_directory import RunDirectory, RunDirectoryError
 from rl_observe.samples import ScoredResponse
 
@@ -212,10 +212,6 @@ def _quote(samples: Sequence[ScoredResponse]) -> str:
     return f". For example, the response {'; and '.join(quotes)}" if quotes else ""
 
 
-class _EventWriter(Protocol):
-    def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None: ...
-
-
 class _View(Protocol):
     def event(self, name: str, step: int | None, message: str) -> None: ...
 
@@ -226,7 +222,7 @@ class Reporter:
     If the disk refuses an event, the run continues: the view has shown it, and `unwritten` keeps the reason.
     """
 
-    def __init__(self, events: _EventWriter, view: _View) -> None:
+    def __init__(self, events: EventLog, view: _View) -> None:
         self._events, self._view = events, view
         self.unwritten: list[str] = []
         """Why events could not be written, one entry per event."""

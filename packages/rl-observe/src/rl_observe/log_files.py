@@ -5,7 +5,7 @@
     events.jsonl   {"time": "2026-11-22T09:30:00.000+00:00", "stage": "grpo", "step": 14, "name": "engine_died", …}
 
 Seconds count from the start of the run, over all processes that have worked on it. A killed process loses no complete
-line, and a torn line costs only itself.
+line, and a torn line costs only itself. Whatever opens or writes a file raises `RunDirectoryError` if the disk refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 from rl_observe.glossary import PHASE_PREFIX, phase_seconds
 from rl_observe.redaction import Secrets
@@ -32,6 +32,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 JsonValue: TypeAlias = "str | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
 """A value that JSON can hold."""
+Row: TypeAlias = dict[str, JsonValue]
+"""One line of a log file."""
 
 TRAINER = "trainer"
 """The lane of the thread that drives the run."""
@@ -83,7 +85,6 @@ class MetricsLog(Closing):
 
         Raises:
             MetricError: a value is named `stage`, `step` or `time_s`.
-            RunDirectoryError: the disk refused the line.
         """
         if clashes := sorted(set(values) & set(_RESERVED)):
             raise MetricError(
@@ -128,9 +129,6 @@ class EventLog:
             message: what happened, with its numbers.
             reaction: what was done about it.
             stage: the stage of `step`.
-
-        Raises:
-            RunDirectoryError: the disk refused it.
         """
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"name": name, "message": message, "reaction": reaction}
@@ -174,11 +172,7 @@ class RefitLog(Closing):
         self._lines: JsonLinesWriter | None = None
 
     def write(self, report: RefitFigures, *, stage: str | None = None, step: int | None = None) -> None:
-        """Append one refit that was committed.
-
-        Raises:
-            RunDirectoryError: the disk refused it.
-        """
+        """Append one refit that was committed."""
         row = {name: getattr(report, name) for name in ("version", "bytes", "tensors", "verified", "digest")}
         seconds = {phase: round(value, 6) for phase, value in report.seconds.items()}
         if self._lines is None:
@@ -201,20 +195,12 @@ class SpanLog(Closing):
     def __init__(self, run: RunDirectory, *, elapsed_s: float = 0.0) -> None:
         self._lines = JsonLinesWriter(run.spans)
         self._start_s = time.monotonic() - elapsed_s
-        self._start_unix_s = time.time() - elapsed_s
         self._main = threading.get_ident()
         self._measured = 0
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""
         return time.monotonic() - self._start_s
-
-    def since_start(self, unix_s: float) -> float:
-        """Convert a `time.time()` of another process to seconds since the start of the run.
-
-        As exact as the clocks of the two nodes agree.
-        """
-        return unix_s - self._start_unix_s
 
     def write(
         self,
@@ -230,9 +216,6 @@ class SpanLog(Closing):
         """Append one span that was measured elsewhere, in seconds since the start of the run.
 
         `laid` marks a span of which only the length was measured.
-
-        Raises:
-            RunDirectoryError: the disk refused it.
         """
         if end_s < start_s:
             raise ValueError(f"span {name!r} in lane {lane!r} ends at {end_s} s, before it starts at {start_s} s")
@@ -268,9 +251,6 @@ class SpanLog(Closing):
 
         In that case `phases` (seconds by `phase_s/...`) are laid end to end in their usual order: the lengths are
         measured, the positions are not, and the spans are marked `laid`.
-
-        Raises:
-            RunDirectoryError: the disk refused them.
         """
         measured = self._measured
         self.write("step", lane=TRAINER, start_s=start_s, end_s=end_s, stage=stage, step=step)
@@ -287,36 +267,32 @@ class SpanLog(Closing):
         self._lines.close()
 
 
-def read_metrics(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_metrics(run: RunDirectory) -> list[Row]:
     """Read the logged steps in their order; [] if nothing was logged yet. Torn lines are skipped."""
     return _rows(run.metrics)
 
 
-def read_events(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_events(run: RunDirectory) -> list[Row]:
     """Read the events in their order; [] if there were none."""
     return _rows(run.events)
 
 
-def read_refits(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_refits(run: RunDirectory) -> list[Row]:
     """Read the refits in their order; [] if there were none."""
     return _rows(run.refits)
 
 
-def read_spans(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_spans(run: RunDirectory) -> list[Row]:
     """Read the spans in the order in which they ended; [] if there were none."""
     return _rows(run.spans)
 
 
-def _rows(path: Path) -> list[dict[str, JsonValue]]:
-    return read_json_lines(path).rows if path.exists() else []
+def _rows(path: Path) -> list[Row]:
+    return read_json_lines(path)[0] if path.exists() else []
 
 
 class JsonLinesWriter(Closing):
-    """Append rows to a file, from any thread. When `append` returns, the operating system has the line.
-
-    Raises:
-        RunDirectoryError: the file cannot be opened.
-    """
+    """Append rows to a file, from any thread. When `append` returns, the operating system has the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -333,11 +309,7 @@ class JsonLinesWriter(Closing):
             raise RunDirectoryError(f"{path} cannot be opened for writing: {describe(error)}") from error
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one object as one line; a number that is not finite becomes null.
-
-        Raises:
-            RunDirectoryError: the disk refused the line; the lines before it are complete.
-        """
+        """Write one object as one line; a number that is not finite becomes null. Earlier lines stay complete."""
         try:
             line = json.dumps(row, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError):  # a number that is not finite, or a mapping that is no dict
@@ -365,22 +337,13 @@ def _finite(value: object) -> object:
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-class JsonLines(NamedTuple):
-    """The readable part of a file."""
-
-    rows: list[dict[str, JsonValue]]
-    """The objects, in the file's order."""
-    unreadable: int
-    """Lines that are not a JSON object, such as the last line of a run that was killed while writing it."""
-
-
-def read_json_lines(path: Path) -> JsonLines:
-    """Read every line that is a JSON object, and count those that are not.
+def read_json_lines(path: Path) -> tuple[list[Row], int]:
+    """Read every line that is a JSON object, and count those that are not, such as one that a killed run left torn.
 
     Raises:
         OSError: the file cannot be read.
     """
-    rows: list[dict[str, JsonValue]] = []
+    rows: list[Row] = []
     unreadable = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -394,4 +357,4 @@ def read_json_lines(path: Path) -> JsonLines:
                 rows.append(row)
             else:
                 unreadable += 1
-    return JsonLines(rows, unreadable)
+    return rows, unreadable

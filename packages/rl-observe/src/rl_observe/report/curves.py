@@ -13,7 +13,8 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from rl_observe.glossary import PHASE_PREFIX, Metric, format_duration, metric_of, typeset_value
-from rl_observe.report.record import Row, RunRecord, number, text
+from rl_observe.log_files import Row
+from rl_observe.report.record import RunRecord, number, text
 
 Points = Sequence[tuple[float, float | None]]
 """Steps in ascending order and values; None where a step has no finite value, which breaks the line."""

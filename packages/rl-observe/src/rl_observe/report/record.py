@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_observe.glossary import finite_number
-from rl_observe.log_files import JsonLines, JsonValue, read_json_lines
+from rl_observe.log_files import Row, read_json_lines
 from rl_observe.run_directory import RunDirectory
 
 T = TypeVar("T")
-Row = dict[str, JsonValue]
-"""One line of a file of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +69,10 @@ def read_record(run: RunDirectory) -> RunRecord:
         return value
 
     def read_rows(path: Path, lost: str | None = None, is_valid: Callable[[Row], bool] = bool) -> list[Row]:
-        lines = read(path, read_json_lines, JsonLines([], 0), lost=lost)
-        rows = [row for row in lines.rows if is_valid(row)]
-        if bad := lines.unreadable + len(lines.rows) - len(rows):
+        nothing: tuple[list[Row], int] = [], 0
+        found, unreadable = read(path, read_json_lines, nothing, lost=lost)
+        rows = [row for row in found if is_valid(row)]
+        if bad := unreadable + len(found) - len(rows):
             remarks.append(f"{f'{bad} lines' if bad > 1 else '1 line'} of {path.name} could not be read: left out.")
         return rows
 

@@ -16,8 +16,9 @@ from itertools import groupby
 from typing import Any
 
 from rl_observe.glossary import finite_number
+from rl_observe.log_files import Row
 from rl_observe.report.curves import Chart, Curve, points
-from rl_observe.report.record import Row, RunRecord, number, section, text
+from rl_observe.report.record import RunRecord, number, section, text
 
 _QUANTILE_95 = 1.96  # two-sided 95 % of a normal distribution
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from rl_observe.glossary import PHASES, format_duration, format_value, phase_seconds
-from rl_observe.log_files import TRAINER
+from rl_observe.log_files import TRAINER, Row
 from rl_observe.report.curves import Chart, Curve
-from rl_observe.report.record import Row, RunRecord, number, section, text
+from rl_observe.report.record import RunRecord, number, section, text
 
 _MAX_COLUMNS = 150
 _KNOWN = {phase.name: phase for phase in PHASES}
