@@ -21,24 +21,18 @@ PHASE_PREFIX = "phase_s/"
 class Metric:
     """How one metric is shown."""
 
-    label: str
-    """The name shown to people."""
-    unit: str
-    """A unit of `format_value`."""
-    meaning: str
-    """One sentence for somebody who does not know the metric."""
+    label: str  # the name shown to people
+    unit: str  # a unit of `format_value`
+    meaning: str  # one sentence for somebody who does not know the metric
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
     """One kind of work in a step."""
 
-    name: str
-    """The part of the metric's name after `phase_s/`."""
-    color: str
-    """Its color in a terminal, legible on light and dark; the report has colors of its own."""
-    meaning: str
-    """What is done in it."""
+    name: str  # the part of the metric's name after `phase_s/`
+    color: str  # its color in a terminal, legible on light and dark; the report has colors of its own
+    meaning: str  # what is done in it
 
 
 TEXTS: dict[str, dict[str, Any]] = tomllib.loads(

@@ -24,10 +24,8 @@ class Condition:
     """Something that may happen to a run."""
 
     name: str
-    cause: str
-    """When it occurs, or how it is detected."""
-    reaction: str
-    """What the run does."""
+    cause: str  # when it occurs, or how it is detected
+    reaction: str  # what the run does
 
 
 CONDITIONS = tuple(Condition(name, **texts) for name, texts in TEXTS["conditions"].items())
@@ -73,14 +71,10 @@ def is_disk_full(error: BaseException) -> bool:
 class Event:
     """One occurrence of a condition."""
 
-    name: str
-    """The name of the condition."""
-    message: str
-    """What happened, with its numbers."""
-    reaction: str
-    """What was done about it."""
-    stop: bool = False
-    """True if `Watch` was configured to stop the run on it."""
+    name: str  # the name of the condition
+    message: str  # what happened, with its numbers
+    reaction: str  # what was done about it
+    stop: bool = False  # True if `Watch` was configured to stop the run on it
 
 
 class EventQueue:

@@ -31,10 +31,8 @@ _NUMBER_WIDTH = 9  # of the longest number, such as -0.000924
 class StageTotal:
     """A stage of a run, announced before it starts."""
 
-    name: str
-    """The name used in `update(stage, …)`."""
-    steps: int
-    """The number of steps that it will take."""
+    name: str  # the name used in `update(stage, …)`
+    steps: int  # the number of steps that it will take
 
     def __post_init__(self) -> None:
         if self.steps < 1:

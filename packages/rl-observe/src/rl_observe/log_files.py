@@ -358,3 +358,12 @@ def read_json_lines(path: Path) -> tuple[list[Row], int]:
             else:
                 unreadable += 1
     return rows, unreadable
+
+
+def flat(data: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the leaves of nested plain data by dotted key; a list is one leaf."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

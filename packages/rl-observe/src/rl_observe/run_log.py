@@ -104,8 +104,16 @@ class RunLog:
         self._last_steps: dict[str, int] = {}
         self._phases: list[tuple[str, float, float]] = []
         self._step_start_s = self.spans.now()
+        self._deliveries: dict[str, Delivery] = {}
         try:
-            self._deliveries = self._start_trackers(warn or messages.message)
+            if trackers := enabled_trackers(self._config):
+                known = json.loads(run.trackers.read_text(encoding="utf-8")) if run.trackers.exists() else {}
+                for each in trackers:
+                    earlier = known.get(each.name)
+                    known[each.name] = start_tracker(each, self._recipe, run, known_as=earlier, secrets=self.secrets)
+                write_text(run.trackers, json.dumps(known, indent=2))
+                warn = warn or messages.message
+                self._deliveries = {each.name: Delivery(each, warn=warn, secrets=self.secrets) for each in trackers}
         except BaseException:
             self.close()
             raise
@@ -249,18 +257,6 @@ class RunLog:
                 error.add_note(str(each))
         elif failures:
             raise failures[0]
-
-    def _start_trackers(self, warn: Callable[[str], None]) -> dict[str, Delivery]:
-        trackers = enabled_trackers(self._config)
-        if not trackers:
-            return {}
-        path = self.run.trackers
-        known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        for tracker in trackers:
-            earlier = known.get(tracker.name)
-            known[tracker.name] = start_tracker(tracker, self._recipe, self.run, known_as=earlier, secrets=self.secrets)
-        write_text(path, json.dumps(known, indent=2))
-        return {tracker.name: Delivery(tracker, warn=warn, secrets=self.secrets) for tracker in trackers}
 
     def _figures(self, ended_by: str | None) -> dict[str, object]:
         rows = read_metrics(self.run)

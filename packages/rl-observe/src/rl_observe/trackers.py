@@ -19,12 +19,13 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from secrets import token_hex
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from rl_observe.config import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
+from rl_observe.log_files import flat
 from rl_observe.redaction import Secrets
 from rl_observe.run_directory import RunDirectory
 
@@ -79,14 +80,8 @@ class Tracker(Protocol):
 
 def enabled_trackers(config: LoggerConfig) -> list[Tracker]:
     """Return the enabled trackers, not started yet."""
-    trackers: list[Tracker] = []
-    if config.wandb_enabled:
-        trackers.append(_Wandb(config.wandb))
-    if config.mlflow_enabled:
-        trackers.append(_Mlflow(config.mlflow))
-    if config.trackio_enabled:
-        trackers.append(_Trackio(config.trackio))
-    return trackers
+    trackers: list[Tracker] = [_Wandb(config.wandb), _Mlflow(config.mlflow), _Trackio(config.trackio)]
+    return [tracker for tracker in trackers if getattr(config, f"{tracker.name}_enabled")]
 
 
 def check_trackers(config: LoggerConfig) -> None:
@@ -310,7 +305,7 @@ class _Wandb:
         self._run.log({axis: step, **{f"{stage}/{name}": value for name, value in values.items()}})
 
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
-        self._run.summary.update({name: value for name, value in _flat(summary) if value is not None})
+        self._run.summary.update({name: value for name, value in flat(summary) if value is not None})
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
@@ -353,10 +348,9 @@ class _Mlflow:
         self._run_id = str(created.info.run_id)
         params = [
             self._entities.Param(_mlflow_name(key), _mlflow_text(value, _MAX_PARAM_LENGTH))
-            for key, value in _flat(recipe)
+            for key, value in flat(recipe)
         ]
-        for start in range(0, len(params), _PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
+        self._send("params", params, _PARAMS_PER_CALL)
         return self._run_id
 
     def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -365,17 +359,19 @@ class _Mlflow:
             self._entities.Metric(_mlflow_name(f"{stage}/{name}"), float(value), moment_ms, step)
             for name, value in values.items()
         ]
-        for start in range(0, len(metrics), _METRICS_PER_CALL):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+        self._send("metrics", metrics, _METRICS_PER_CALL)
 
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
         tags = [
             self._entities.RunTag(_mlflow_name(f"summary.{key}"), _mlflow_text(value, _MAX_TAG_LENGTH))
-            for key, value in _flat(summary)
+            for key, value in flat(summary)
         ]
-        for start in range(0, len(tags), _PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, tags=tags[start : start + _PARAMS_PER_CALL])
+        self._send("tags", tags, _PARAMS_PER_CALL)
         self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[status])
+
+    def _send(self, kind: str, items: Sequence[object], size: int) -> None:
+        for start in range(0, len(items), size):
+            self._client.log_batch(self._run_id, **{kind: items[start : start + size]})
 
 
 def _mlflow_name(name: str) -> str:
@@ -407,7 +403,7 @@ class _Trackio:
                 trackio.init,
                 project=self._config.project,
                 name=name,
-                config={key.replace("/", "."): value for key, value in _flat(recipe)},
+                config={key.replace("/", "."): value for key, value in flat(recipe)},
                 resume="allow" if known_as else "never",
                 embed=False,
                 auto_log_gpu=False,
@@ -421,22 +417,13 @@ class _Trackio:
     def finish(self, summary: Mapping[str, object], *, status: Status) -> None:
         numbers = {
             f"summary/{name}": value
-            for name, value in _flat(summary)
+            for name, value in flat(summary)
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         with contextlib.redirect_stdout(io.StringIO()):  # and a farewell
             if numbers:
                 self._run.log(numbers)
             self._run.finish()
-
-
-def _flat(data: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of nested plain data by dotted key; a list is one leaf."""
-    for name, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _require_client(name: str) -> None:

@@ -120,8 +120,16 @@ def stage_charts(record: RunRecord) -> list[dict[str, Any]]:
                 (folded if name in _CHARTS["folded"] else charts).append(_chart(rows, name, group=stage))
             else:
                 constants.append((_metric(name).label, typeset_value(known[0], _unit(_metric(name), known))))
-        facts = _facts(rows)
-        blocks.append({"name": stage, "facts": facts, "charts": charts, "folded": folded, "constants": constants})
+        # Length, duration and last evaluations.
+        facts = [f"{max(number(row, 'step') or 0.0 for row in rows):.0f} steps"]
+        seconds = [time for row in rows if (time := number(row, "time_s")) is not None]
+        if len(seconds) > 1:
+            facts.append(format_duration(max(seconds) - min(seconds)))
+        for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
+            metric, values = _metric(name), [value for step, value in _known(rows, name) if step > 0]
+            facts += [f"{metric.label} {typeset_value(values[-1], _unit(metric, values))}"] if values else []
+        block = {"name": stage, "facts": " · ".join(facts), "charts": charts, "folded": folded, "constants": constants}
+        blocks.append(block)
     return blocks
 
 
@@ -252,19 +260,6 @@ def _agreement_chart(chart: Chart) -> Chart:
         change=f"≤ {typeset_value(max(_values(curves)), 'scientific')}",
         kind="log",
     )
-
-
-def _facts(rows: Sequence[Row]) -> str:
-    """Length, duration and last evaluations of a stage."""
-    steps = [step for row in rows if (step := number(row, "step")) is not None]
-    seconds = [time for row in rows if (time := number(row, "time_s")) is not None]
-    facts = [f"{max(steps):.0f} steps"]
-    if len(seconds) > 1:
-        facts.append(format_duration(max(seconds) - min(seconds)))
-    for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-        values = [value for step, value in _known(rows, name) if step > 0]
-        facts += [f"{_metric(name).label} {typeset_value(values[-1], _unit(_metric(name), values))}"] if values else []
-    return " · ".join(facts)
 
 
 def _metric(name: str) -> Metric:

@@ -19,8 +19,9 @@ import jinja2
 import yaml
 
 from rl_observe.glossary import finite_number, typeset_value
+from rl_observe.log_files import flat
 from rl_observe.report.curves import NUM_COLORS, headline_chart, overlay_charts, stage_charts
-from rl_observe.report.record import RunRecord, read_record, section, text
+from rl_observe.report.record import read_record, section, text
 from rl_observe.report.sections import before_after, conversations, outcome, refits
 from rl_observe.report.times import breakdown, gantt_legend, gantts, phase_class
 from rl_observe.run_directory import RunDirectory, write_text
@@ -99,8 +100,14 @@ def compare_runs(runs: Sequence[RunDirectory], *, to: Path) -> Path:
         raise ValueError(f"a run is compared with itself: {', '.join(twice)}; name each once")
     names = _names([run.path for run in runs])
     records = [read_record(run) for run in runs]
-    recipes = _table([_recipe(record) for record in records])
-    machines = _table([dict(_flat(record.versions)) for record in records])
+    recipes = []
+    for record in records:
+        try:
+            loaded = yaml.safe_load(record.recipe)
+        except yaml.YAMLError:
+            record.remarks.append("recipe.yaml could not be read (YAML): its keys are not compared.")
+            loaded = None
+        recipes.append(_texts(loaded) if isinstance(loaded, dict) else {})
     return write_text(
         to,
         render(
@@ -109,9 +116,9 @@ def compare_runs(runs: Sequence[RunDirectory], *, to: Path) -> Path:
             names=names,
             remarks=[f"{name}: {each}" for name, record in zip(names, records, strict=True) for each in record.remarks],
             overlays=overlay_charts(names, [record.stages for record in records]),
-            summaries=_table([dict(_flat(record.summary)) for record in records]),
-            recipes=recipes,
-            machines=machines,
+            summaries=_table([_texts(record.summary) for record in records]),
+            recipes=_table(recipes),
+            machines=_table([_texts(record.versions) for record in records]),
         ),
     )
 
@@ -168,26 +175,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _recipe(record: RunRecord) -> dict[str, str]:
-    try:
-        loaded = yaml.safe_load(record.recipe)
-    except yaml.YAMLError:
-        record.remarks.append("recipe.yaml could not be read (YAML): its keys are not compared.")
-        return {}
-    return dict(_flat(loaded)) if isinstance(loaded, dict) else {}
-
-
-def _flat(data: Mapping[object, object] | Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """Dotted names and values of the leaves of nested mappings."""
-    leaves: list[tuple[str, str]] = []
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            leaves += _flat(value, f"{name}.")
-        elif name not in _ALWAYS_DIFFERENT:
+def _texts(data: Mapping[str, object]) -> dict[str, str]:
+    """The leaves of nested mappings as text, by dotted name."""
+    texts = {}
+    for name, value in flat(data):
+        if name not in _ALWAYS_DIFFERENT:
             word = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
-            leaves.append((name, value if isinstance(value, str) else word))
-    return leaves
+            texts[name] = value if isinstance(value, str) else word
+    return texts
 
 
 def _table(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:

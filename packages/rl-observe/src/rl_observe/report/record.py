@@ -77,7 +77,12 @@ def read_record(run: RunDirectory) -> RunRecord:
         return rows
 
     stages: dict[str, list[Row]] = {}
-    for row in read_rows(run.metrics, "there are no curves", _has_stage_and_step):
+    steps = read_rows(
+        run.metrics,
+        "there are no curves",
+        lambda row: text(row, "stage") is not None and number(row, "step") is not None,
+    )
+    for row in steps:
         stages.setdefault(str(row["stage"]), []).append(row)
     nothing: Mapping[str, object] = {}
     return RunRecord(
@@ -93,10 +98,6 @@ def read_record(run: RunDirectory) -> RunRecord:
         refits=read_rows(run.refits),
         remarks=remarks,
     )
-
-
-def _has_stage_and_step(row: Row) -> bool:
-    return text(row, "stage") is not None and number(row, "step") is not None
 
 
 def number(values: Mapping[str, object], name: str) -> float | None:

@@ -11,7 +11,6 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -21,20 +20,6 @@ from rl_observe.report.curves import Chart, Curve, points
 from rl_observe.report.record import RunRecord, number, section, text
 
 _QUANTILE_95 = 1.96  # two-sided 95 % of a normal distribution
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """A held-out mean before and after training; either may be unknown."""
-
-    before: float | None
-    after: float | None
-    unit: str
-
-    @property
-    def change(self) -> float:
-        """How much it rose."""
-        return (self.after or 0.0) - (self.before or 0.0)
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
@@ -52,9 +37,9 @@ def outcome(record: RunRecord) -> dict[str, Any]:
             speed = (statistics.median(speeds), stage)
     sampled, size = _held_out(record, "sampled"), max(number(record.summary, "held_out_size") or 0.0, 0.0)
     interval = None
-    if size and sampled.after is not None and sampled.unit == "share":
+    if size and sampled["after"] is not None and sampled["unit"] == "share":
         # Half of the 95 % interval; an upper bound for rewards that are not just 0 or 1.
-        interval = _QUANTILE_95 * math.sqrt(sampled.after * (1 - sampled.after) / size)
+        interval = _QUANTILE_95 * math.sqrt(sampled["after"] * (1 - sampled["after"]) / size)
     # Minutes are enough to tell two runs apart; a date that is not ISO 8601 is shown unchanged.
     date = re.sub(
         r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1, \2 UTC", text(record.versions, "collected_at") or ""
@@ -82,7 +67,8 @@ def outcome(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _held_out(record: RunRecord, kind: str, unit: str | None = None) -> HeldOut:
+def _held_out(record: RunRecord, kind: str, unit: str | None = None) -> dict[str, Any]:
+    """A held-out mean before and after training; either may be None."""
     name = f"held_out_{kind}"
     before, after = (number(record.summary, f"{name}_{when}") for when in ("before", "after"))
     logged = [point for rows in record.stages.values() for point in points(rows, name)]
@@ -91,7 +77,8 @@ def _held_out(record: RunRecord, kind: str, unit: str | None = None) -> HeldOut:
     if after is None:
         after = next((value for step, value in reversed(logged) if step > 0 and value is not None), None)
     is_share = all(0 <= value <= 1 for value in (before, after) if value is not None)
-    return HeldOut(before, after, unit or ("share" if is_share else "score"))
+    unit = unit or ("share" if is_share else "score")
+    return {"before": before, "after": after, "unit": unit, "change": (after or 0.0) - (before or 0.0)}
 
 
 _MAX_CONVERSATIONS = 12

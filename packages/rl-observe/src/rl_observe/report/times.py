@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_observe.glossary import PHASES, format_duration, format_value, phase_seconds
 from rl_observe.log_files import TRAINER, Row
@@ -94,16 +93,14 @@ _STEPS_IN_LANES = 8
 _MAX_BOXES_PER_LANE = 240
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     name: str
     lane: str
     stage: str
     step: str
     start: float
     end: float
-    laid: bool
-    """True if only its length was measured and its place within the step follows from the order of the phases."""
+    laid: bool  # True if only its length was measured; its place in the step follows from the order of the phases
 
 
 def gantts(record: RunRecord) -> list[dict[str, Any]]:
