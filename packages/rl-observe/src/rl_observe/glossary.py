@@ -9,16 +9,14 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 PHASE_PREFIX = "phase_s/"
 """A metric with this prefix holds the seconds that one logged step spent in a phase."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """How one metric is shown."""
 
     label: str  # the name shown to people
@@ -26,8 +24,7 @@ class Metric:
     meaning: str  # one sentence for somebody who does not know the metric
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """One kind of work in a step."""
 
     name: str  # the part of the metric's name after `phase_s/`

@@ -121,14 +121,9 @@ class EventLog:
         self._run, self._secrets = run, secrets or Secrets()
 
     def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None:
-        """Append one event.
+        """Append one event: the condition's name, such as `engine_died`, what happened, and what was done about it.
 
-        Args:
-            name: the condition, such as `engine_died`.
-            step: the optimizer step of `stage` at which it occurred, if it belongs to one.
-            message: what happened, with its numbers.
-            reaction: what was done about it.
-            stage: the stage of `step`.
+        `step` is the optimizer step of `stage` at which it occurred, if it belongs to one.
         """
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"name": name, "message": message, "reaction": reaction}

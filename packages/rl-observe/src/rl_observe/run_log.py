@@ -79,7 +79,6 @@ class RunLog:
         rank: int = 0,
     ) -> None:
         self.run = run = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.create(run_dir)
-        """The run directory."""
         self.secrets = Secrets.of(recipe or {})
         """The recipe's credentials, to be removed from whatever else is written."""
         self.summary: dict[str, object] = {}
@@ -91,16 +90,12 @@ class RunLog:
         if elapsed_s is None:
             elapsed_s = max((finite_number(row.get("time_s")) or 0.0 for row in read_metrics(run)), default=0.0)
         self.metrics = MetricsLog(run, elapsed_s=elapsed_s, tensorboard=self._config.tensorboard_enabled)
-        """Writes the metrics of each step."""
         self.spans = SpanLog(run, elapsed_s=elapsed_s)
-        """Writes what was done when, and keeps the clock."""
+        """Also keeps the clock of the run."""
         self.events = EventLog(run, secrets=self.secrets)
-        """Writes the conditions that occurred."""
         self._reporter = Reporter(self.events, messages)
         self.refits = RefitLog(run)
-        """Writes the refits."""
         self.profiler = Profiler(self._config.profiler, run.profile, rank=rank)
-        """Records steps operator by operator."""
         self._last_steps: dict[str, int] = {}
         self._phases: list[tuple[str, float, float]] = []
         self._step_start_s = self.spans.now()

@@ -40,9 +40,6 @@ _LONGEST_PAUSE_S = 300.0
 # At the end of the run. This bridges a dropped connection; after a longer outage the summary counts what is lost.
 _LAST_ATTEMPTS = 3
 _LAST_PAUSE_S = 2.0
-# How long the client of Weights & Biases waits: at the end of a run for what is left to be sent, and at its start.
-_WANDB_FINISH_S = 60.0
-_WANDB_INIT_S = 60.0
 # Limits of MLflow's REST API.
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
@@ -285,8 +282,8 @@ class _Wandb:
                 disable_git=True,
                 save_code=False,
                 host="",
-                init_timeout=_WANDB_INIT_S,
-                finish_timeout=_WANDB_FINISH_S,
+                init_timeout=60.0,
+                finish_timeout=60.0,
                 x_disable_meta=True,
                 x_disable_machine_info=True,
                 x_disable_stats=True,
