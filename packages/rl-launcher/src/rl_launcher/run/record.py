@@ -104,10 +104,9 @@ class Recorder:
         progress.metric = logged.get(self._metric_name, progress.metric)
         self.report_events(stage, step)
         stop: ConditionError | None = None
-        for noticed in self._watch.observe(stage, logged, errors=progress.reward_errors, samples=samples):
-            event = noticed.event
+        for event in self._watch.observe(stage, logged, errors=progress.reward_errors, samples=samples):
             self._events.report(event.name, event.message, reaction=event.reaction, stage=stage, step=step)
-            if noticed.stop:
+            if event.stop:
                 stop = ConditionError(event.name, event.message)
         due = self.keeper.after_step(before=before)
         if due.end and stop is None:
