@@ -1,7 +1,6 @@
 """The environment that a recipe names in `env`, or that is given as Python objects."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from rl_algorithms.contracts import Conversation, EnvironmentReturn
 from rl_algorithms.environments import EnvironmentFactoryError
@@ -44,12 +43,13 @@ def load_environment(config: EnvironmentConfig | None, objects: Objects = NO_OBJ
         wanted = "a class or function that makes an environment (env.environment)"
         made = load_function(config.environment, wanted=wanted)
     elif reward is None and config is not None:
-        named: dict[str, Any] = {
-            key: load_function(text, wanted=f"a reward function (env.rewards.{key})")
-            for key, text in config.rewards.items()
-        }
-        single = config.reward and load_function(config.reward, wanted="a reward function (env.reward)")
-        reward = single or named
+        if config.reward is not None:
+            reward = load_function(config.reward, wanted="a reward function (env.reward)")
+        else:
+            reward = {
+                key: load_function(text, wanted=f"a reward function (env.rewards.{key})")
+                for key, text in config.rewards.items()
+            }
     options = config or DEFAULTS
     try:
         return options.of_rewards(reward) if made is None else options.of_factory(made, name=name)

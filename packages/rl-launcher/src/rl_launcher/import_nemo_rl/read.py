@@ -231,7 +231,10 @@ class Source:
         ours: dict[str, Any] = {}
         for theirs, written in key_map()["copied"][rules].items():
             rule: dict[str, Any] = {"to": written} if isinstance(written, str) else written
-            value = self.take(f"{section or rules}.{theirs}")
+            value = self.take(key := f"{section or rules}.{theirs}")
+            if value is not None and value not in (choices := list(rule.get("values", [value]))):
+                self.untranslated(key, f"it is none of {', '.join(map(str, choices))}")
+                value = None
             value = rule.get("default") if value is None else value
             value = rule["values"].get(value) if "values" in rule else value
             *parents, name = rule["to"].split(".")
