@@ -4,7 +4,7 @@ import json
 
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 TWO_RANKS = [

@@ -159,7 +159,7 @@ def test_a_second_signal_beside_a_rank_that_stands_still_ends_the_run_at_once(la
     run.terminate()
     assert run.end() == 130, run.output
     assert gone(processes) == []
-    assert "Go on with: rl-launcher resume" in " ".join(run.output.split())
+    assert "Continue with: rl-launcher resume" in " ".join(run.output.split())
     share.write_text(SHARE_OF_DIGITS + "\n# mended\n")
     resumed = launch("resume", "run", run_dir="run")
     resumed.wait_until(lambda: any(event["name"] == "resumed" for event in json_lines(run.run_dir / "events.jsonl")))

@@ -54,6 +54,16 @@ def run(table, engine, chat, rows, *, config, reward=share_of_threes, **options)
     )
 
 
+def test_the_rollouts_of_each_batch_can_be_looked_at_before_they_are_trained_on(make_table, make_engine, chat, rows):
+    table, seen = make_table(lr=1.0), []
+    config = grpo.GRPOConfig(max_num_steps=2, num_prompts=len(rows), num_generations_per_prompt=4)
+    engine = make_engine(table)
+    looked = lambda rollouts: seen.append((table.version, rollouts))  # noqa: E731
+    metrics = run(table, engine, chat, rows, config=config, on_rollouts=looked)
+    assert [rollouts.rewards.mean().item() for _, rollouts in seen] == [each["reward"] for each in metrics]
+    assert [version for version, _ in seen] == [0, 1]
+
+
 @pytest.mark.parametrize("objective", PRESETS.values(), ids=PRESETS.keys())
 def test_a_table_learns_under_every_preset(make_table, make_engine, chat, rows, objective):
     lr = 2.0

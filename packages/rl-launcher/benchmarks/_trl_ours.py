@@ -6,7 +6,7 @@ from _trl_job import Job, grpo_overrides
 from _trl_turns import TURNS, Turns
 
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"

@@ -43,7 +43,7 @@ from rl_backends import load_causal_lm, load_tokenizer
 from rl_generation import Sampling, TransformersEngine
 from rl_launcher.quickstart import sort_digits
 from rl_launcher.recipe_files import load_object, load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 HERE = Path(__file__).parent

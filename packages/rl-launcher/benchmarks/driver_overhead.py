@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -21,7 +21,7 @@ from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checkpoints.save import cut_history, due, to_keep
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import resume, run
+from rl_launcher.run import resume, run
 from rl_launcher.schema import CheckpointingConfig, Recipe
 from rl_observe import RunDirectory, read_events
 

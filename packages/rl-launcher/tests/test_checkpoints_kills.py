@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rl_launcher.checkpoints import unfinished_of
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import resume, run
+from rl_launcher.run import resume, run
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory, read_events
 
@@ -23,7 +23,7 @@ PROGRAM = """
     from rl_launcher.recipe_files import load_recipe
     from rl_launcher.schema import Recipe
     from rl_launcher.run.record import Recorder
-    from rl_launcher.run.run import run
+    from rl_launcher.run import run
     from rl_backends import DTensorBackend
 
     folders, save, run_file = map(importlib.import_module, (
@@ -31,12 +31,12 @@ PROGRAM = """
 
     places = {
         "a step": (DTensorBackend, "optim_step"),
-        "after a step is logged": (Recorder, "_look_and_save"),
+        "after a step is logged": (Recorder, "_check_and_save"),
         "the progress of a checkpoint": (save, "save_file"),
         "the marker of a checkpoint": (save, "mark_complete"),
         "the name of a checkpoint": (folders, "_sync_tree"),
         "the pruning of checkpoints": (save, "_remove"),
-        "the model": (run_file, "save_model"),
+        "the model": (run_file.Run, "_save_model"),
         "the summary": (run_file, "write_text"),
     }
     owner, name = places[sys.argv[1]]
@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, tmp_path, curve, place, count,
     summary = resume(directory.path)
     said = read_events(directory)[0]["message"]
     if resumed_from is None:
-        assert said.startswith("begins anew, since no checkpoint was whole")
+        assert said.startswith("starts from its beginning, since no checkpoint was whole")
     else:
         assert f"from step_{resumed_from:08d}" in said
     assert all(f"{name} is torn, and was not read" in said for name in torn)

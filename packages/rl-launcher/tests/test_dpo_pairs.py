@@ -15,7 +15,7 @@ from rl_launcher.build import build
 from rl_launcher.checks.explain import explain
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe
-from rl_launcher.run.run import resume, run
+from rl_launcher.run import resume, run
 from rl_launcher.run.stages import dpo as stage_pairs
 from rl_launcher.schema import Recipe
 

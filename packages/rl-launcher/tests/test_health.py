@@ -18,7 +18,7 @@ from rl_launcher.conditions import CONDITIONS, conditions_table, name_of, reacti
 from rl_launcher.errors import ConditionError, RestartableError, RunStoppedError
 from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import Run, resume, run, supervise, weights_lost
+from rl_launcher.run import Run, resume, run
 from rl_launcher.run.signals import Interruption
 from rl_launcher.schema import ClusterConfig, Recipe
 from rl_observe import RunDirectory, health, read_events
@@ -84,7 +84,12 @@ def test_a_condition_that_is_to_stop_the_run_saves_it_and_the_run_can_go_on(reci
 
 
 def test_rollouts_that_fail_cost_themselves_and_are_counted(recipe, tmp_path):
-    summary = run(load(recipe, "sft=null", f"env.reward={tmp_path}/reward.py:fails_on_five", "env.on_error=zero"))
+    with (tmp_path / "reward.py").open("a") as file:
+        file.write(
+            "def sometimes(prompts, completions):\n"
+            "    return [1 / (prompt != '5+0=') + len(text) / 8 for prompt, text in zip(prompts, completions)]\n"
+        )
+    summary = run(load(recipe, "sft=null", f"env.reward={tmp_path}/reward.py:sometimes", "env.on_error=zero"))
     assert summary["reward_errors"] > 0
     assert summary["conditions"]["rollouts_failed"] >= 1
     assert summary["conditions"].keys() <= NAMES
@@ -104,7 +109,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint_whole(recipe
         with pytest.raises(RunStoppedError) as stopped:
             run(load(recipe, "checkpointing.save_period=2"))
     assert "are free in" in str(stopped.value)
-    assert "step_00000004, step 4 of sft, is whole. Go on with: rl-launcher resume" in str(stopped.value)
+    assert "step_00000004, step 4 of sft, is whole. Continue with: rl-launcher resume" in str(stopped.value)
     assert resume(tmp_path / "run")["conditions"] == {"disk_full": 1, "resumed": 1}
     run(load(recipe, f"run_dir={tmp_path}/whole"))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
@@ -129,8 +134,8 @@ def test_whatever_happens_over_ray_has_a_name_that_is_explained():
 
 
 def test_engines_that_are_used_up_leave_the_policys_weights_to_be_saved():
-    assert not weights_lost(EngineDiedError("engine 0 died"))
-    assert weights_lost(RankLostError("rank 1 died"))
+    assert not EngineDiedError("engine 0 died").weights_lost
+    assert RankLostError("rank 1 died").weights_lost
 
 
 def test_a_disk_without_room_is_refused_before_the_first_step_and_the_log_is_finished(recipe, tmp_path, monkeypatch):
@@ -139,11 +144,7 @@ def test_a_disk_without_room_is_refused_before_the_first_step_and_the_log_is_fin
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with Interruption() as interruption, pytest.raises(DiskSpaceError):
-        supervise(
-            Run(recipe=resolved, directory=directory, build=build, started=0.0),
-            build(resolved),
-            interruption=interruption,
-        )
+        Run(resolved, directory, interruption=interruption, build=build).execute()
     assert (directory.path / "trace.json").exists()
     assert not (directory.path / "metrics.jsonl").read_text()
 
@@ -177,11 +178,7 @@ def test_a_run_that_loses_a_rank_goes_on_by_itself_from_its_last_checkpoint(
     directory = RunDirectory.create(resolved.run_dir)
     directory.recipe.write_text("run_dir: x")
     with Interruption() as interruption:
-        summary = supervise(
-            Run(recipe=resolved, directory=directory, build=build_here, started=0.0),
-            build_here(resolved),
-            interruption=interruption,
-        )
+        summary = Run(resolved, directory, interruption=interruption, build=build_here).execute()
     restarts = 2 if not save_period else 1
     assert summary["conditions"] == {"trainer_died": restarts, "restarted": restarts}
     assert summary["restarts"] == restarts
@@ -199,7 +196,7 @@ def test_a_run_without_restarts_left_ends_and_says_how_to_go_on(recipe, tmp_path
 
     monkeypatch.setattr(DTensorBackend, "optim_step", dies)
     with pytest.raises(
-        RunStoppedError, match=r"No checkpoint was saved. Begin anew with: rl-launcher resume"
+        RunStoppedError, match=r"No checkpoint was saved. Start again with: rl-launcher resume"
     ) as stopped:
         run(load(recipe))
     assert stopped.value.exit_code == 1

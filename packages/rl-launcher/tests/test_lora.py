@@ -1,6 +1,7 @@
 """Claims about runs that train adapters: what moves, what the engine gets, what is saved, and what is refused."""
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe
-from rl_launcher.run.run import resume, run
+from rl_launcher.run import resume, run
 from rl_launcher.schema import Recipe
 
 # peft 0.21 asks transformers 5.23 by an old name.
@@ -102,7 +103,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(recipe, tmp_path, monkeypatch, s
     run(resolve(recipe, *asked, f"run_dir={tmp_path}/whole"))
     with monkeypatch.context() as patch:
         stop_after(patch, 8 - 5 * bool(stages))
-        with pytest.raises(RunStoppedError, match="Go on with"):
+        with pytest.raises(RunStoppedError, match="Continue with"):
             run(resolve(recipe, *asked, f"run_dir={tmp_path}/cut"))
     copies = (tmp_path / "cut" / "checkpoints" / "stage_start").exists()
     assert copies != bool(stages)  # the base is never lost, so that nothing is kept of it
@@ -114,14 +115,14 @@ def test_an_interrupted_run_goes_on_bit_for_bit(recipe, tmp_path, monkeypatch, s
 
 
 def test_the_reference_of_a_first_stage_is_the_base_without_memory_of_its_own(recipe):
-    from rl_launcher.run.stages.start_stage import _frozen
+    from rl_launcher.run.stages.start_stage import _freeze
 
     parts = building.build(resolve(recipe, "sft=null").value)
     try:
         policy = parts.policy
         policy.start_training(OptimizerConfig(lr=0.1), num_steps=1)
         before = sum(1 for _ in policy.model.parameters())
-        reference = _frozen(policy, of_base=True)
+        reference = _freeze(policy, of_base=True)
         assert sum(1 for _ in policy.model.parameters()) == before
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
@@ -231,9 +232,8 @@ def test_nemo_rls_word_for_the_rank_is_understood(recipe):
 
 def test_the_disk_that_a_run_asks_for_is_not_more_than_its_checkpoints_take(recipe, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "rl_launcher.run.stage_order.check_space", lambda *_, **needs: asked.append(needs["checkpoint_bytes"])
-    )
+    module = sys.modules["rl_launcher.run.run"]
+    monkeypatch.setattr(module, "check_space", lambda *_, **needs: asked.append(needs["checkpoint_bytes"]))
     few = ["grpo=null", "sft.max_num_steps=2", "checkpointing.save_period=2"]
     run(resolve(recipe, *few))
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")

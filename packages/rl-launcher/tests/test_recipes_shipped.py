@@ -15,7 +15,7 @@ from rl_launcher.cli import app
 from rl_launcher.recipe_files import RecipeError, json_schema, load_recipe, reference
 from rl_launcher.recipe_files.problems import DEFAULT
 from rl_launcher.recipe_files.yaml_source import compose
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import Recipe
 
 RECIPES = shipped_recipes()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from rl_launcher.checkpoints.save import Keeper
 from rl_launcher.errors import RestartableError, RunStoppedError
 from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run import resume, run
 from rl_launcher.run.record import Recorder
-from rl_launcher.run.run import resume, run
 from rl_launcher.schema import ClusterConfig, Recipe
 from rl_observe import RunDirectory, read_events
 
@@ -31,7 +32,7 @@ def start(recipe, monkeypatch):
             before(next(numbers))
             return build(replace(asked, cluster=ClusterConfig()), **named)
 
-        monkeypatch.setattr("rl_launcher.run.run.build", here)
+        monkeypatch.setattr(sys.modules["rl_launcher.run.run"], "build", here)
         asked = ["sft=null", "cluster={runtime: ray, max_restarts: 1}", *overrides]
         return run(load_recipe(recipe, schema=Recipe, overrides=asked))
 
@@ -70,11 +71,12 @@ def test_a_run_that_could_not_start_again_is_there_to_be_resumed(start, dies_at,
             raise error
 
     dies_at(1)
-    with pytest.raises(RunStoppedError, match=r"stopped: rank 1 died; .*\nGo on with: rl-launcher resume ") as stopped:
+    message = r"stopped: rank 1 died; (?s:.*)\nContinue with: rl-launcher resume "
+    with pytest.raises(RunStoppedError, match=message) as stopped:
         start(before=before)
     interrupted = isinstance(error, KeyboardInterrupt)
     assert stopped.value.exit_code == (130 if interrupted else 1)
-    assert interrupted or "it could not start again: no node is left" in str(stopped.value)
+    assert interrupted or "it could not restart: no node is left" in str(stopped.value)
     summary = summary_of(tmp_path)
     assert summary["ended_by"] == ("interrupted" if interrupted else "failed")
     assert summary["conditions"] == {"trainer_died": 1, summary["ended_by"]: 1}
@@ -91,7 +93,7 @@ def test_a_signal_during_the_save_before_a_restart_ends_the_run_after_it(start, 
 
     monkeypatch.setattr(Keeper, "save", signalled)
     dies_at(2, of=EngineDiedError)
-    with pytest.raises(RunStoppedError, match="engine 0 died; interrupted before it had started again") as stopped:
+    with pytest.raises(RunStoppedError, match="engine 0 died; interrupted before it had restarted") as stopped:
         start(before=builds.append)
     assert builds == [1]
     assert stopped.value.exit_code == 130
@@ -109,7 +111,7 @@ def test_a_signal_while_the_lost_processes_are_ended_starts_none_anew(start, die
 
     monkeypatch.setattr(RewardFunctionEnvironment, "close", signalled, raising=False)
     dies_at(3)
-    with pytest.raises(RunStoppedError, match="rank 1 died; interrupted before it had started again") as stopped:
+    with pytest.raises(RunStoppedError, match="rank 1 died; interrupted before it had restarted") as stopped:
         start("checkpointing.save_period=2", before=builds.append)
     assert builds == [1]
     assert stopped.value.exit_code == 130
@@ -129,7 +131,7 @@ def test_what_hinders_a_restart_does_not_hide_what_happened_first(start, dies_at
             file.write_text("{}")
 
     dies_at(3, first=damage)
-    with pytest.raises(RunStoppedError, match=r"(?s)stopped: rank 1 died.*\nIt could not go on by itself: .*damaged"):
+    with pytest.raises(RunStoppedError, match=r"(?s)stopped: rank 1 died.*\nIt could not restart by itself: .*damaged"):
         start("checkpointing.save_period=2")
     summary = summary_of(tmp_path)
     assert summary["ended_by"] == "trainer_died"
@@ -144,7 +146,7 @@ def test_a_run_does_not_start_again_on_other_data(start, dies_at, tmp_path):
             rows.write_text(rows.read_text().replace('"answer": "3"', '"answer": "4"'))
 
     dies_at(3)
-    with pytest.raises(RunStoppedError, match="it could not start again: the data are no longer those"):
+    with pytest.raises(RunStoppedError, match="it could not restart: the data are no longer those"):
         start("checkpointing.save_period=2", before=before)
 
 

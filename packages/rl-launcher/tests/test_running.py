@@ -19,11 +19,11 @@ from rl_algorithms import presets
 from rl_algorithms.objective import Objective
 from rl_launcher.checkpoints.disk import claimed
 from rl_launcher.cli import app
-from rl_launcher.errors import Refusal
+from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.inputs import load_dataset
 from rl_launcher.load_model import stop_token_ids
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run.run import run
+from rl_launcher.run import run
 from rl_launcher.schema import DataConfig, Recipe
 from rl_observe import RunDirectory
 from rl_observe.glossary import metric_of
@@ -267,11 +267,38 @@ def test_a_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(request
     assert ("up to 10 batches of prompts" in explained) == (name == "dapo")
 
 
-def test_a_run_in_which_nothing_could_be_learnt_says_so(recipe, tmp_path, capsys):
+def test_a_run_that_never_stepped_fails_and_names_the_likely_causes(recipe, tmp_path):
     (tmp_path / "reward.py").write_text("def score(completions):\n    return [0.5] * len(completions)\n")
-    summary = run_recipe(recipe, "sft=null")
-    assert summary["steps"] == 0
-    assert "grpo took no step" in " ".join(capsys.readouterr().out.split())
+    result = CliRunner().invoke(app, ["run", str(recipe), "sft=null"])
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "grpo took no optimizer step: the rewards were equal within every group" in said
+    assert "rl-launcher try-reward RECIPE" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["ended_by"], summary["batches"], summary["steps"]) == ("no_signal", 4, 0)
+    assert not (tmp_path / "run" / "error.txt").exists()  # nothing was raised that a traceback would explain
+
+
+def test_batches_and_optimizer_steps_are_counted_apart(recipe, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(
+        "calls = []\n"
+        "def score(completions):\n"
+        "    calls.append(1)\n"
+        "    return [float(len(calls) == 3 and row % 2) for row, _ in enumerate(completions)]\n"
+    )
+    summary = run_recipe(recipe, "sft=null", "evaluation.every=0")  # calls 1 and 2 are the evaluation before
+    assert (summary["batches"], summary["steps"]) == (4, 2)
+    assert "grpo  2/8 (+6 without a signal)" in capsys.readouterr().out
+
+
+def test_the_condition_no_signal_quotes_two_responses_with_their_rewards(recipe, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(completions):\n    return [0.25] * len(completions)\n")
+    with pytest.raises(RunStoppedError):
+        run_recipe(recipe, "sft=null", "health={no_signal_batches: 2, on_no_signal: stop}")
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    assert [event["name"] for event in events] == ["no_signal", "no_signal"]  # it was noticed, and ended the run
+    assert events[0]["step"] == 4
+    assert events[0]["message"].count("0.25") == 2
 
 
 def test_trainer_and_engine_agree_at_another_temperature_too(recipe, tmp_path):

@@ -14,8 +14,8 @@ from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.inputs import load_dataset
 from rl_launcher.recipe_files import RecipeError, load_recipe
+from rl_launcher.run import resume, run
 from rl_launcher.run.evaluate import Evaluator
-from rl_launcher.run.run import resume, run
 from rl_launcher.schema import Recipe
 from rl_observe.glossary import metric_of
 

@@ -9,8 +9,8 @@ from rl_launcher.build import build
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run import run
 from rl_launcher.run.evaluate import Evaluator
-from rl_launcher.run.run import run
 from rl_launcher.schema import EnvironmentConfig, Recipe
 from rl_observe import RunDirectory, read_spans
 from rl_observe.glossary import metric_of
@@ -27,7 +27,7 @@ GAMES = """
         def step(self, answer):
             if self.digit == "5":
                 time.sleep(30)
-            return "again", float(answer == self.digit), False, False, {}
+            return "again", float(answer == self.digit) + len(set(answer)) / 10, False, False, {}
         def close(self):
             pass
 

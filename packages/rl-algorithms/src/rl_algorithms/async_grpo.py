@@ -15,7 +15,7 @@ common clock: ranks that each run this loop would train on different rollouts; r
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -26,11 +26,11 @@ from rl_algorithms.choices import check_fields
 from rl_algorithms.collecting import collect, episode_seed, require_some_judged
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.examples import prepare
-from rl_algorithms.grpo import GRPOConfig, take_steps
+from rl_algorithms.grpo import GRPOConfig, minibatches, step
 from rl_algorithms.metrics import describe, mean_of_steps
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
-from rl_algorithms.rollouts import concatenate
+from rl_algorithms.rollouts import Rollouts, concatenate
 from rl_algorithms.staleness import batches_ahead, refuse_uncorrected
 from rl_algorithms.stepping import batches_left
 
@@ -107,6 +107,7 @@ def train(
     steps_taken: int = 0,
     seed: int = 0,
     buffer: ReplayBuffer | None = None,
+    on_rollouts: Callable[[Rollouts], object] | None = None,
 ) -> Iterator[dict[str, float]]:
     """As `grpo.train`, but `engine`, `environment`, `chat` and `prompts` are called by the collecting threads.
 
@@ -137,9 +138,12 @@ def train(
             with timer.phase("wait"):
                 held = buffer.take(config.num_prompts, version=last, timeout_s=config.timeout_s)
             rollouts = require_some_judged(concatenate([each.rollouts for each in held.groups]))
+            if on_rollouts is not None:
+                on_rollouts(rollouts)
             with timer.phase("train"):
                 examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
-                steps = take_steps(policy, examples, config, seed=episode_seed(seed, number))
+                parts = minibatches(examples, config, seed=episode_seed(seed, number))
+                steps = [step(policy, part, config.objective) for part in parts]
             metrics = {**describe(rollouts, version=version), "dropped_groups": float(len(held.dropped))}
             version += len(steps)
             with asked.alone(timer, timeout_s=config.timeout_s) if alone else nullcontext():

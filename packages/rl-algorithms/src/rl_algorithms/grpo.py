@@ -13,7 +13,7 @@ References: DeepSeekMath (arXiv:2402.03300), DAPO (arXiv:2503.14476); see `prese
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -31,9 +31,10 @@ from rl_algorithms.objective import Objective
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.policy_gradient import Examples, loss
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
+from rl_algorithms.rollouts import Rollouts
 from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
 
-__all__ = ["Examples", "GRPOConfig", "prepare", "step", "take_steps", "train"]
+__all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]
 __all__ += presets.__all__
 
 SamplingT = TypeVar("SamplingT")
@@ -92,12 +93,14 @@ def train(
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
+    on_rollouts: Callable[[Rollouts], object] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Train for `max_num_steps`; after each batch of rollouts, yield what to log, the new `version` included.
 
     `version` is how many steps the weights have seen at the start, and the engine must already hold them. `prompts`
     yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights. To go on with a run,
-    give the `steps_taken` so far, and prompts from there on.
+    give the `steps_taken` so far, and prompts from there on. `on_rollouts` is called with the rollouts of each batch
+    before they are trained on.
     """
     timer = PhaseTimer()
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "environment": environment}
@@ -106,9 +109,12 @@ def train(
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:
         rollouts = collect_batch(given, config, number=number, version=version, seed=seed, **ask)
+        if on_rollouts is not None:
+            on_rollouts(rollouts)
         with timer.phase("train"):
             examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
-            steps = take_steps(policy, examples, config, seed=episode_seed(seed, number))
+            parts = minibatches(examples, config, seed=episode_seed(seed, number))
+            steps = [step(policy, part, config.objective) for part in parts]
         metrics = describe(rollouts, version=version)
         version += len(steps)
         if steps:  # nothing to train on, no step, nothing new to transfer
@@ -116,12 +122,12 @@ def train(
         yield {**metrics, **mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
 
 
-def take_steps(policy: Policy, examples: Examples, config: GRPOConfig, *, seed: int) -> list[dict[str, float]]:
+def minibatches(examples: Examples, config: GRPOConfig, *, seed: int) -> Iterator[Examples]:
     """Deal the rows that have something to train on over `steps_per_generation` optimizer steps, in a random order."""
     shuffle = torch.Generator().manual_seed(seed)  # the same when a run is resumed here
     rows = examples.trainable.any(dim=1).nonzero()[:, 0]
     order = rows[torch.randperm(len(rows), generator=shuffle)].tensor_split(config.steps_per_generation)
-    return [step(policy, take_rows(examples, part), config.objective) for part in order if len(part)]
+    return (take_rows(examples, part) for part in order if len(part))
 
 
 def step(policy: Policy, examples: Examples, objective: Objective) -> dict[str, float]:

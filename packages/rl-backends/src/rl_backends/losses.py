@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "ask", "checked", "last_tokens"]
+__all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "ask", "checked", "last_tokens", "through_outputs"]
 
 Sums = dict[str, Tensor]
 Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
@@ -46,26 +46,31 @@ def checked(result: Any, *, outputs: Tensor, reserved: tuple[str, ...] = ()) -> 
     return total.reshape(()), {name: _number(name, part, device=outputs.device) for name, part in parts.items()}
 
 
-def ask(
-    loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT, *, counted: bool, reserved: tuple[str, ...] = ()
+def ask(loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT, *, counted: bool) -> tuple[Tensor, Sums]:
+    """Call the loss on the model's outputs for the rows of one microbatch; see `through_outputs`."""
+    leaf = outputs.detach().requires_grad_(outputs.requires_grad)
+    return through_outputs(loss(leaf, rows), leaf=leaf, outputs=outputs, counted=counted)
+
+
+def through_outputs(
+    result: Any, *, leaf: Tensor, outputs: Tensor, counted: bool, reserved: tuple[str, ...] = ()
 ) -> tuple[Tensor, Sums]:
     """A scalar whose gradient in `outputs` is that of the loss, and the loss's sums.
 
-    The backward pass of the loss itself runs here, apart from the model's: whatever it raises can be told to the ranks
-    that take part in the latter.
+    The backward pass of the loss itself runs here, apart from the model's, so an error in it can be reported to the
+    ranks that take part in the model's.
 
     Args:
-        loss: anybody's.
-        outputs: what the model gave for `rows`.
-        rows: of one microbatch.
+        result: what the loss returned for `leaf`.
+        leaf: `outputs`, detached from the model.
+        outputs: of the model, for the rows of one microbatch.
         counted: False for a microbatch whose gradient shall be 0.
-        reserved: names that are not the loss's to give.
+        reserved: names of sums that the loss may not use.
 
     Raises:
-        Exception: whatever the loss raises, and what `checked` does.
+        Exception: what `checked` raises, and what the loss's backward pass raises.
     """
-    leaf = outputs.detach().requires_grad_(outputs.requires_grad)
-    total, parts = checked(loss(leaf, rows), outputs=leaf, reserved=reserved)
+    total, parts = checked(result, outputs=leaf, reserved=reserved)
     if not counted:
         return outputs.sum() * 0.0, parts
     torch.autograd.backward(total)

@@ -1,7 +1,7 @@
-"""Keeps the garbage collector from looking, in every run anew, at what lives until its end. Knows nothing of runs.
+"""Exclude long-lived objects from garbage collection.
 
-A full collection goes through every object there is. torch, transformers and a model are half a million of them, a
-tenth of a second for each collection, and allocations of a few hundred rollouts cause one every few steps.
+A full collection visits every object. torch, transformers and a model are half a million of them, a tenth of a second
+for each collection, and the allocations of a few hundred rollouts cause one every few steps.
 """
 
 import gc
@@ -12,16 +12,16 @@ __all__ = ["freeze", "long_lived"]
 
 
 def freeze() -> None:
-    """What is there now is not looked at until this process ends: for one that has nothing else to do."""
+    """Exclude everything that exists now until this process ends: for a process that does nothing else."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """What is there now is not looked at inside the block; what comes to be in it is, and all of it afterwards.
+    """Exclude everything that exists now while the block runs.
 
-    Unless somebody had frozen objects before, as vLLM does: those stay so, and these with them.
+    If somebody had frozen objects before, as vLLM does, those stay frozen, and these with them.
     """
     mine = not gc.get_freeze_count()
     freeze()

@@ -1,6 +1,6 @@
-"""What a run is made of, wherever it runs: the same few methods in this process and on Ray. Knows neither.
+"""The parts of a run, with the same few methods in this process and on Ray.
 
-The loops of `rl_algorithms` ask less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
+The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ __all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
 
 
 class TrainedPolicy(Protocol):
-    """A policy that can be trained and saved: a backend of rl_backends, or a group of ranks that each have one."""
+    """A policy that can be trained and saved: a backend of rl_backends, or a group of ranks that each hold one."""
 
     version: int
     """Optimizer steps that the weights have seen."""
@@ -35,10 +35,10 @@ class TrainedPolicy(Protocol):
         """Of the next step."""
 
     def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Begin a stage with a fresh optimizer."""
+        """Start a stage with a fresh optimizer."""
 
     def logp(self, examples: Any) -> Tensor:
-        """As `rl_algorithms.contracts.Policy`'s; the following two, too."""
+        """As in `rl_algorithms.contracts.Policy`, like the following two."""
 
     def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
         """Accumulate the gradient; return sums over all rows."""
@@ -53,10 +53,10 @@ class TrainedPolicy(Protocol):
         """Write a Hugging Face model folder, whole or not at all."""
 
     def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
-        """Write optimizer, schedule and weights, for any number of ranks to go on from; whole or not at all."""
+        """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
 
     def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
-        """Go on from what `save_checkpoint` wrote; without `optimizer` from its weights alone, in a stage or before."""
+        """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
 
     def explain(self) -> str:
         """How it is sharded, and why."""
@@ -70,20 +70,20 @@ class Judge(Environment, Protocol):
     """An environment that counts what it could not judge."""
 
     errors: int
-    """Answers, or episodes, that could not be judged so far."""
+    """Responses, or episodes, that could not be judged so far."""
 
     def check(self, columns: set[str]) -> None:
-        """Refuse data that lack a column which judging needs."""
+        """Refuse data without a column that the reward needs."""
 
 
 class WeightSync(Protocol):
-    """The way of new weights into the engine, and what it has done so far."""
+    """Transfers new weights into the engine, and counts what it did."""
 
     count: int
-    """Refits that were verified and committed."""
+    """Verified and committed refits."""
 
     last: RefitReport | None
-    """The report of the latest of them."""
+    """The report of the latest one."""
 
     def __call__(self, *, version: int) -> RefitReport:
         """Transfer, verify and commit."""
@@ -92,12 +92,12 @@ class WeightSync(Protocol):
         """Bytes and seconds of the latest refit, for the log."""
 
     def explain(self) -> str:
-        """What each refit will move."""
+        """What each refit transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """All that a run is made of."""
+    """Everything a run is made of."""
 
     policy: TrainedPolicy
     selection: BackendSelection
@@ -106,29 +106,29 @@ class Parts:
     weight_sync: WeightSync
     environment: Judge
     teacher: Teacher | None
-    """What is distilled from; None without such a stage."""
+    """The teacher to distil from; None without such a stage."""
     chat: Chat
     tokenizer: Any
     prompts: list[Prompt]
-    """To learn from."""
+    """To train on."""
     held_out: list[Prompt]
     unasked: int
-    """Held-out prompts that are too long to be answered, in a run that judges no answers."""
+    """Held-out prompts that are too long to sample a response, in a run without an `env`."""
     demonstrations: list[Demonstration | TokenizedConversation]
     """Empty without an sft stage."""
     held_out_demonstrations: list[Demonstration | TokenizedConversation]
-    """What its loss is measured by; as empty, and where held-out rows have no answer."""
+    """For its held-out loss; also empty if held-out rows have no answer."""
     pairs: "DataPairs | None"
-    """Given pairs of answers; None where the data have none, or nobody learns from them."""
+    """Given preference pairs; None if the data have none, or no stage trains on them."""
     skipped: SkippedRows
     """Which rows of the data were left out."""
     placement: str
-    """Where everything is, in words."""
+    """Which process holds what, in words."""
     close: Callable[[], None]
-    """End every process and free what the parts hold; a second time does nothing."""
+    """End every process and free what the parts hold; a second call does nothing."""
     events: EventQueue = field(default_factory=EventQueue)
-    """What happens to the parts by themselves, as an engine that is restarted, for the recorder to tell."""
+    """What happens to the parts, as an engine that is restarted, for the recorder to report."""
     figures: Callable[[], dict[str, float]] = dict
-    """What the parts count by themselves, as engines that died, for the log."""
+    """What the parts count, as engines that died, for the log."""
     reached: Callable[[str, int], None] = lambda _, __: None
-    """Told that a step of a stage is done, 0 at its beginning: for profilers of other processes."""
+    """Called when a step of a stage is done, and with 0 at its start: for profilers in other processes."""

@@ -56,11 +56,16 @@ class LiveView:
         self._live = Live(get_renderable=self._render, console=self._console, auto_refresh=False)
         self._thread = threading.Thread(target=self._redraw, name="live-view", daemon=True)
 
-    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Show the metrics of one step. A stage that was not announced is added."""
+    def update(self, stage: str, step: int, values: Mapping[str, float], *, skipped: int = 0) -> None:
+        """Show the metrics of one step. A stage that was not announced is added.
+
+        `skipped` of the steps so far changed no weights, as when a batch had no training signal; they are counted
+        apart.
+        """
         now_s = self._elapsed_s()
         with self._lock:
             progress = self._progress.update(stage, step, values, now_s=now_s)
+            progress.skipped = skipped
             self._changed = True
         if not self._on_terminal and (line := self._lines.line(progress, values, now_s=now_s)) is not None:
             self.message(line)
@@ -144,6 +149,8 @@ class StageProgress:
     name: str
     steps: int
     step: int = 0
+    skipped: int = 0
+    """Steps among them that changed no weights."""
     started_s: float | None = None
     updated_s: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
@@ -273,7 +280,9 @@ class LineWriter:
             self._columns[progress.name] = [name for name in _COLUMNS if name in values]
         columns = self._columns[progress.name]
         cells = [f"{_COLUMNS[name]} {_number(name, values):<{_NUMBER_WIDTH}}" for name in columns]
-        count = f"{progress.step:>{len(str(progress.steps))}}/{progress.steps}"
+        count = f"{progress.step - progress.skipped:>{len(str(progress.steps))}}/{progress.steps}"
+        if progress.skipped:
+            count += f" (+{progress.skipped} without a signal)"
         shown = [] if values.keys().isdisjoint(columns) else cells
         start = [f"{format_clock(now_s):>7}", f"{progress.name:<{self._name_width}}", count]
         return "  ".join([*start, *shown, *evaluations]).rstrip()
@@ -329,7 +338,7 @@ def _stage_row(stage: StageProgress, progress: RunProgress, *, now_s: float, wid
     active = stage is progress.current and not stage.done
     mark = ("✔", _GOOD) if stage.done else ("▸", _ACCENT) if active else ("·", _DIM)
     digits = len(str(max(other.steps for other in progress.stages.values())))
-    count = f"{stage.step:>{digits}}/{stage.steps:<{digits}}"
+    count = f"{stage.step - stage.skipped:>{digits}}/{stage.steps:<{digits}}"
     clock = ""
     if stage.done:
         clock = format_clock(stage.elapsed_s)

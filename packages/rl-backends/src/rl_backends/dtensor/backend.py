@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rl_backends.batching.microbatches import moved
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.choices import require_temperature
 from rl_backends.dtensor.accumulation import GradientAccumulation
@@ -38,11 +39,12 @@ from rl_backends.lora import (
     load_adapter,
     save_adapter,
 )
-from rl_backends.losses import LossFunction, Output, Sums, last_tokens
+from rl_backends.losses import ROUTER_LOSS, LossFunction, Output, Sums, last_tokens, through_outputs
 from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import OptimizerConfig, Optimizers, clip_and_step, make_optimizers
+from rl_backends.rank_agreement import raise_together
 from rl_backends.readers import (
     Head,
     Reader,
@@ -217,8 +219,35 @@ class DTensorBackend:
         cut = self._sharded.cut(examples, with_token_ids=output == "logp_of_token_ids")
         asked = torch.ones_like(examples.lengths) if output == "score" else None
         with self._meter.forward_backward(examples, cut, asked=asked):
-            own = cut[self._sharded.rank_of_rows]
-            return self._accumulation.run(examples, own, loss, reader=reader, output=output)
+            passes, own = self._accumulation, cut[self._sharded.rank_of_rows]
+            num_rows, weight, reserved = len(examples.lengths), passes.router_coefficient, passes.reserved_sums
+            sums: Sums = {}
+            failure: Exception | None = None
+            try:
+                for number, microbatch in enumerate(own):
+                    rows = microbatch.of(examples, device="cpu")
+                    outputs, router_loss = passes.forward(rows, microbatch, reader=reader, output=output)
+                    # A rank whose loss raised goes on with a loss of 0: the collectives of backward need every rank.
+                    total, parts = outputs.sum() * 0.0, Sums()
+                    if failure is None:
+                        try:
+                            leaf = outputs.detach().requires_grad_(outputs.requires_grad)
+                            result = loss(leaf, moved(rows, device=self.config.device))
+                            given: dict[str, Any] = {"leaf": leaf, "outputs": outputs, "reserved": reserved}
+                            total, parts = through_outputs(result, counted=microbatch.counted, **given)
+                        except Exception as error:  # noqa: BLE001 - anybody's loss; raised below, on all ranks
+                            failure = error
+                    if router_loss is not None:
+                        parts[ROUTER_LOSS] = router_loss.detach() / num_rows
+                        total = total + router_loss * (microbatch.counted * weight / num_rows)
+                    passes.backward(total, last=number == len(own) - 1)
+                    for name, part in parts.items():
+                        sums[name] = sums.get(name, 0.0) + (part if microbatch.counted else torch.zeros_like(part))
+                raise_together(failure)
+                return passes.added_up(sums)
+            except BaseException:
+                passes.discard()
+                raise
 
     def optim_step(self) -> float:
         """Clip, update, clear the gradient; return its norm before clipping.

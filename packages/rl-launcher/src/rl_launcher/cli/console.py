@@ -13,7 +13,7 @@ from rich.markup import escape
 
 __all__ = ["or_refuse", "print_json", "refuse", "report_and_exit", "show", "warn", "write"]
 
-REFUSED, INTERRUPTED = 2, 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 ResultT = TypeVar("ResultT")
 
 
@@ -46,10 +46,13 @@ def report_and_exit(error: BaseException, *, traceback: bool = False) -> NoRetur
         refuse(error, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         refuse("interrupted before training began; nothing was written", INTERRUPTED)
-    if isinstance(error, OSError):
+    frames = errors.user_frames(error)
+    if isinstance(error, OSError) and not frames:
         refuse(_describe(error))
-    if isinstance(error, ValueError):
-        refuse(error)
+    if errors.is_refusal(error):
+        refuse(f"{error}\n{frames}".rstrip())
+    if frames:
+        refuse(f"{type(error).__name__}: {error}\n{frames}", FAILED)
     raise error
 
 

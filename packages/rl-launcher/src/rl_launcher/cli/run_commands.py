@@ -1,6 +1,5 @@
 """Commands about one run: run, resume, explain, validate, try-reward, evaluate, report, export."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_launcher.cli.arguments import Json, Overrides, RecipeFile, RunPath, Traceback, complete_recipes, load
-from rl_launcher.cli.console import or_refuse, print_json, refuse, show, warn
+from rl_launcher.cli.console import or_refuse, print_json, refuse, report_and_exit, show, warn
 
 __all__ = ["evaluate", "explain", "export", "report", "resume", "run", "try_reward", "validate"]
 
@@ -16,28 +15,28 @@ __all__ = ["evaluate", "explain", "export", "report", "resume", "run", "try_rewa
 def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = load(recipe, overrides)
+    # Called from here and not through a helper: every debugger and traceback of a run begins with these frames.
+    try:
+        from rl_launcher.run import run as run_recipe
 
-    def train() -> dict[str, Any]:
-        from rl_launcher.run.run import run as run_recipe
-
-        return run_recipe(resolved)
-
-    _show_summary(train, traceback=traceback)
+        summary = run_recipe(resolved)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - report_and_exit raises what it does not know
+        report_and_exit(error, traceback=traceback)
+    _show_summary(summary)
 
 
 def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Continue a run that ended early from its last checkpoint. The last line printed is JSON."""
+    try:
+        from rl_launcher.run import resume as resume_run
 
-    def train() -> dict[str, Any]:
-        from rl_launcher.run.run import resume as resume_run
-
-        return resume_run(run_dir, overrides or ())
-
-    _show_summary(train, traceback=traceback)
+        summary = resume_run(run_dir, overrides or ())
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - as in `run`
+        report_and_exit(error, traceback=traceback)
+    _show_summary(summary)
 
 
-def _show_summary(train: Callable[[], dict[str, Any]], *, traceback: bool) -> None:
-    summary = or_refuse(train, traceback=traceback)
+def _show_summary(summary: dict[str, Any]) -> None:
     for complaint in summary.get("unwritten", []):
         warn(f"not written: {complaint}")
     show(f"report: {summary['run_dir']}/report.html   model: {summary['run_dir']}/model")
@@ -100,7 +99,7 @@ def try_reward(
     Exit code 1 if the rewards of each group are equal, so that there is nothing to learn from.
     """
     resolved = load(recipe, overrides)
-    from rl_launcher.run.try_reward import try_reward as try_it  # type: ignore[import-not-found,unused-ignore]
+    from rl_launcher.run import try_reward as try_it
 
     trial = or_refuse(lambda: try_it(resolved, prompts=prompts, rollouts=rollouts), traceback=traceback)
     show(trial.text())

@@ -1,6 +1,6 @@
 """Evaluate a model on held-out data, during a run or on its own.
 
-Answers are the engine's, and are judged only where the recipe says how; the loss is the policy's.
+The engine samples responses to held-out prompts, which are scored if the recipe has an `env`; losses are the policy's.
 """
 
 import json
@@ -13,17 +13,19 @@ from typing import Any, Literal
 
 import torch
 
-from rl_algorithms import sft
+from rl_algorithms import evaluation, sft
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.estimates import Estimate
-from rl_algorithms.evaluation import Accuracy, Figures, evaluate
+from rl_algorithms.evaluation import Accuracy
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
-from rl_launcher.build import sampling
+from rl_launcher.build import build, sampling
+from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
+from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
 __all__ = ["Evaluator", "HeldOut", "Measured", "Outcome", "measure", "measured_recipe"]
@@ -31,7 +33,7 @@ __all__ = ["Evaluator", "HeldOut", "Measured", "Outcome", "measure", "measured_r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """How the engine's weights do on prompts that nothing trained on."""
+    """How the engine's weights do on prompts that were not trained on."""
 
     sampled: Accuracy
     greedy: Accuracy
@@ -63,16 +65,16 @@ class HeldOut:
             *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.sampled.pass_at.items()),
         ]
         if failed := self.sampled.num_failed + self.greedy.num_failed:
-            lines.append(f"{failed} answers could not be judged, and are in none of these")
+            lines.append(f"{failed} responses could not be judged, and are left out of these figures")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run does before or after the stage that it is about."""
+    """How a run does before or after its main stage."""
 
     answers: HeldOut | None
-    """None where nobody judges."""
+    """None without an `env`."""
 
     figures: dict[str, float]
     """What else was measured, as `held_out_loss`."""
@@ -90,71 +92,59 @@ class Outcome:
         return ", ".join(parts) or "nothing was measured"
 
 
-class _Listener:
-    """Hears answers that nobody judges, for people to read."""
+class _Unscored:
+    """An environment for responses that are only shown to people."""
 
     def step(self, conversations: Sequence[Conversation]) -> Sequence[EnvironmentReturn]:
-        """Each ends with its first answer."""
+        """End every conversation after its first response."""
         return [EnvironmentReturn(reward=0.0, terminated=True) for _ in conversations]
 
 
 FIRST_CALL = 1 << 40
-"""The number of an evaluation's first call: the same every time, and far from those of training."""
+"""The number of an evaluation's first engine call: always the same, and far from those of training."""
 
 
 class Evaluator:
-    """Asks the same held-out prompts, with the same random numbers, every time, and reads the same demonstrations."""
+    """Samples responses to the same held-out prompts with the same seeds every time, and reads the same rows."""
 
     def __init__(self, parts: Parts, recipe: Recipe) -> None:
         self._parts, self._config = parts, recipe.evaluation
-        self._judged = recipe.env is not None
+        self._scored, self._seed = recipe.env is not None, recipe.seed
         self._imitates = [*recipe.stages] == ["sft"]
         self._sampled = sampling(recipe.policy.generation)
         self._greedy = sampling(recipe.policy.generation, greedy=True)
-        stage: Any = recipe.grpo or recipe.distill
-        self._turns = (
-            {"max_turns": 1}
-            if stage is None
-            else {
-                "max_turns": stage.max_turns,
-                "max_length": stage.max_length,
-            }
-        )
-        self._seed, self._num_with_tokens = recipe.seed, recipe.logger.num_samples_with_tokens
+        self._num_with_tokens = recipe.logger.num_samples_with_tokens
+        self._turns = turn_limits(recipe)
+        self._demonstrations = parts.held_out_demonstrations[: self._config.max_prompts_while_training]
 
     @property
     def size(self) -> int:
-        """Held-out prompts asked before and after training; where nobody judges, rows that are measured by."""
-        if self._judged:
+        """Held-out prompts before and after training; without an `env`, rows or pairs that are measured."""
+        if self._scored:
             return min(self._config.max_prompts, len(self._parts.held_out))
         if self._parts.pairs is not None:
             return min(self._config.max_prompts_while_training, len(self._parts.pairs.held_out.tokens) // 2)
         return len(self._demonstrations)
 
-    @property
-    def _demonstrations(self) -> sft.Lessons:
-        return self._parts.held_out_demonstrations[: self._config.max_prompts_while_training]
-
     def outcome(self) -> Outcome:
         """All that is measured before and after training."""
-        answers = self.both() if self._judged else None
-        return Outcome(answers=answers, figures=self.loss() if self._imitates else {})
+        return Outcome(answers=self.both() if self._scored else None, figures=self.loss() if self._imitates else {})
 
     def both(self) -> HeldOut:
-        """Sampled and greedy answers to all of them."""
-        sampled = self._ask(self._sampled, self.size, samples=self._config.samples_per_prompt)
-        return HeldOut(sampled=sampled, greedy=self._ask(self._greedy, self.size))
+        """Sampled and greedy responses to all held-out prompts."""
+        sampled = self._sample(self._sampled, self.size, samples=self._config.samples_per_prompt)
+        return HeldOut(sampled=sampled, greedy=self._sample(self._greedy, self.size))
 
     def quick(self) -> dict[str, float]:
-        """Accuracy of greedy answers to those that are asked while training; nothing where nobody judges."""
-        if not self._judged:
+        """Mean reward of greedy responses to the prompts that are used during training; empty without an `env`."""
+        if not self._scored:
             return {}
-        return {"held_out_greedy": self._ask(self._greedy, self._config.max_prompts_while_training).mean}
+        return {"held_out_greedy": self._sample(self._greedy, self._config.max_prompts_while_training).mean}
 
     def loss(self) -> dict[str, float]:
-        """The policy's `held_out_loss`: -logp a learnt token of held-out demonstrations, in nats; nothing without any.
+        """The policy's `held_out_loss`: -logp of a trained token of held-out demonstrations, in nats; {} without any.
 
-        Always of the same rows, before and after training too, so that its values are one curve.
+        Always of the same rows, also before and after training, so that its values form one curve.
         """
         if not self._demonstrations:
             return {}
@@ -168,17 +158,17 @@ class Evaluator:
         return self._config.every > 0 and previous_step // self._config.every < step // self._config.every
 
     def samples(self, outcome: Outcome, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
-        """The first few sampled answers, as the report shows them; where nobody judges, they are asked for here."""
-        asked = self._parts.held_out[: min(self._config.samples, self._config.max_prompts)]
-        if not asked:
+        """The first few sampled responses for the report; without an `env` they are sampled here."""
+        prompts = self._parts.held_out[: min(self._config.samples, self._config.max_prompts)]
+        if not prompts:
             return []
         if outcome.answers is None:
-            rollouts, each = self._ask(self._sampled, len(asked), environment=_Listener()).rollouts, 1
+            rollouts, each = self._sample(self._sampled, len(prompts), environment=_Unscored()).rollouts, 1
         else:
             rollouts, each = outcome.answers.sampled.rollouts, self._config.samples_per_prompt
         samples: list[Sample] = []
-        for number, prompt in enumerate(asked):
-            row = number * each  # the first answer to each prompt
+        for number, prompt in enumerate(prompts):
+            row = number * each  # the first response to each prompt
             sample = Sample(
                 when=when,
                 stage=stage,
@@ -203,22 +193,28 @@ class Evaluator:
             decode=self._parts.tokenizer.decode,
         )
 
-    def _ask(
+    def _sample(
         self, how: Sampling, num_prompts: int, *, samples: int = 1, environment: Environment | None = None
     ) -> Accuracy:
         parts, config = self._parts, self._config
         pass_at = tuple(k for k in config.pass_at if k <= samples)
-        return evaluate(
+        return evaluation.evaluate(
             parts.held_out[:num_prompts],
-            engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
+            engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),  # each turn has its own seed
             sampling=how,
             environment=parts.environment if environment is None else environment,
             chat=parts.chat,
             samples_per_prompt=samples,
             seed=self._seed,
-            figures=Figures(pass_at=pass_at, pass_reward=config.pass_reward),
+            figures=evaluation.Figures(pass_at=pass_at, pass_reward=config.pass_reward),
             **self._turns,
         )
+
+
+def turn_limits(recipe: Recipe) -> dict[str, Any]:
+    """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
+    stage = recipe.grpo or recipe.distill
+    return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
 
 
 def _describe(estimate: Estimate) -> str:
@@ -234,7 +230,7 @@ def _with_interval(estimate: Estimate) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was found."""
+    """How a model does on held-out prompts."""
 
     model: str
     held_out: HeldOut
@@ -244,8 +240,9 @@ class Measured:
 
     def text(self) -> str:
         """For people."""
-        asked = f"{self.num_prompts} held-out prompts, {self.samples_per_prompt} sampled and 1 greedy answer each"
-        return f"{self.model}: {asked}; intervals hold the truth 95 times in 100\n{self.held_out.table()}"
+        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
+        sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
+        return f"{self.model}: {sizes}\n{self.held_out.table()}"
 
     def figures(self) -> dict[str, Any]:
         """Plain values."""
@@ -259,17 +256,17 @@ class Measured:
 
 
 def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str | None = None) -> Resolved[Recipe]:
-    """The recipe of `subject`, with the model that is to be measured in the place of its policy's.
+    """The recipe to evaluate `subject` by: a recipe or a run, with `model` instead of the recipe's.
 
     Raises:
-        ValueError: it is no recipe and no run, or the run has left no model.
+        Refusal: it is neither, or the run has no model.
     """
     is_run = subject.is_dir()
     file = subject / "recipe.yaml" if is_run else subject
     if is_run and not file.is_file() and (subject / "config.json").is_file():
         raise Refusal(
-            f"{subject} is a model, and what it is asked stands in a recipe: rl-launcher evaluate RECIPE --model "
-            f"{subject}"
+            f"{subject} is a model, and the prompts to evaluate it on are named by a recipe: rl-launcher evaluate "
+            f"RECIPE --model {subject}"
         )
     if is_run and not file.is_file():
         raise Refusal(f"{subject} is no run: it holds no recipe.yaml; give a run's directory, or a recipe")
@@ -277,40 +274,36 @@ def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str 
         model = str(subject / "model")
         if not Path(model).is_dir():
             raise Refusal(
-                f"{subject} has no model: it did not end well. Take one out of a checkpoint with `rl-launcher export "
-                f"{subject} FOLDER`, and measure it with --model FOLDER"
+                f"{subject} has no model, since the run ended early. Export one of its checkpoints with "
+                f"`rl-launcher export {subject} FOLDER`, and evaluate it with --model FOLDER"
             )
     named = [] if model is None else [f"policy.model_name={json.dumps(model)}", "policy.revision=null"]
     return load_recipe(file, schema=Recipe, overrides=[*overrides, *named])
 
 
-def measure(resolved: Resolved[Recipe]) -> Measured:
-    """Ask the held-out prompts.
+def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measured:
+    """Sample responses to the held-out prompts of a recipe, and score them.
 
     Raises:
-        ValueError: whatever a part refuses.
+        Refusal: the recipe has no `env` to score them by; or whatever a part refuses.
     """
-    from rl_launcher.build import build
-    from rl_launcher.checks import preflight
-    from rl_launcher.run.evaluate import Evaluator
-
-    asked = resolved.value
-    if asked.env is None:
-        raise Refusal(f"evaluate asks held-out prompts, and env, which judges the answers, is missing; {HOW_TO_JUDGE}")
-    preflight.check(replace(asked, sft=None, grpo=None, dpo=None, distill=None), new_run=False)
+    recipe = resolved.value
+    if recipe.env is None:
+        raise Refusal(f"measuring scores responses to held-out prompts, and the recipe has no env; {HOW_TO_JUDGE}")
+    preflight.check(replace(recipe, sft=None, grpo=None, dpo=None, distill=None), new_run=False)
     with tempfile.TemporaryDirectory(prefix="rl-launcher-evaluate-") as folder:
-        # Parts that must write, on Ray, write where nobody looks; the stages are asked for their turns alone.
-        parts = build(replace(asked, run_dir=folder, sft=None, distill=None))
+        # On Ray the parts write logs, which nobody reads here. Of the stages only the limits of turns are used.
+        parts = build(replace(recipe, run_dir=folder, sft=None, distill=None), objects=objects)
         try:
             parts.weight_sync(version=0)
-            evaluator = Evaluator(parts, asked)
+            evaluator = Evaluator(parts, recipe)
             held_out = evaluator.both()
         finally:
             parts.close()
     return Measured(
-        model=asked.policy.model_name,
+        model=recipe.policy.model_name,
         held_out=held_out,
         num_prompts=evaluator.size,
-        samples_per_prompt=asked.evaluation.samples_per_prompt,
+        samples_per_prompt=recipe.evaluation.samples_per_prompt,
         num_failed=held_out.sampled.num_failed + held_out.greedy.num_failed,
     )

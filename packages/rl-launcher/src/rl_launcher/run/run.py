@@ -1,17 +1,16 @@
 """Run a recipe to completion, and resume an interrupted run.
 
-What ends a run early has a name (`rl_launcher.conditions`), and its message says how to go on.
-
-What an attempt does is in `training`; what is said and saved when it ends early, in `ending`.
-
-Whatever ends a run early, a signal or an error, first saves where it stands, and leaves a report of what there is.
+`run` and `resume` prepare a `Run`; `Run.execute` builds the parts, trains the stages in order, saves the model and
+writes the summary. When a worker dies it restarts from the last checkpoint; whatever else ends it early is saved first.
 """
 
+import inspect
 import json
 import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -33,21 +32,29 @@ from rl_launcher.checkpoints import (
     save_in_a_step,
     unfinished_of,
 )
-from rl_launcher.checkpoints.disk import DiskSpaceError, claimed, describe_space
+from rl_launcher.checkpoints.disk import STATE_PER_WEIGHT, DiskSpaceError, check_space, claimed, describe_space
 from rl_launcher.checkpoints.export import fill_folder
 from rl_launcher.checkpoints.folders import appearing, root_of, write_text
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
+from rl_launcher.checks.explain import describe_backend
 from rl_launcher.conditions import name_of, reaction_to
-from rl_launcher.errors import Refusal, RestartableError, RunStoppedError
+from rl_launcher.errors import (
+    ConditionError,
+    Refusal,
+    RestartableError,
+    RunStoppedError,
+    is_refusal,
+    user_frames,
+    user_location,
+)
 from rl_launcher.gc_freeze import long_lived
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.recipe_files.dataclass_schema import to_plain
-from rl_launcher.recipe_files.load import escape
-from rl_launcher.recipe_files.yaml_source import dump
-from rl_launcher.run.record import Recorder, summarize
+from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
-from rl_launcher.run.stage_order import train
+from rl_launcher.run.stages import distill, dpo, grpo, sft
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
@@ -66,229 +73,421 @@ from rl_observe import (
 )
 from rl_observe.health import Reporter, Watch, is_disk_full
 
-__all__ = [
-    "Resumption",
-    "Run",
-    "conclude",
-    "end_early",
-    "find_resumption",
-    "has_begun",
-    "resume",
-    "run",
-    "save_adapter",
-    "save_model",
-    "supervise",
-    "weights_lost",
-]
+__all__ = ["Resumption", "Run", "find_resumption", "resume", "run"]
+
+ERROR_FILE = "error.txt"
+"""In the run directory: the whole traceback of what ended the run."""
+STAGES: dict[str, Callable[..., None]] = {"sft": sft.run, "grpo": grpo.run, "dpo": dpo.run, "distill": distill.run}
+NEVER_STEPPED = (
+    "grpo took no optimizer step: the rewards were equal within every group of every batch, so the weights are "
+    "unchanged. Likely causes: the reward never recognises a right response (its format, its parser); the task is too "
+    "hard or too easy for this policy; the sft stage was left out. `rl-launcher try-reward RECIPE` shows a few "
+    "responses with their rewards before you train again"
+)
+NOT_EXACT = "; which rollout meets which weights depends on timing (grpo.async_grpo), so the curve is not bitwise equal"
 
 
-def weights_lost(error: BaseException) -> bool:
-    """Whether there is nothing left in memory that could be saved."""
-    return isinstance(error, RestartableError) and error.weights_lost
+def run(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
+    """Train as a recipe says; return the summary that is also in `summary.json`.
 
-
-def save_model(parts: Parts, folder: Path) -> None:
-    """Write model and tokenizer as one Hugging Face folder, whole or not at all."""
-    with appearing(folder) as unfinished:
-        fill_folder(unfinished, policy=parts.policy, tokenizer=parts.tokenizer)
-
-
-def save_adapter(parts: Parts, folder: Path, *, base_model_name: str) -> None:
-    """Write the adapters in PEFT's format, before the model that they are merged in; nothing, where there are none.
-
-    One that is there is of an end that was killed before it wrote the model.
+    Raises:
+        Refusal: the recipe's parts refuse before training; nothing is left behind.
+        RunStoppedError: training ended early; the run directory holds what was reached.
     """
-    if parts.selection.adapters is None:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    policy: Any = parts.policy  # a backend with adapters, or the ranks that have them
-    policy.save_adapter(folder, base_model_name=base_model_name)
+    started, recipe = time.perf_counter(), resolved.value
+    _refuse_torchrun()
+    preflight.check(recipe, new_run=True)
+    check_trackers(recipe.logger)
+    directory = RunDirectory.create(recipe.run_dir)
+    # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours to remove.
+    with Interruption() as interruption, claimed(directory, new=True), _discarded_if_refused(directory):
+        job = Run(recipe, directory, interruption=interruption, objects=objects, started=started)
+        job.on_built = partial(_describe, resolved, directory)
+        return job.execute()
 
 
-def end_early(
-    error: BaseException,
-    *,
-    directory: RunDirectory,
-    parts: Parts,
-    keeper: Keeper,
-    events: Reporter,
-    at_once: bool,
-) -> RunStoppedError:
-    """Save where the run stands, and say how to go on, or that nothing could be saved."""
-    name, progress = name_of(error), keeper.progress
-    cause = _cause(error)
-    if is_disk_full(error):
-        cause += f". {describe_space(directory.path)}: free some, or start again with run_dir on another disk"
-    rest = _saved(directory, parts, keeper, lost=at_once or weights_lost(error))
-    events.report(name, cause, reaction=reaction_to(name), stage=progress.stage, step=progress.step)
-    stopped = RunStoppedError(
-        f"{cause}\n{rest}", interrupted=name == "interrupted", to_be_resumed=name == "must_save_by"
-    )
-    stopped.__cause__ = error
-    return stopped
+def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
+    """Continue an interrupted or killed run to its end; on a CPU, bit for bit as if it had not been interrupted.
+
+    Args:
+        run_dir: of the run.
+        overrides: `section.key=value` of keys that say where and how it runs, not what it learns.
+        objects: Python objects that the run was started with.
+
+    Raises:
+        Refusal: there is nothing to resume, or a part refuses; the run directory stays as it was.
+        RunStoppedError: it ended early again.
+    """
+    started = time.perf_counter()
+    _refuse_torchrun()
+    directory = RunDirectory.open(run_dir)
+    with claimed(directory), Interruption() as interruption:
+        resolved, changes = _changed_recipe(directory, overrides)
+        found = find_resumption(directory)
+        preflight.check(resolved.value, new_run=False)
+        check_trackers(resolved.value.logger)
+        shown = redact({key: after for key, (_, after) in changes.items()})
+        message = found.message + "".join(f"; {key} is now {value}" for key, value in shown.items())
+        job = Run(resolved.value, directory, interruption=interruption, objects=objects, started=started)
+        job.resumption = replace(found, message=message)
+        if changes:
+            job.on_built = partial(write_text, directory.recipe, resolved.to_yaml(hide=redact))
+        return job.execute()
 
 
-def conclude(
-    directory: RunDirectory, summary: dict[str, Any], *, log: RunLog, events: Reporter, failed: bool
-) -> list[str]:
-    """Write summary and report, and let the trackers go; what cannot be written is told, and takes nothing away."""
-    status = "interrupted" if summary["ended_by"] in {"interrupted", "must_save_by"} else "failed"
-    unwritten = list(events.unwritten)
+class Run:
+    """One run in this process: the parts it is made of, how far it is, and what happens next.
 
-    def finish() -> None:
-        summary.update(log.finish(summary, status=status if failed else "finished"))  # type: ignore[arg-type]
+    `state` goes from "building" over "training" and "saving" to "finished"; from "training" to "restarting" and back
+    after a worker's death; and to "stopped" when the run ends early.
+    """
 
-    def write() -> None:
-        write_text(directory.summary, json.dumps(log.secrets.scrub(summary), indent=2))
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        *,
+        interruption: Interruption,
+        objects: Objects = NO_OBJECTS,
+        build: Callable[[Recipe], Parts] | None = None,
+        started: float = 0.0,
+    ) -> None:
+        self.recipe, self.directory, self.interruption = recipe, directory, interruption
+        self.state: str = "building"
+        self.resumption: Resumption | None = None
+        """Where training continues; None for a run from its beginning."""
+        self.on_built: Callable[[], object] = lambda: None
+        """Called once when the parts are built and accepted: from here on the run directory describes this run."""
+        self._started = started
+        self._make_parts = build or partial(_build, run_dir=directory.path, objects=objects)
 
-    for action in (finish, write, lambda: write_report(directory)):
+    def execute(self) -> dict[str, Any]:
+        """Build, train, save, conclude; restart when a worker dies. Return the summary.
+
+        Raises:
+            Refusal: it was refused before its first step; nothing was written but the log.
+            RunStoppedError: it ended early; everything there is was saved, and the message says how to continue.
+        """
+        self._build()
         try:
-            action()
-        except (OSError, ValueError) as error:
-            unwritten.append(str(error))
-    return unwritten
+            self.on_built()
+        except BaseException:
+            self.parts.close()
+            raise
+        while True:
+            failure: BaseException | None = None
+            after: dict[str, float] | None = None
+            self.state = "training"
+            try:
+                self._open_log()
+                with long_lived():
+                    try:
+                        with closing(self.log), self.view:
+                            after = self._train()
+                        self.state = "saving"
+                        self.interruption.hold()
+                        self._save_model()
+                    except DiskSpaceError:
+                        with suppress(OSError, ValueError):  # the lack of space is what the user must read
+                            self.log.finish({"ended_by": "disk_full"}, status="failed")
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - becomes a RunStoppedError once everything is saved
+                        failure = error
+                    hindered = "" if failure is None else self._plan_restart(failure)
+                    if self.state != "restarting":
+                        stopped = None if failure is None else self._stop(failure, hindered)
+                        return self._conclude(after, stopped)
+            finally:
+                self.interruption.wait_no_more()
+                _close(self.parts)
+            try:
+                self.interruption.check()  # a signal that came while it saved, or while its processes were ended
+                self._build()
+            except BaseException as error:  # noqa: BLE001 - becomes a RunStoppedError, as what ends training does
+                self._stop_between(error, first=failure)
 
+    def _build(self) -> None:
+        """Make the parts, and check that they are those that the run began with."""
+        parts = self._make_parts(self.recipe)
+        try:
+            if self.resumption is not None:
+                self.resumption.progress.check(parts)
+        except BaseException:
+            _close(parts)
+            raise
+        self.parts = parts
 
-def _saved(directory: RunDirectory, parts: Parts, keeper: Keeper, *, lost: bool) -> str:
-    """Save what can be gone on from, or else the weights; return what there is now, and how to go on."""
-    progress, again = keeper.progress, f"rl-launcher resume {directory.path}"
-    exact = not lost and progress.version == parts.policy.version
-    try:
-        if exact and progress.total:
-            keeper.save()
-            return (
-                f"Saved after {parts.policy.version} optimizer steps; weights, log and report are in {directory.path}. "
-                f"Go on with: {again}"
+    def _open_log(self) -> None:
+        """Open log, live view and recorder at the step where training continues."""
+        recipe, directory, resumption = self.recipe, self.directory, self.resumption
+        self.progress = progress = Progress() if resumption is None else resumption.progress
+        counted_until, elapsed_s = None if resumption is None else resumption.counted_until, progress.wall_s
+        self.keeper = Keeper(
+            directory,
+            recipe.checkpointing,
+            parts=self.parts,
+            progress=progress,
+            started=self._started,
+            counted_until=counted_until,
+        )
+        if counted_until is not None:
+            elapsed_s = self.keeper.count_time()
+        earlier, progress.code = progress.code, code_digests(recipe)
+        changed = "".join(f"; {each}" for each in changed_code(recipe, earlier, progress.code))
+        discarded = [] if resumption is None else cut_history(directory, logs=progress.logs)
+        totals = [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in recipe.stages.items()]
+        self.view = LiveView(f"{recipe.headline} · {recipe.data.source} · {recipe.policy.model_name}", totals)
+        logger = recipe.logger
+        plain: Any = to_plain(recipe)
+        if recipe.cluster.runtime == "ray":  # there the ranks record themselves
+            logger = replace(logger, profiler=None)
+        self.log = RunLog(directory, logger, recipe=plain, warn=self.view.message, elapsed_s=elapsed_s)
+        self.events = Reporter(self.log.events, self.view)
+        watch = Watch(recipe.health)
+        watch.replay(read_metrics(directory), errors=progress.reward_errors)
+        self.recorder = Recorder(
+            self.log,
+            self.view,
+            parts=self.parts,
+            keeper=self.keeper,
+            watch=watch,
+            events=self.events,
+            interruption=self.interruption,
+            metric_name=recipe.checkpointing.metric_name,
+        )
+        self._resumed_with = changed, "; ".join(discarded) or "no line of the log is later than it"
+
+    def _train(self) -> dict[str, float]:
+        """Go through the stages, or what is left of them; return how the result does on held-out data.
+
+        sft -> held-out before -> grpo, dpo or distill -> held-out after
+        """
+        recipe, parts, recorder, progress = self.recipe, self.parts, self.recorder, self.progress
+        if self.resumption is not None:
+            changed, discarded = self._resumed_with
+            message = self.resumption.message + changed
+            if recipe.grpo is not None and recipe.grpo.async_grpo is not None:
+                message += NOT_EXACT
+            where: Any = {"stage": progress.stage, "step": progress.step or None}
+            self.events.report(self.resumption.name, message, reaction=discarded, **where)
+        self.interruption.wait_for_steps()
+        evaluator, headline = Evaluator(parts, recipe), recipe.headline
+        progress.restore(parts)
+        self._introduce()
+        for name, stage in recipe.stages.items():
+            is_headline = name == headline
+            if not is_headline and headline == progress.stage:
+                continue  # a resumed run is past this stage
+            if is_headline and progress.before is None:
+                before = evaluator.outcome()
+                progress.before = before.metrics()
+                if progress.before:
+                    recorder.evaluation(headline, progress.before)
+                    recorder.message(f"held out before {headline}: {before.describe()}")
+                recorder.write_samples(evaluator.samples(before, stage=headline, when="before"))
+                recorder.check()
+            recorder.start()
+            STAGES[name](stage, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
+        if recipe.grpo is not None and not has_trained(self.directory, "grpo"):
+            raise ConditionError("no_signal", NEVER_STEPPED)
+        after = evaluator.outcome()
+        if after.metrics():
+            recorder.message(f"held out after {headline}: {after.describe()}")
+        recorder.write_samples(evaluator.samples(after, stage=headline, when="after"))
+        if recipe.env is not None and parts.environment.errors:
+            became = "counted as 0" if recipe.env.on_error == "zero" else "were left out of training"
+            failed = f"{parts.environment.errors} responses could not be judged"
+            recorder.message(f"{failed} and {became} (env.on_error={recipe.env.on_error})")
+        return after.metrics()
+
+    def _introduce(self) -> None:
+        """Print what is unusual about this run, refit the engine for the first time, and check the disk."""
+        parts, recipe, recorder = self.parts, self.recipe, self.recorder
+        if not parts.selection.is_plain:
+            recorder.message(describe_backend(recipe, parts.selection))
+        if parts.skipped.count:
+            recorder.message(f"data.on_bad_row=skip: {parts.skipped}")
+        if parts.unasked:
+            recorder.message(
+                f"{parts.unasked} held-out prompts leave no room for a response of policy.generation.max_new_tokens="
+                f"{recipe.policy.generation.max_new_tokens}, and are left out of sampling"
             )
-        if (latest := find_latest(directory)) is not None:
-            return f"The newest whole checkpoint is {latest.folder.name}, {latest.describe()}. Go on with: {again}"
-        if lost or exact:
-            return f"No checkpoint was saved. Begin anew with: {again}"
-        folder = save_in_a_step(progress, parts, directory)
-    except Exception as second:  # noqa: BLE001 - the first cause is what the user must hear
-        return f"The weights could NOT be saved: {second}{_left(directory)}"
-    return (
-        f"It ended in the middle of a batch of rollouts, from where no run goes on exactly, and before its first "
-        f"checkpoint (checkpointing.save_period). The weights of that moment are in {folder}. Start from them: "
-        f"rl-launcher export {folder} FOLDER, then policy.model_name=FOLDER sft=null run_dir=<another>"
-    )
+        recorder.report_events()
+        report = parts.weight_sync(version=self.progress.version)  # proves that every weight of the engine can be fed
+        adapters = parts.selection.adapters is not None  # then nearly all of the model is frozen and not in checkpoints
+        check_space(
+            self.directory.path,
+            checkpoint_bytes=report.bytes * (1 if adapters else STATE_PER_WEIGHT),
+            model_bytes=report.bytes,
+            config=recipe.checkpointing,
+        )
 
+    def _save_model(self) -> None:
+        """Write the adapters in PEFT's format, if there are any, then the model; each whole or not at all."""
+        parts, policy = self.parts, self.parts.policy
+        if parts.selection.adapters is not None:
+            # A folder that is there already is left from an end that was killed before it wrote the model.
+            shutil.rmtree(self.directory.adapter, ignore_errors=True)
+            adapted: Any = policy  # a backend with adapters, or the ranks that have them
+            adapted.save_adapter(self.directory.adapter, base_model_name=self.recipe.policy.model_name)
+        with appearing(self.directory.model) as unfinished:
+            fill_folder(unfinished, policy=policy, tokenizer=parts.tokenizer)
 
-def _left(directory: RunDirectory) -> str:
-    """What was saved before something could not be."""
-    try:
-        latest = find_latest(directory)
-    except CheckpointError as error:
-        return f". {error}"
-    if latest is None:
+    def _plan_restart(self, error: BaseException) -> str:
+        """Set `resumption` and the state "restarting" if the recipe has restarts left for `error`.
+
+        Returns:
+            What went wrong in the attempt, for the message: "" if nothing did, or no restart was due.
+        """
+        progress, most = self.progress, self.recipe.cluster.max_restarts
+        taken = progress.restarts
+        if not isinstance(error, RestartableError) or self.interruption.heard or taken >= most:
+            return ""
+        try:
+            if not error.weights_lost and progress.total and progress.version == self.parts.policy.version:
+                self.keeper.save()
+            found = find_resumption(self.directory)
+            found.progress.restarts = taken + 1
+            found.progress.wall_s, now = self.keeper.count_time(), time.perf_counter()  # lost steps took time too
+            reaction = f"restart {taken + 1} of cluster.max_restarts={most}: the run {found.message}"
+            where: Any = {"stage": progress.stage, "step": progress.step}
+            self.events.report(error.condition, str(error), reaction=reaction, **where)
+            self.log.finish({"ended_by": error.condition}, status="interrupted")
+        except KeyboardInterrupt:  # whether it was the second signal, `interruption` knows
+            return ""
+        except Exception as second:  # noqa: BLE001 - told behind the first, which the user must read first
+            return f"\nIt could not restart by itself: {second}"
+        self.resumption = replace(found, name="restarted", counted_until=now)
+        self.state = "restarting"
         return ""
-    return f". {latest.folder.name}, {latest.describe()}, is whole. Go on with: rl-launcher resume {directory.path}"
+
+    def _stop(self, error: BaseException, hindered: str) -> RunStoppedError:
+        """Save where the run stands, and say how to continue, or that nothing could be saved."""
+        self.interruption.hold()
+        self.state = "stopped"
+        name, progress, directory = name_of(error), self.progress, self.directory
+        cause = _cause(error)
+        if is_disk_full(error):
+            cause += f". {describe_space(directory.path)}: free some, or start again with run_dir on another disk"
+        lost = self.interruption.at_once or (isinstance(error, RestartableError) and error.weights_lost)
+        untrained = name == "no_signal" and not self.parts.policy.version  # then there is nothing to save
+        saved = "" if untrained else self._save_state(lost=lost)
+        told = cause if (place := user_location(error)) is None else f"{cause} ({place})"
+        self.events.report(name, told, reaction=reaction_to(name), stage=progress.stage, step=progress.step)
+        lines = [cause, *self._explain_failure(error), *([saved] if saved else [])]
+        stopped = RunStoppedError(
+            "\n".join(lines) + hindered, interrupted=name == "interrupted", to_be_resumed=name == "must_save_by"
+        )
+        stopped.__cause__ = error
+        return stopped
+
+    def _explain_failure(self, error: BaseException) -> list[str]:
+        """Write the whole traceback to error.txt; return the user's own frames, or all of it if it may be our bug."""
+        if isinstance(error, KeyboardInterrupt | ConditionError | RestartableError):
+            return []
+        file = self.directory.path / ERROR_FILE
+        whole = str(self.log.secrets.scrub("".join(traceback.format_exception(error))))
+        try:
+            write_text(file, whole)
+        except OSError as second:
+            where = f"The traceback could not be written: {second}"
+        else:
+            where = f"The whole traceback is in {file}"
+        if frames := user_frames(error):
+            return [frames, where]
+        return [where] if is_refusal(error) or is_disk_full(error) else [whole.rstrip(), where]
+
+    def _save_state(self, *, lost: bool) -> str:
+        """Save a checkpoint to continue from, or else the weights; return what there is now, and how to continue."""
+        progress, parts, directory = self.progress, self.parts, self.directory
+        again = f"rl-launcher resume {directory.path}"
+        exact = not lost and progress.version == parts.policy.version
+        try:
+            if exact and progress.total:
+                self.keeper.save()
+                return (
+                    f"Saved after {parts.policy.version} optimizer steps; weights, log and report are in "
+                    f"{directory.path}. Continue with: {again}"
+                )
+            if (latest := find_latest(directory)) is not None:
+                newest = f"The newest whole checkpoint is {latest.folder.name}, {latest.describe()}"
+                return f"{newest}. Continue with: {again}"
+            if lost or exact:
+                return f"No checkpoint was saved. Start again with: {again}"
+            folder = save_in_a_step(progress, parts, directory)
+        except Exception as second:  # noqa: BLE001 - the first cause is what the user must read
+            failed = f"The weights could NOT be saved: {second}"
+            with suppress(CheckpointError):
+                if (latest := find_latest(directory)) is not None:
+                    failed += f". {latest.folder.name}, {latest.describe()}, is whole. Continue with: {again}"
+            return failed
+        return (
+            f"It ended in the middle of a batch of rollouts, from where no run continues exactly, and before its first "
+            f"checkpoint (checkpointing.save_period). The weights of that moment are in {folder}. Start from them: "
+            f"rl-launcher export {folder} FOLDER, then policy.model_name=FOLDER sft=null run_dir=<another>"
+        )
+
+    def _stop_between(self, error: BaseException, *, first: BaseException | None) -> NoReturn:
+        """End the run after a worker's death: new processes could not be had, or were not waited for.
+
+        Raises:
+            RunStoppedError: always; summary and report are written.
+        """
+        self.interruption.hold()
+        self.state = "stopped"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        what = "interrupted before it had restarted" if interrupted else f"it could not restart: {error}"
+        again = f"Continue with: rl-launcher resume {self.directory.path}"
+        self.events.report(name_of(error), what, reaction="the run ends, with exit code 130 or 1")
+        lines = [f"stopped: {first}; {what}", *self._explain_failure(error), again]
+        stopped = RunStoppedError("\n".join(lines), interrupted=interrupted)
+        stopped.__cause__ = error
+        self._conclude(None, stopped)
+        raise stopped
+
+    def _conclude(self, after: dict[str, float] | None, stopped: RunStoppedError | None) -> dict[str, Any]:
+        """Write summary and report, and close the trackers. What cannot be written is reported, and nothing is lost.
+
+        Raises:
+            RunStoppedError: `stopped`, if that is given.
+        """
+        self.keeper.count_time()
+        directory, cause = self.directory, None if stopped is None else stopped.__cause__
+        summary = summarize(self.recipe, self.parts, directory, progress=self.progress, after=after, error=cause)
+        interrupted = summary["ended_by"] in {"interrupted", "must_save_by"}
+        status: Any = "finished" if stopped is None else "interrupted" if interrupted else "failed"
+        unwritten = list(self.events.unwritten)
+        for action in (
+            lambda: summary.update(self.log.finish(summary, status=status)),
+            lambda: write_text(directory.summary, json.dumps(self.log.secrets.scrub(summary), indent=2)),
+            lambda: write_report(directory),
+        ):
+            try:
+                action()
+            except (OSError, ValueError) as error:
+                unwritten.append(str(error))
+        if stopped is not None:
+            stopped.args = ("\n".join([str(stopped), *unwritten]),)
+            raise stopped
+        self.keeper.finish()
+        (directory.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier process that this one has resumed
+        self.state = "finished"
+        return {**summary, "unwritten": unwritten} if unwritten else summary
 
 
 def _cause(error: BaseException) -> str:
+    """Why a run ended, in one sentence."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return f"stopped: {error}" if isinstance(error, ValueError | RuntimeError) else f"failed: {error!r}"
-
-
-NOT_EXACT = "; which rollout meets which weights depends on clocks (grpo.async_grpo), so the curve is not the same bits"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumption:
-    """Where a run goes on."""
-
-    progress: Progress
-    message: str
-    """That, in words."""
-    name: str = "resumed"
-    """Of the condition: `resumed` by a person, or `restarted` by itself."""
-    counted_until: float | None = None
-    """Of `time.perf_counter`: up to when `progress` has counted the seconds of this process; None for another's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What does not change over the attempts of one process."""
-
-    recipe: Recipe
-    directory: RunDirectory
-    build: Callable[[Recipe], Parts]
-    """Makes the parts, for a first attempt or another."""
-    started: float
-    """Of `time.perf_counter`."""
-    resumed: Resumption | None = None
-    """What the first attempt goes on from."""
-
-
-def find_resumption(directory: RunDirectory) -> Resumption:
-    """Where a run would go on: at its newest checkpoint, or where a kill left none, at its beginning.
-
-    Raises:
-        Refusal: it has finished, a checkpoint is damaged, or it failed in the middle of a batch and nothing
-            earlier was saved.
-    """
-    if _finished(directory):
-        raise Refusal(f"{directory.path} has nothing to resume: it has finished")
-    latest = find_latest(directory)
-    torn = [f"{path.name} is torn, and was not read" for path in unfinished_of(directory)]
-    if latest is not None:
-        progress = load_progress(latest)
-        message = f"goes on after {latest.describe()}, from {latest.folder.name}"
-    elif halves := sorted(root_of(directory).glob("in_step_*")):
-        raise CheckpointError(
-            f"{directory.path} has nothing to resume: it failed in the middle of a batch of rollouts, before its first "
-            f"checkpoint; the weights of that moment are in {halves[-1]}. Start from them: rl-launcher export "
-            f"{halves[-1]} FOLDER, then policy.model_name=FOLDER sft=null run_dir=<another>"
-        )
-    else:
-        progress, message = Progress(), "begins anew, since no checkpoint was whole"
-    return Resumption(progress=progress, message="; ".join([message, *torn]))
-
-
-def _finished(directory: RunDirectory) -> bool:
-    """Whether there is a model; one of a run that was killed before it told of that is made again from a checkpoint."""
-    if not directory.model.is_dir():
-        return False
-    try:
-        told = not json.loads(directory.summary.read_text(encoding="utf-8"))["interrupted"]
-    except (OSError, ValueError, KeyError):  # killed while it wrote, or before
-        told = False
-    return told or find_latest(directory) is None
-
-
-def has_begun(directory: RunDirectory) -> bool:
-    """Whether a run has logged or saved anything that would be lost with its folder."""
-    return bool(read_metrics(directory)) or root_of(directory).exists() or directory.model.exists()
-
-
-def supervise(run: Run, parts: Parts, *, interruption: Interruption) -> dict[str, Any]:
-    """Carry out the run; return its summary.
-
-    Raises:
-        RunStoppedError: it ended early; what there is is saved, and the message says how to go on.
-        Refusal: it was refused before its first step; nothing was written but the log.
-    """
-    goes_on = run.resumed
-    while True:
-        try:
-            attempt = _Attempt(run, parts, goes_on=goes_on, interruption=interruption)
-            with long_lived():
-                return attempt.carry_out()
-        except _AnewError as lost:
-            goes_on, first = lost.goes_on, lost.__cause__
-        finally:
-            interruption.wait_no_more()
-            _close(parts)
-        try:
-            interruption.check()  # one that came while it saved, or while its processes were ended
-            parts = _rebuilt(run, goes_on)
-        except BaseException as error:  # noqa: BLE001 - becomes a RunStoppedError, as what ends an attempt does
-            attempt.end_between(error, first=first)
+    if isinstance(error, SystemExit):
+        return f"stopped: a function that the recipe names called sys.exit({error.code!r})"
+    if isinstance(error, ConditionError | RuntimeError | ValueError):
+        return f"stopped: {error}"
+    return f"failed: {error!r}"
 
 
 def _close(parts: Parts) -> None:
-    """End what the run held. All is written by now: what goes wrong here is told, and the outcome stays."""
+    """Close the parts. Everything is written by now: what goes wrong here is reported, and the outcome stays."""
     try:
         parts.close()
     except KeyboardInterrupt:
@@ -297,242 +496,48 @@ def _close(parts: Parts) -> None:
         sys.stderr.write(f"not closed cleanly: {type(error).__name__}: {error}\n")
 
 
-def _rebuilt(run: Run, goes_on: Resumption) -> Parts:
-    parts = run.build(run.recipe)
-    try:
-        goes_on.progress.check(parts)
-    except BaseException:
-        _close(parts)
-        raise
-    return parts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where a run continues."""
+
+    progress: Progress
+    message: str
+    """The same in words."""
+    name: str = "resumed"
+    """Of the condition: `resumed` by a person, or `restarted` by itself."""
+    counted_until: float | None = None
+    """`time.perf_counter()` up to which `progress` has counted the seconds of this process; None for another's."""
 
 
-class _AnewError(Exception):
-    """An attempt has lost its processes, and another may go on where `goes_on` says."""
-
-    def __init__(self, goes_on: Resumption) -> None:
-        super().__init__()
-        self.goes_on = goes_on
-
-
-class _Attempt:
-    """One set of processes, from where it goes on to wherever it comes."""
-
-    def __init__(self, run: Run, parts: Parts, *, goes_on: Resumption | None, interruption: Interruption) -> None:
-        self._run, self._parts, self._goes_on, self._interruption = run, parts, goes_on, interruption
-        recipe, directory = run.recipe, run.directory
-        progress = Progress() if goes_on is None else goes_on.progress
-        counted_until, elapsed_s = None if goes_on is None else goes_on.counted_until, progress.wall_s
-        self._keeper = Keeper(
-            directory,
-            recipe.checkpointing,
-            parts=parts,
-            progress=progress,
-            started=run.started,
-            counted_until=counted_until,
-        )
-        if counted_until is not None:
-            elapsed_s = self._keeper.count_time()
-        earlier, progress.code = progress.code, code_digests(recipe)
-        self._changed_code = "".join(f"; {each}" for each in changed_code(recipe, earlier, progress.code))
-        self._discarded = [] if goes_on is None else cut_history(directory, logs=progress.logs)
-        self._view = LiveView(*_view_of(recipe))
-        plain: Any = to_plain(recipe)
-        logger = recipe.logger
-        if recipe.cluster.runtime == "ray":  # there the ranks record themselves
-            logger = replace(logger, profiler=None)
-        self._log = RunLog(directory, logger, recipe=plain, warn=self._view.message, elapsed_s=elapsed_s)
-        self._events = Reporter(self._log.events, self._view)
-
-    def carry_out(self) -> dict[str, Any]:
-        """The summary of a run that came to its end.
-
-        Raises:
-            RunStoppedError: it did not.
-            _AnewError: it did not, and may go on with new processes.
-            DiskSpaceError: it was refused before its first step.
-        """
-        after: dict[str, float] | None = None
-        stopped: RunStoppedError | None = None
-        try:
-            with closing(self._log), self._view:
-                after = self._train()
-            self._interruption.hold()
-            base = self._run.recipe.policy.model_name
-            save_adapter(self._parts, self._run.directory.adapter, base_model_name=base)
-            save_model(self._parts, self._run.directory.model)
-        except DiskSpaceError:
-            with suppress(OSError, ValueError):  # that there is too little room is what the user must hear
-                self._log.finish({"ended_by": "disk_full"}, status="failed")
-            raise
-        except BaseException as error:  # noqa: BLE001 - becomes a RunStoppedError, once what there is has been saved
-            hindered = self._go_on_anew(error)
-            self._interruption.hold()
-            after, stopped = None, self._end_early(error)
-            stopped.args = (f"{stopped}{hindered}",)
-        self._keeper.count_time()
-        return self._conclude(after, stopped)
-
-    def _train(self) -> dict[str, float]:
-        run, progress = self._run, self._keeper.progress
-        recipe = run.recipe
-        watch = Watch(recipe.health)
-        watch.replay(read_metrics(run.directory), errors=progress.reward_errors)
-        recorder = Recorder(
-            self._log,
-            self._view,
-            parts=self._parts,
-            keeper=self._keeper,
-            watch=watch,
-            events=self._events,
-            interruption=self._interruption,
-            metric_name=recipe.checkpointing.metric_name,
-        )
-        if self._goes_on is not None:
-            kept = "; ".join(self._discarded) or "no line of the log is later than it"
-            where: Any = {"stage": progress.stage, "step": progress.step or None}
-            exact = "" if recipe.grpo is None or recipe.grpo.async_grpo is None else NOT_EXACT
-            message = self._goes_on.message + self._changed_code + exact
-            self._events.report(self._goes_on.name, message, reaction=kept, **where)
-        self._interruption.wait_for_steps()
-        return train(recipe, self._parts, recorder, directory=run.directory).metrics()
-
-    def end_between(self, error: BaseException, *, first: BaseException | None) -> NoReturn:
-        """End the run between two attempts, after this one: new processes could not be had, or were not waited for.
-
-        Raises:
-            RunStoppedError: always; summary and report are written.
-        """
-        self._interruption.hold()
-        interrupted = isinstance(error, KeyboardInterrupt)
-        what = "interrupted before it had started again" if interrupted else f"it could not start again: {error}"
-        again = f"Go on with: rl-launcher resume {self._run.directory.path}"
-        self._events.report(name_of(error), what, reaction="the run ends, with exit code 130 or 1")
-        stopped = RunStoppedError(f"stopped: {first}; {what}\n{again}", interrupted=interrupted)
-        stopped.__cause__ = error
-        self._keeper.count_time()
-        self._conclude(None, stopped)
-        raise stopped
-
-    def _go_on_anew(self, error: BaseException) -> str:
-        """What hindered it, for the message: what came first is what the user must hear first."""
-        try:
-            self._refuse_or_go_on(error)
-        except _AnewError:
-            raise
-        except KeyboardInterrupt:  # what is at once about it, the interruption knows
-            return ""
-        except Exception as second:  # noqa: BLE001 - told behind the first
-            return f"\nIt could not go on by itself: {second}"
-        return ""
-
-    def _refuse_or_go_on(self, error: BaseException) -> None:
-        """Raise `_AnewError` where the recipe has restarts left for what happened."""
-        most, taken = self._run.recipe.cluster.max_restarts, self._keeper.progress.restarts
-        if not isinstance(error, RestartableError) or self._interruption.heard or taken >= most:
-            return
-        progress = self._keeper.progress
-        if not weights_lost(error) and progress.total and progress.version == self._parts.policy.version:
-            self._keeper.save()
-        found = find_resumption(self._run.directory)
-        found.progress.restarts = taken + 1
-        found.progress.wall_s, now = self._keeper.count_time(), time.perf_counter()  # lost steps took time too
-        reaction = f"restart {taken + 1} of cluster.max_restarts={most}: the run {found.message}"
-        self._events.report(error.condition, str(error), reaction=reaction, stage=progress.stage, step=progress.step)
-        self._log.finish({"ended_by": error.condition}, status="interrupted")
-        raise _AnewError(replace(found, name="restarted", counted_until=now)) from error
-
-    def _end_early(self, error: BaseException) -> RunStoppedError:
-        return end_early(
-            error,
-            directory=self._run.directory,
-            parts=self._parts,
-            keeper=self._keeper,
-            events=self._events,
-            at_once=self._interruption.at_once,
-        )
-
-    def _conclude(self, after: dict[str, float] | None, stopped: RunStoppedError | None) -> dict[str, Any]:
-        run, cause = self._run, None if stopped is None else stopped.__cause__
-        summary = summarize(
-            run.recipe,
-            self._parts,
-            run.directory,
-            progress=self._keeper.progress,
-            after=after,
-            ended_by=None if cause is None else name_of(cause),
-        )
-        failed = stopped is not None
-        unwritten = conclude(run.directory, summary, log=self._log, events=self._events, failed=failed)
-        if stopped is not None:
-            stopped.args = ("\n".join([str(stopped), *unwritten]),)
-            raise stopped
-        self._keeper.finish()
-        return {**summary, "unwritten": unwritten} if unwritten else summary
-
-
-def _view_of(recipe: Recipe) -> tuple[str, list[StageTotal]]:
-    totals = [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in recipe.stages.items()]
-    return f"{recipe.headline} · {recipe.data.source} · {recipe.policy.model_name}", totals
-
-
-def run(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
-    """Carry out a recipe; return the summary that is also in `summary.json`.
+def find_resumption(directory: RunDirectory) -> Resumption:
+    """Where a run would continue: at its newest checkpoint, or, if a kill left none, at its beginning.
 
     Raises:
-        ValueError: the recipe's parts refuse before training; nothing is left behind.
-        RunStoppedError: training ended early; the run directory holds what was reached.
+        Refusal: it has finished, a checkpoint is damaged, or it failed in the middle of a batch and nothing
+            earlier was saved.
     """
-    started = time.perf_counter()
-    recipe = resolved.value
-    _refuse_several_ranks()
-    preflight.check(recipe, new_run=True)
-    check_trackers(recipe.logger)
-    directory = RunDirectory.create(recipe.run_dir)
-    build_here = partial(_build, run_dir=directory.path, objects=objects)
-    # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours to remove.
-    with Interruption() as interruption, claimed(directory, new=True), _discarded_if_refused(directory):
-        parts = build_here(recipe)
-        with _closed_if_refused(parts):
-            _describe(resolved, directory)
-        job = Run(recipe=recipe, directory=directory, build=build_here, started=started)
-        return supervise(job, parts, interruption=interruption)
-
-
-def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
-    """Carry an interrupted or killed run to its end; on a CPU, bit for bit as if it had not been interrupted.
-
-    Args:
-        run_dir: of the run.
-        overrides: `section.key=value` of keys that say where and how it runs, not what it learns.
-
-    Raises:
-        ValueError: there is nothing to resume, or a part refuses; the run directory stays as it was.
-        RunStoppedError: it ended early again.
-    """
-    started = time.perf_counter()
-    _refuse_several_ranks()
-    directory = RunDirectory.open(run_dir)
-    build_here = partial(_build, run_dir=directory.path, objects=objects)
-    with claimed(directory), Interruption() as interruption:
-        resolved, changes = _changed_recipe(directory, overrides)
-        found = find_resumption(directory)
-        preflight.check(resolved.value, new_run=False)
-        check_trackers(resolved.value.logger)
-        parts = build_here(resolved.value)
-        with _closed_if_refused(parts):
-            found.progress.check(parts)
-            if changes:
-                write_text(directory.recipe, _recipe_text(resolved))
-        goes_on = replace(found, message=found.message + _told(changes))
-        job = Run(
-            recipe=resolved.value,
-            directory=directory,
-            build=build_here,
-            started=started,
-            resumed=goes_on,
+    latest = find_latest(directory)
+    if directory.model.is_dir():
+        # A model without a summary is of a run that was killed before it wrote one: made again from a checkpoint.
+        try:
+            finished = not json.loads(directory.summary.read_text(encoding="utf-8"))["interrupted"]
+        except (OSError, ValueError, KeyError):
+            finished = False
+        if finished or latest is None:
+            raise Refusal(f"{directory.path} has nothing to resume: it has finished")
+    torn = [f"{path.name} is torn, and was not read" for path in unfinished_of(directory)]
+    if latest is not None:
+        progress = load_progress(latest)
+        message = f"continues after {latest.describe()}, from {latest.folder.name}"
+    elif halves := sorted(root_of(directory).glob("in_step_*")):
+        raise CheckpointError(
+            f"{directory.path} has nothing to resume: it failed in the middle of a batch of rollouts, before its first "
+            f"checkpoint; the weights of that moment are in {halves[-1]}. Start from them: rl-launcher export "
+            f"{halves[-1]} FOLDER, then policy.model_name=FOLDER sft=null run_dir=<another>"
         )
-        return supervise(job, parts, interruption=interruption)
+    else:
+        progress, message = Progress(), "starts from its beginning, since no checkpoint was whole"
+    return Resumption(progress=progress, message="; ".join([message, *torn]))
 
 
 @contextmanager
@@ -540,26 +545,18 @@ def _discarded_if_refused(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except RunStoppedError:
-        raise  # its message says what is in the folder, and how to go on from there
+        raise  # its message says what is in the folder, and how to continue from there
     except BaseException:
-        if not (has_begun(directory) or directory.summary.exists()):
+        begun = read_metrics(directory) or root_of(directory).exists() or directory.model.exists()
+        if not (begun or directory.summary.exists()):
             directory.discard()  # nothing was trained, so nothing is lost
-        raise
-
-
-@contextmanager
-def _closed_if_refused(parts: Parts) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        parts.close()
         raise
 
 
 def _changed_recipe(
     directory: RunDirectory, overrides: Sequence[str]
 ) -> tuple[Resolved[Recipe], dict[str, tuple[Any, Any]]]:
-    """The recipe that a run goes on with, and in what it differs from the one that it began with."""
+    """The recipe that a run continues with, and the keys in which it differs from the one that it began with."""
     before = load_recipe(directory.recipe, schema=Recipe)
     resolved = load_recipe(directory.recipe, schema=Recipe, overrides=overrides) if overrides else before
     if missing := redacted_keys(to_plain(resolved.value)):
@@ -572,12 +569,7 @@ def _changed_recipe(
     return resolved, changes
 
 
-def _told(changes: dict[str, tuple[Any, Any]]) -> str:
-    shown = redact({key: after for key, (_, after) in changes.items()})
-    return "".join(f"; {key} is now {value}" for key, value in shown.items())
-
-
-def _refuse_several_ranks() -> None:
+def _refuse_torchrun() -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks not in {"", "1"}:
         raise Refusal(
@@ -589,16 +581,42 @@ def _refuse_several_ranks() -> None:
 def _build(recipe: Recipe, *, run_dir: Path, objects: Objects) -> Parts:
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would run through the live view
-    return build(recipe, run_dir=run_dir, objects=objects)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would break the live view
+    parts = build(recipe, run_dir=run_dir, objects=objects)
+    try:
+        _check_signatures(parts.environment)
+    except BaseException:
+        parts.close()
+        raise
+    return parts
+
+
+def _check_signatures(environment: object) -> None:
+    """Refuse an environment of the user's whose methods cannot be called as a run calls them.
+
+    Such a call would raise a TypeError in our code, far from the method that is to be corrected.
+    """
+    inner = getattr(environment, "inner", environment)  # within the one that counts failures
+    calls: dict[str, dict[str, Any]] = {"step": {}, "reset": {"seeds": []}}
+    for name, named in calls.items():
+        method: Any = getattr(inner, name, None)
+        if method is None:
+            continue
+        try:
+            inspect.signature(method).bind([], **named)
+        except ValueError:
+            continue  # written in C
+        except TypeError as error:
+            code = getattr(method, "__code__", None)
+            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            wanted = "step(conversations)" if name == "step" else "reset(rows, *, seeds)"
+            raise Refusal(
+                f"env.environment: {getattr(method, '__qualname__', name)}{place} cannot be called as {wanted}: {error}"
+            ) from error
 
 
 def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:
-    """Write down what the run is, credentials left out."""
-    write_text(directory.recipe, _recipe_text(resolved))
+    """Write recipe, origins and versions of the run, without credentials."""
+    write_text(directory.recipe, resolved.to_yaml(hide=redact))
     write_origins(directory, resolved.origins, recipe=to_plain(resolved.value))
     directory.versions.write_text(json.dumps(collect_versions(), indent=2), encoding="utf-8")
-
-
-def _recipe_text(resolved: Resolved[Recipe]) -> str:
-    return dump(escape(redact(to_plain(resolved.value))))

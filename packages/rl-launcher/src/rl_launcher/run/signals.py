@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends the run after the step at hand, the second at once. Knows nothing of runs."""
+"""Ctrl-C and SIGTERM: the first ends the run after the current step, the second ends it immediately."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before t
 
 
 class Interruption:
-    """A context in which signals are heard; `check` is where they take effect.
+    """A context in which signals are caught; `check` is where they take effect.
 
-    Weights are whole only between two optimizer steps, so that is where a run may end. Before it has begun, while its
-    parts are built, a signal ends it at once.
+    Weights are consistent only between two optimizer steps, so that is where a run may end. Before training, while the
+    parts are built, a signal ends the run immediately.
     """
 
     def __init__(self) -> None:
@@ -26,36 +26,36 @@ class Interruption:
         self._heard = False
         self._holding = False
         self.at_once = False
-        """Whether a second signal came: whatever was under way is given up, and nothing more is saved."""
+        """Whether a second signal came: the current step is abandoned, and nothing more is saved."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def wait_for_steps(self) -> None:
-        """From here on the first signal waits for `check`: training begins."""
+        """From here on the first signal waits for `check`: training starts."""
         # What was built meanwhile may have taken the signals for itself.
         for number in self._previous:
             signal.signal(number, self._hear)
         self._patient = True
 
     def wait_no_more(self) -> None:
-        """From here on a signal ends what is done at once: nothing is trained, and nothing is written."""
+        """From here on a signal takes effect immediately: nothing is being trained or written."""
         self._patient = self._holding = False
 
     def check(self) -> None:
-        """End the run here if a signal was heard.
+        """End the run here if a signal came.
 
         Raises:
-            KeyboardInterrupt: it was.
+            KeyboardInterrupt: one did.
         """
         if self._heard:
             raise KeyboardInterrupt
 
     @property
     def heard(self) -> bool:
-        """Whether a signal came, so that the run ends after this step, and does not start again."""
+        """Whether a signal came, so that the run ends after this step and does not restart."""
         return self._heard
 
     def hold(self) -> None:
-        """From here on no signal takes effect: what is being written is written whole."""
+        """From here on signals are ignored, so that what is being written is written completely."""
         self._holding = True
 
     def __enter__(self) -> Self:
@@ -81,9 +81,9 @@ class Interruption:
 
 @contextmanager
 def keep_signals() -> Iterator[None]:
-    """A block whose code may take the signals for itself, as a local cluster of Ray does; it gives them back.
+    """Restore our signal handlers after a block whose code may replace them, as starting a local Ray cluster does.
 
-    What nobody heard before stays with whoever has taken it: the default would leave that one's processes behind.
+    A signal without a handler of ours keeps the new one: the default action would leave its owner's processes behind.
     """
     ours = threading.current_thread() is threading.main_thread()
     heard = {number: signal.getsignal(number) for number in SIGNALS} if ours else {}

@@ -1,4 +1,4 @@
-"""The distillation stage: the policy's own answers, and a teacher's word on each of their tokens."""
+"""The distillation stage: the policy's own responses, scored token by token by a teacher."""
 
 from rl_algorithms import distill
 from rl_algorithms.data import ShuffledBatches
@@ -14,7 +14,7 @@ __all__ = ["run"]
 
 
 def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
-    """Train for the stage's steps; the reward is measured, and nothing learns from it.
+    """Train for the stage's steps; the reward is measured but not learned from.
 
     Raises:
         Refusal: the parts were built without a teacher.

@@ -1,6 +1,6 @@
 """The DPO stage, with sampled or given preference pairs.
 
-Of sampled pairs that is all; of given ones the reference's log-probabilities alone, since the rest is in the data.
+Checkpoints hold all of sampled pairs, but only the reference's log-probabilities of given ones: the rest is data.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ __all__ = ["StagePairs", "compare", "find_pairs", "kept", "run", "sample_pairs"]
 
 TRAIN, HELD_OUT = "train/", "held_out/"
 PAIRS_AT_ONCE = 2048
-"""Pairs in one question to the reference: more are asked in pieces, between which a signal is heard."""
+"""Pairs in one call of the reference: more take several calls, between which a signal takes effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePairs:
-    """What a stage learns from, and what it is measured by."""
+    """The pairs to train on and those to measure by."""
 
     train: dpo.Examples
     held_out: dpo.Examples | None
-    """None where all answers to the held-out prompts were rewarded alike."""
+    """None if all responses to each held-out prompt got the same reward."""
 
     def describe(self) -> str:
         """How many there are."""
@@ -46,7 +46,7 @@ class StagePairs:
 
 
 def find_pairs(tensors: dict[str, Tensor], *, recipe: Recipe, parts: Parts) -> StagePairs:
-    """The pairs that `tensors`, as of `kept`, belong to; without any, given ones that no reference has seen yet."""
+    """The pairs of a checkpoint's `tensors`, made by `kept`; if empty, given pairs without a reference so far."""
     if parts.pairs is None:
         held_out = _found(HELD_OUT, tensors) if any(name.startswith(HELD_OUT) for name in tensors) else None
         return StagePairs(train=_found(TRAIN, tensors), held_out=held_out)
@@ -67,42 +67,40 @@ def kept(pairs: StagePairs, *, given: bool) -> dict[str, Tensor]:
 
 
 def compare(pairs: StagePairs, reference: Reference, *, heard: Callable[[], None]) -> StagePairs:
-    """The same pairs with the log-probabilities of `reference`; `heard` is called between its answers."""
+    """The same pairs with the log-probabilities of `reference`; `heard` is called after each of its batches."""
     held_out = None if pairs.held_out is None else _compared(pairs.held_out, reference, heard=heard)
     return StagePairs(train=_compared(pairs.train, reference, heard=heard), held_out=held_out)
 
 
 def sample_pairs(stage: DPOStage, *, recipe: Recipe, parts: Parts) -> StagePairs:
-    """Sample and pair answers to training prompts and to held-out ones.
+    """Sample and pair responses to training prompts and to held-out ones.
 
     Raises:
-        DataError: every answer to every training prompt was rewarded alike, so there is nothing to prefer.
+        DataError: all responses to each training prompt got the same reward, so there is nothing to prefer.
     """
+
+    def sample(prompts: list[Prompt]) -> list[Pair]:
+        rollouts = collect(
+            prompts,
+            group_size=stage.num_generations_per_prompt,
+            engine=parts.engine,
+            sampling=sampling(recipe.policy.generation),
+            environment=parts.environment,
+            chat=parts.chat,
+            timer=PhaseTimer(),
+        )
+        return pairs_from_rollouts(rollouts, pairs_per_prompt=stage.pairs_per_prompt)
+
     drawn = next(batches(parts.prompts, size=min(stage.num_prompts, len(parts.prompts)), seed=recipe.seed))
-    pairs = _sample(drawn, stage, recipe=recipe, parts=parts)
+    pairs = sample(drawn)
     if not pairs:
         raise DataError(
-            f"none of {len(drawn)} prompts has answers of different reward among its "
-            f"{stage.num_generations_per_prompt}, so there are no pairs to prefer between; give the policy an sft "
-            f"stage first, raise dpo.num_prompts or dpo.num_generations_per_prompt, or mend the reward"
+            f"none of {len(drawn)} prompts has responses of different reward among its "
+            f"{stage.num_generations_per_prompt}, so there are no preference pairs; give the policy an sft stage "
+            f"first, raise dpo.num_prompts or dpo.num_generations_per_prompt, or correct the reward"
         )
-    held_out = _sample(
-        parts.held_out[: recipe.evaluation.max_prompts_while_training], stage, recipe=recipe, parts=parts
-    )
+    held_out = sample(parts.held_out[: recipe.evaluation.max_prompts_while_training])
     return StagePairs(train=dpo.prepare(pairs), held_out=dpo.prepare(held_out) if held_out else None)
-
-
-def _sample(prompts: list[Prompt], stage: DPOStage, *, recipe: Recipe, parts: Parts) -> list[Pair]:
-    rollouts = collect(
-        prompts,
-        group_size=stage.num_generations_per_prompt,
-        engine=parts.engine,
-        sampling=sampling(recipe.policy.generation),
-        environment=parts.environment,
-        chat=parts.chat,
-        timer=PhaseTimer(),
-    )
-    return pairs_from_rollouts(rollouts, pairs_per_prompt=stage.pairs_per_prompt)
 
 
 def _found(part: str, tensors: dict[str, Tensor]) -> dpo.Examples:
@@ -152,7 +150,7 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or evaluator.due(index - 1, index):
-            if is_last or recipe.env is not None:  # margins are the policy's own, and ask no engine
+            if is_last or recipe.env is not None:  # margins are the policy's own, and need no engine
                 with recorder.phase("refit"):
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
@@ -162,7 +160,7 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
 
 
 def _pairs(stage: DPOStage, started: StageStart, *, recipe: Recipe, parts: Parts, recorder: Recorder) -> StagePairs:
-    """Those of an earlier process of the run; or new ones, with the policy as it is now as their reference."""
+    """Those of an earlier process of the run, or new ones with the current policy as their reference."""
     if started.taken:
         return find_pairs(started.tensors, recipe=recipe, parts=parts)
     if stage.pairs == "data":

@@ -1,41 +1,26 @@
-"""The GRPO stage: prompts, rollouts, rewards, steps, refit; the loops are `rl_algorithms.grpo` and `async_grpo`.
+"""The GRPO stage: prompts, rollouts, rewards, steps, refit; the loops are `rl_algorithms.grpo` and `async_grpo`."""
 
-Knows no engine: whether sampling goes on while the policy trains is the recipe's choice, and the same parts serve both.
-"""
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from rl_algorithms import async_grpo, grpo
 from rl_algorithms.background_collection import gated
 from rl_algorithms.data import ShuffledBatches
+from rl_algorithms.rollouts import Rollouts
 from rl_launcher.build import sampling
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
-from rl_launcher.run.stages.start_stage import StageStart, start_stage
+from rl_launcher.run.stages.start_stage import start_stage
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GRPOStage, Recipe
-from rl_observe import SpanLog
+from rl_observe import ScoredResponse
 
 __all__ = ["run"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """A loop that is ready to go, and what it must be told to go on from any of its steps."""
-
-    steps: Iterator[dict[str, float]]
-    order: Callable[[], dict[str, int]] | None = None
-    """Where the prompts stand after a step; None where `state` says so."""
-    state: Callable[[], dict[str, Any]] | None = None
-    """What a checkpoint keeps besides."""
-
-
 def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps; the engine holds the policy's weights before, between and after."""
-    policy, generation = parts.policy, recipe.policy.generation
+    policy, engine, generation = parts.policy, parts.engine, recipe.policy.generation
     started = start_stage(
         "grpo",
         stage.optimizer,
@@ -45,71 +30,68 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         temperature=generation.temperature,
         with_reference=stage.objective.kl.weight > 0,
     )
+    prompts = ShuffledBatches(parts.prompts, size=stage.num_prompts, seed=recipe.seed)
+    latest: list[Rollouts] = []
     shared: dict[str, Any] = {
         "policy": policy,
-        "engine": parts.engine,
         "weight_sync": parts.weight_sync,
         "environment": parts.environment,
+        "prompts": prompts,
         "chat": parts.chat,
         "sampling": sampling(generation),
         "reference": started.reference,
         "version": policy.version,
         "steps_taken": started.taken,
         "seed": recipe.seed,
+        "on_rollouts": lambda rollouts: latest.__setitem__(slice(None), [rollouts]),
     }
-    prompts = ShuffledBatches(parts.prompts, size=stage.num_prompts, seed=recipe.seed)
-    on_ray = recipe.cluster.runtime == "ray"
-    begin = (
-        _take_turns if stage.async_grpo is None else partial(_at_the_same_time, on_ray=on_ray, spans=recorder.log.spans)
-    )
-    loop = begin(stage, shared, prompts=prompts, started=started, order=recorder.progress.order)
+    buffer = None
+    if stage.async_grpo is None:
+        if started.taken and recorder.progress.order is not None:
+            prompts.load_state(recorder.progress.order)  # a step may have taken several batches of prompts
+        steps = grpo.train(engine=engine, config=stage, **shared)
+    else:
+        config = stage.asynchronous()
+        if recipe.cluster.runtime == "ray":  # these engines take weights while they generate, and need not pause
+            config = replace(config, weights="in_flight")
+        buffer = async_grpo.make_buffer(config, steps_taken=started.taken)
+        if started.state is not None:
+            buffer.load_state_dict(started.state)
+        # Collectors draw prompts ahead of the steps, so the buffer knows where the prompts stand.
+        first = buffer.oldest_ticket // stage.num_prompts * stage.num_prompts
+        prompts.load_state({**prompts.state(), "drawn": first})
+        alone = config.weights == "between_calls"
+        gated(engine, buffer=buffer, environment=parts.environment if alone else None)  # refuses judges that sample it
+        collecting = engine.collecting(buffer, recorder.log.spans)
+        steps = async_grpo.train(engine=collecting, config=config, buffer=buffer, **shared)
     taken, learning_rate = started.taken, policy.learning_rate
-    for metrics in loop.steps:
+    for metrics in steps:
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
         if evaluator.due(previous, taken):
-            # The engine rests, or takes any number of callers: nothing brings it new weights before the next step.
+            # The engine is idle, or takes any number of callers: it gets no new weights before the next step.
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
-        order = None if loop.order is None else loop.order()
-        recorder.step("grpo", taken, {**metrics, **extra}, order=order, state=loop.state)
+        recorder.step(
+            "grpo",
+            taken,
+            {**metrics, **extra},
+            order=prompts.state() if buffer is None else None,
+            state=None if buffer is None else buffer.state_dict,
+            samples=lambda: _two_samples(latest[0], parts),
+        )
         learning_rate = policy.learning_rate
 
 
-def _take_turns(
-    stage: GRPOStage,
-    shared: dict[str, Any],
-    *,
-    prompts: ShuffledBatches[Any],
-    started: StageStart,
-    order: dict[str, int] | None,
-) -> Loop:
-    if started.taken and order is not None:
-        prompts.load_state(order)  # a step may have taken several batches of prompts
-    return Loop(steps=grpo.train(prompts=prompts, config=stage, **shared), order=prompts.state)
-
-
-def _at_the_same_time(
-    stage: GRPOStage,
-    shared: dict[str, Any],
-    *,
-    prompts: ShuffledBatches[Any],
-    started: StageStart,
-    order: dict[str, int] | None,  # noqa: ARG001 - the buffer knows: collectors draw prompts ahead of the steps
-    on_ray: bool,
-    spans: SpanLog,
-) -> Loop:
-    config = stage.asynchronous()
-    if on_ray:  # the engines' own door lets weights in, for which they need not rest all at the same time
-        config = replace(config, weights="in_flight")
-    buffer = async_grpo.make_buffer(config, steps_taken=started.taken)
-    if started.state is not None:
-        buffer.load_state_dict(started.state)
-    first = buffer.oldest_ticket // stage.num_prompts * stage.num_prompts
-    prompts.load_state({**prompts.state(), "drawn": first})
-    engine, alone = shared["engine"], config.weights == "between_calls"
-    gated(engine, buffer=buffer, environment=shared["environment"] if alone else None)  # refuses judges that ask it
-    steps = async_grpo.train(
-        prompts=prompts, config=config, buffer=buffer, **{**shared, "engine": engine.collecting(buffer, spans)}
-    )
-    return Loop(steps=steps, state=buffer.state_dict)
+def _two_samples(rollouts: Rollouts, parts: Parts) -> list[ScoredResponse]:
+    """Two responses to one prompt with their rewards, for a person who asks why there is no signal."""
+    rows = (rollouts.groups == rollouts.groups[0]).nonzero()[:2, 0].tolist()
+    starts = [int(rollouts.response[row].int().argmax()) for row in rows]  # where the first response begins
+    return [
+        ScoredResponse(
+            prompt=parts.tokenizer.decode(rollouts.tokens[row, :start]),
+            response=rollouts.answers[row],
+            reward=rollouts.rewards[row].item(),
+        )
+        for row, start in zip(rows, starts, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""The SFT stage: demonstrations in, a policy that imitates them out; the engine gets the weights at the end."""
+"""The SFT stage: the policy learns to imitate demonstrations; the engine gets the weights at the end."""
 
 from itertools import islice
 
@@ -30,7 +30,7 @@ def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or evaluator.due(index - 1, index):
-            if is_last or recipe.env is not None:  # the loss is the policy's own, and asks no engine
+            if is_last or recipe.env is not None:  # the loss is the policy's own, and needs no engine
                 with recorder.phase("refit"):
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):

@@ -1,4 +1,4 @@
-"""How every stage begins: with a fresh optimizer, or with all that an earlier process of the run had reached."""
+"""How every stage starts: with a fresh optimizer, or where an earlier process of the run stopped."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,19 +17,16 @@ __all__ = ["StageStart", "start_stage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStart:
-    """What a stage goes on from."""
+    """Where a stage starts or continues. For a stage that starts, `taken` is 0 and the last two are empty."""
 
     taken: int
-    """Steps that are done already; 0 for a stage that begins."""
-
+    """Steps that are done already."""
     reference: Reference | None
-    """The policy as it was when the stage began, if it was asked for."""
-
+    """The policy as it was when the stage started, if that was requested."""
     state: Mapping[str, Any] | None = None
-    """What `state` of `Recorder.step` gave; None for a stage that begins."""
-
+    """What `state` of `Recorder.step` returned."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """What `Recorder.keep` was given; empty for a stage that begins."""
+    """What `Recorder.keep` was given."""
 
 
 def start_stage(
@@ -44,8 +41,8 @@ def start_stage(
 ) -> StageStart:
     """Make the policy ready to train.
 
-    With a reference the weights that the stage begins with are saved once, since they cannot be had from later ones;
-    but those that adapters were put into are never lost.
+    With a reference, the weights at the start of the stage are saved once, since later weights cannot restore them;
+    the base model under adapters is never lost and is not saved.
     """
     policy, progress, keeper = parts.policy, recorder.progress, recorder.keeper
     taken = progress.steps_of(name)
@@ -56,20 +53,19 @@ def start_stage(
         if with_reference and not of_base:
             keeper.keep_beginning()
         progress.tensors, progress.state, progress.keep_state = {}, None, None
-        return StageStart(taken=0, reference=_frozen(policy, of_base=of_base) if with_reference else None)
-    going_on = progress.folder is not None and taken < num_steps
+        return StageStart(taken=0, reference=_freeze(policy, of_base=of_base) if with_reference else None)
     reference = None
-    if with_reference and going_on:
-        if not of_base:
-            policy.load_checkpoint(keeper.beginning, optimizer=False)
-        reference = _frozen(policy, of_base=of_base)
-    if going_on:
-        # Also where only the weights are wanted: the generators of random numbers stand as they stood.
+    if progress.folder is not None and taken < num_steps:
+        if with_reference:
+            if not of_base:
+                policy.load_checkpoint(keeper.beginning, optimizer=False)
+            reference = _freeze(policy, of_base=of_base)
+        # Even if only the weights are needed: the random generators must be where they were.
         policy.load_checkpoint(progress.weights)
     return StageStart(taken=taken, reference=reference, state=progress.state, tensors=progress.tensors)
 
 
-def _frozen(policy: TrainedPolicy, *, of_base: bool) -> Reference:
-    freeze: Any = policy.freeze_reference  # only a policy with adapters is asked to leave them off
+def _freeze(policy: TrainedPolicy, *, of_base: bool) -> Reference:
+    freeze: Any = policy.freeze_reference  # only a policy with adapters can leave them off
     reference: Reference = freeze(without_adapters=True) if of_base else freeze()
     return reference
