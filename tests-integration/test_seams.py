@@ -30,10 +30,9 @@ from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.schema import PolicyConfig
-from rl_launcher.weight_sync import WeightSync
 from rl_observe.log_files import RefitFigures
 from rl_observe.samples import text_pieces
-from rl_refit import ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
+from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
 
 if TYPE_CHECKING:
     from rl_backends import MegatronBackend
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     def rollout_of(rollout: Rollout) -> contracts.Rollout:
         return rollout
 
-    def weight_sync_of(weight_sync: WeightSync) -> contracts.WeightSync:
+    def weight_sync_of(weight_sync: CountedRefit) -> contracts.WeightSync:
         return weight_sync
 
     def engines_of_runs(a: RayEngine, b: RunEngine) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling]]:
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
         return a
 
     def parts_in_process(
-        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: WeightSync
+        a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
     ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
         return a, b, c, d
 

@@ -21,10 +21,10 @@ from rl_algorithms.data import batches
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Rollout, Sampling, Streamer, TransformersEngine
+from rl_launcher.engines import weight_source
 from rl_launcher.quickstart.sort_digits import dataset, reward
 from rl_launcher.quickstart.tiny_model import character_tokenizer
-from rl_launcher.weight_sync import WeightSync, weight_source
-from rl_refit import ModuleSink, Refit, RefitReport
+from rl_refit import CountedRefit, ModuleSink, Refit, RefitReport
 
 SAMPLING = Sampling(max_new_tokens=9, temperature=1.0)
 
@@ -35,7 +35,7 @@ class TinySetup:
 
     policy: DTensorBackend
     engine: TransformersEngine
-    weight_sync: WeightSync
+    weight_sync: CountedRefit
     environment: RewardFunctionEnvironment
     chat: Chat
     prompts: list[Prompt]
@@ -57,7 +57,7 @@ class TinySetup:
         return cls(
             policy=policy,
             engine=engine,
-            weight_sync=WeightSync(Refit(weight_source(policy), sink)),
+            weight_sync=CountedRefit(Refit(weight_source(policy), sink)),
             environment=RewardFunctionEnvironment(reward=reward),
             chat=chat,
             prompts=[chat.prompt(row) for row in rows.train],

@@ -30,8 +30,8 @@ from rl_backends import (
     select_backend,
 )
 from rl_generation import Sampling, TransformersEngine
+from rl_launcher.engines import weight_source
 from rl_launcher.quickstart.sort_digits import dataset, reward
-from rl_launcher.weight_sync import weight_source
 from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
 
 CONFIG = grpo.GRPOConfig(max_num_steps=4, num_prompts=8, num_generations_per_prompt=8)

@@ -12,13 +12,13 @@ import threading
 from launched_run import gone
 from ray_setup import ENV, PATIENCE_S, in_thread, kill, wait_until
 
-from rl_launcher.engines import EngineSpec
+from rl_generation import TrainingEngineSpec
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.engine_pool import LOOPBACK, EngineLimits, EnginePool
 from rl_launcher.ray.placement import EnginePlace, Placement
-from rl_launcher.schema import ClusterConfig, GenerationConfig
+from rl_launcher.schema import ClusterConfig
 
 
 @pytest.fixture
@@ -53,8 +53,7 @@ def replacing(runtime, tmp_path):
     model, tokenizer = build(0)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    generation = GenerationConfig(max_new_tokens=4)
-    spec = EngineSpec(model=str(tmp_path / "model"), generation=generation, stop_token_ids=(2,), pad_token_id=0)
+    spec = TrainingEngineSpec(model=str(tmp_path / "model"), stop_token_ids=(2,), pad_token_id=0)
     limits = EngineLimits(max_restarts=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
     starting = Starting(runtime)
     engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)

@@ -1,10 +1,16 @@
 """Claims about reward functions: how they are called, and what becomes of those that fail."""
 
 import asyncio
+import contextlib
 import functools
 import math
+import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.environments import RewardError, RewardFunctionEnvironment, Score
+from rl_algorithms.environments import RewardError, RewardFunctionEnvironment, RewardTimeoutError, Score
 from rl_algorithms.environments.verl import from_compute_score
 
 
@@ -185,6 +191,21 @@ def test_a_part_that_does_not_apply_counts_nothing_and_every_answer_names_the_sa
     assert set(neither.rewards) == {"a", "b"}
 
 
+def test_a_list_of_functions_is_named_after_them():
+    def right(completions):
+        return [1.0] * len(completions)
+
+    def short(completions):
+        return [2.0] * len(completions)
+
+    (item,) = judge(RewardFunctionEnvironment(reward=[right, short], weights={"short": 0.5}), ("x",))
+    assert item.rewards == {"right": 1.0, "short": 1.0}
+    with pytest.raises(RewardError, match="several functions named right; give a dict"):
+        RewardFunctionEnvironment(reward=[right, right])
+    with pytest.raises(RewardError, match="has no function"):
+        RewardFunctionEnvironment(reward=[])
+
+
 def test_one_part_that_failed_fails_the_answer():
     environment = RewardFunctionEnvironment(
         reward={"a": lambda completions: [Score.failure("the sandbox died")], "b": lambda completions: [1.0]}
@@ -281,12 +302,130 @@ async def never(completions):
 
 
 def test_a_coroutine_function_that_takes_too_long_is_named():
-    with pytest.raises(RewardError, match=r"never cannot judge .*took more than timeout_s=0.01"):
+    with pytest.raises(
+        RewardError,
+        match=r"never took longer than timeout_s=0\.01 .* batch of 2 answers, the first: prompt '2\+2=', answer '4'",
+    ):
         judge(RewardFunctionEnvironment(reward=never, timeout_s=0.01))
 
 
-def test_every_coroutine_function_has_a_deadline():
-    assert RewardFunctionEnvironment(reward=never).timeout_s == 60.0
+def test_a_function_s_own_timeout_is_not_taken_for_the_deadline():
+    async def refused(completions):
+        raise TimeoutError("the judge did not answer")
+
+    with pytest.raises(RewardError, match="raised TimeoutError: the judge did not answer"):
+        judge(RewardFunctionEnvironment(reward=refused))
+
+
+def test_a_coroutine_function_that_blocks_the_event_loop_has_a_deadline_too():
+    async def blocks(completions):
+        time.sleep(60)  # noqa: ASYNC251 - the mistake
+
+    with pytest.raises(RewardTimeoutError, match="blocks took longer"):
+        judge(RewardFunctionEnvironment(reward=blocks, timeout_s=0.05))
+
+
+# -- Deadlines of plain functions ----------------------------------------------------------------------------------
+
+
+def hangs(completions):
+    try:
+        time.sleep(60)
+    except Exception:  # noqa: BLE001 - what a careless function does must not swallow the interruption
+        return [0.0] * len(completions)
+
+
+def elsewhere(call):
+    """Call on another thread, as asynchronous GRPO does."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.parametrize("where", [lambda call: call(), elsewhere])
+def test_a_plain_function_that_hangs_is_refused_by_its_name_row_and_seconds(where):
+    begun = time.monotonic()
+    with pytest.raises(RewardTimeoutError, match=r"function hangs took longer than timeout_s=0\.05 .* answer '4'"):
+        where(lambda: judge(RewardFunctionEnvironment(reward=hangs, timeout_s=0.05), ("4",)))
+    assert time.monotonic() - begun < 30
+
+
+def test_the_interrupted_line_is_in_the_cause_so_that_it_can_be_shown():
+    with pytest.raises(RewardTimeoutError) as refused:
+        judge(RewardFunctionEnvironment(reward=hangs, timeout_s=0.05), ("4",))
+    error, lines = refused.value, ""
+    while (error := error.__cause__) is not None:
+        lines += "".join(traceback.format_tb(error.__traceback__))
+    assert "time.sleep(60)" in lines
+
+
+@pytest.mark.parametrize(("on_error", "failed"), [("zero", [False, False]), ("fail", [True, True])])
+def test_answers_of_a_function_that_hangs_obey_on_error(on_error, failed):
+    environment = RewardFunctionEnvironment(reward=hangs, timeout_s=0.05, on_error=on_error)
+    assert [item.failed is not None for item in judge(environment)] == failed
+    assert environment.errors == 2
+
+
+def test_a_function_that_swallows_every_interruption_is_interrupted_again():
+    def stubborn(completions):
+        for _ in range(2):
+            with contextlib.suppress(BaseException):
+                time.sleep(60)
+        time.sleep(60)
+
+    with pytest.raises(RewardTimeoutError):
+        judge(RewardFunctionEnvironment(reward=stubborn, timeout_s=0.05))
+
+
+def test_a_plain_function_stays_on_the_main_thread_and_may_use_alarms_of_its_own():
+    def timed(completions):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(0.03)
+        return [float(threading.current_thread() is threading.main_thread())] * len(completions)
+
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        assert ask(timed)[1] == [1.0, 1.0]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_part_has_the_deadline_of_its_own_environment_and_that_of_the_whole():
+    inner = RewardFunctionEnvironment(reward=hangs, timeout_s=0.05)
+    with pytest.raises(RewardError, match=r"timeout_s=0\.05"):
+        judge(RewardFunctionEnvironment(reward={"inner": inner}, timeout_s=30.0), ("4",))
+    slow = RewardFunctionEnvironment(reward=hangs, timeout_s=30.0)
+    with pytest.raises(RewardTimeoutError, match=r"timeout_s=0\.05"):
+        judge(RewardFunctionEnvironment(reward={"inner": slow}, timeout_s=0.05), ("4",))
+
+
+def test_functions_have_five_minutes_unless_told_otherwise_and_none_waits_for_ever():
+    assert RewardFunctionEnvironment(reward=hangs).timeout_s == 300.0
+    environment = RewardFunctionEnvironment(reward=lambda completions: [1.0, 1.0], timeout_s=None)
+    assert [item.reward for item in judge(environment)] == [1.0, 1.0]
+
+
+def test_a_function_that_exits_fails_as_one_that_raises_and_does_not_end_the_run():
+    with pytest.raises(RewardError, match=r"it raised SystemExit\(3\)"):
+        ask(lambda completions: sys.exit(3))
+
+
+def test_the_error_of_a_function_is_the_cause_of_the_refusal():
+    def broken(completions):
+        raise KeyError("solution")
+
+    with pytest.raises(RewardError) as refused:
+        ask(broken)
+    assert isinstance(refused.value.__cause__, KeyError)
+
+
+def test_an_answer_to_which_nothing_applies_says_so_in_a_sentence():
+    def none(completions):
+        return [None] * len(completions)
+
+    (item,) = judge(RewardFunctionEnvironment(reward=none), ("4",))
+    assert item.failed.startswith("no reward function applies to this answer: the reward function `")
+    assert item.failed.endswith(".none` returned None for it")
 
 
 def test_a_coroutine_function_that_cancels_itself_says_so():

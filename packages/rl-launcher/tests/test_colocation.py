@@ -14,18 +14,16 @@ import pytest
 import torch
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
-from rl_generation import Sampling
+from rl_generation import Sampling, TrainingEngineSpec
 from rl_generation.seeding import CallSeeds
 from rl_launcher.engine_middleware import RunEngine
-from rl_launcher.engines import EngineSpec
+from rl_launcher.engines import weight_source
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.colocation import ColocatedModel, Colocation
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.engine_pool import EngineLimits, EnginePool
 from rl_launcher.ray.engine_worker import EngineWorker
-from rl_launcher.schema import GenerationConfig
-from rl_launcher.weight_sync import WeightSync, weight_source
-from rl_refit import Refit, RefitError
+from rl_refit import CountedRefit, Refit, RefitError
 
 
 class Answered:
@@ -76,9 +74,8 @@ class World:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         self.backend = DTensorBackend(model, DTensorConfig())
-        spec = EngineSpec(
+        spec = TrainingEngineSpec(
             model=str(folder),
-            generation=GenerationConfig(max_new_tokens=4),
             stop_token_ids=(2,),
             pad_token_id=0,
         )
@@ -89,7 +86,7 @@ class World:
         self.colocation.make_room()
         engines.start()
         worker: EngineWorker = self.actor.worker
-        inner = WeightSync(Refit(weight_source_of(self.backend), worker._made.sink))
+        inner = CountedRefit(Refit(weight_source_of(self.backend), worker._made.sink))
 
         def refit(*, version):
             self.colocation.enter("refitting")

@@ -230,7 +230,7 @@ BAD = {
     ),
     "too long": (
         {"prompt": "1+0=", "chosen": "1", "rejected": "2" * 40},
-        r"pairs\.jsonl:12: field 'rejected': prompt and answer have \d+ tokens, and the model's context 32",
+        r"pairs\.jsonl:12: field 'rejected': prompt and response have \d+ tokens, and the model's context is 32",
     ),
 }
 

@@ -1,17 +1,13 @@
-"""Engines as a recipe asks for them: without weights until a refit has brought some, and in the policy's dtypes."""
-
-import pickle
+"""Engines as a recipe describes them: without weights until a refit brings some, fed by the policy's shards."""
 
 import pytest
-import torch
 
 from rl_backends import DTensorBackend, DTensorConfig
-from rl_generation import ModelError, Sampling
-from rl_launcher.engines import EngineSpec, dtypes_of, make_engine, make_in_process
+from rl_generation import ModelError, Sampling, TrainingEngineSpec
+from rl_launcher.engines import dtypes_of, engine_spec, make_engine, make_in_process, weight_source
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.schema import GenerationConfig
-from rl_launcher.schema.policy import VllmConfig
-from rl_launcher.weight_sync import weight_source
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
 from rl_refit import Refit
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=0.0)
@@ -19,13 +15,12 @@ PROMPT = [1, 5, 9]
 
 
 def spec_of(model, **changes):
-    options = {
-        "model": str(model),
-        "generation": GenerationConfig(max_new_tokens=4),
-        "stop_token_ids": (2,),
-        "pad_token_id": 0,
-    }
-    return EngineSpec(**options | changes)
+    return TrainingEngineSpec(**{"model": str(model), "stop_token_ids": (2,), "pad_token_id": 0} | changes)
+
+
+def spec_of_recipe(file, *overrides, dtypes=None):
+    recipe = load_recipe(file, schema=Recipe, overrides=overrides).value
+    return engine_spec(recipe, model_name="model", stop_token_ids=[2], pad_token_id=0, dtypes=dtypes or {})
 
 
 @pytest.fixture
@@ -51,28 +46,29 @@ def test_an_engine_of_an_actor_answers_only_what_a_refit_has_brought(folder):
     beside.close()
 
 
-def test_parameters_are_kept_in_the_dtypes_that_they_are_sent_in(folder):
-    names = [name for name, _ in build(0)[0].named_parameters()]
-    made = make_engine(spec_of(folder, dtypes=dict.fromkeys(names, "bfloat16")))
-    assert {parameter.dtype for parameter in made.engine.model.parameters()} == {torch.bfloat16}
-    made.close()
+VLLM = ("policy.generation.backend=vllm", "policy.generation.colocated={enabled: true}")
+IN_FLIGHT = "grpo.async_grpo={max_staleness: 1, weights: in_flight}"
 
 
-def test_a_spec_crosses_processes(folder):
-    spec = spec_of(folder, dtypes={"a": "float32"})
-    assert pickle.loads(pickle.dumps(spec)) == spec
+def test_an_asynchronous_engine_takes_weights_in_flight_where_the_recipe_says_so(recipe):
+    spec = spec_of_recipe(recipe, IN_FLIGHT, *VLLM, "policy.generation.vllm_cfg.async_engine=true")
+    assert (spec.asynchronous, spec.in_flight) == (True, True)
+    spec = spec_of_recipe(recipe, *VLLM, "policy.generation.vllm_cfg.async_engine=true")
+    assert (spec.asynchronous, spec.in_flight) == (True, False)
 
 
-def test_weights_in_flight_ask_for_an_engine_that_takes_them(folder):
-    with pytest.raises(ValueError, match="async_engine=true, or say weights=between_calls"):
-        spec_of(folder, in_flight=True)
-
-
-def test_vllm_computes_in_the_policys_precision_and_says_what_it_casts(folder):
-    vllm = GenerationConfig(max_new_tokens=4, backend="vllm")
-    spec = spec_of(folder, generation=vllm, precision="bfloat16", dtypes={"a": "float32"})
-    assert (spec.dtype, spec.casts) == ("bfloat16", True)
+def test_vllm_computes_in_the_policys_precision_unless_the_recipe_says_otherwise(recipe):
+    bfloat16 = "policy.dtensor_cfg.precision=bfloat16"
+    spec = spec_of_recipe(recipe, *VLLM, bfloat16, dtypes={"a": "float32"})
+    assert (spec.vllm.dtype, spec.casts) == ("bfloat16", True)
     assert "bfloat16, cast from the float32 that the policy sends" in spec.explain()
-    exact = GenerationConfig(max_new_tokens=4, backend="vllm", vllm_cfg=VllmConfig(precision="float32"))
-    spec = spec_of(folder, generation=exact, precision="bfloat16", dtypes={"a": "float32"})
-    assert (spec.dtype, spec.casts) == ("float32", False)
+    exact = "policy.generation.vllm_cfg.precision=float32"
+    spec = spec_of_recipe(recipe, *VLLM, bfloat16, exact, dtypes={"a": "float32"})
+    assert (spec.vllm.dtype, spec.casts) == ("float32", False)
+
+
+def test_options_of_vllm_and_of_the_recipe_reach_the_engine(recipe):
+    spec = spec_of_recipe(recipe, *VLLM, "policy.generation.vllm_cfg={max_num_seqs: 7}", "seed=5")
+    assert (spec.vllm.max_num_seqs, spec.vllm.seed, spec.vllm.for_training) == (7, 5, True)
+    assert spec.vllm.worker_extension_cls
+    assert spec_of_recipe(recipe, "policy.generation.max_batch_size=9").max_batch_size == 9

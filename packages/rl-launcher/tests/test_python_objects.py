@@ -7,6 +7,7 @@ import pytest
 
 from rl_algorithms.contracts import Conversation, EnvironmentReturn
 from rl_algorithms.data import DataError
+from rl_algorithms.environments import RewardError
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
 from rl_launcher.inputs import load_dataset, read_inputs
@@ -93,7 +94,7 @@ def test_conversations_and_their_held_out_ones_are_objects_too(recipe, stages):
     ],
 )
 def test_data_of_a_wrong_kind_are_refused_by_name(plain, data, said):
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(DataError, match=said):
         load_dataset(plain, Objects(data=data))
 
 
@@ -133,7 +134,7 @@ def test_several_reward_functions_are_named_and_weighted(plain, reward):
     ],
 )
 def test_a_reward_of_a_wrong_kind_is_refused_by_name(reward, said):
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(RewardError, match=said):
         load_environment(None, Objects(reward=reward))
 
 
@@ -166,3 +167,11 @@ def test_the_columns_of_the_rows_are_checked_against_the_reward_that_is_given(pl
 
     with pytest.raises(ValueError, match="needs_solution requires solution"):
         read_inputs(plain, Objects(data=ROWS, reward=needs_solution))
+
+
+def test_env_timeout_s_is_the_deadline_of_reward_functions(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\n\n\ndef slow(completions):\n    time.sleep(60)\n")
+    judge = load_environment(EnvironmentConfig(reward=f"{tmp_path}/slow.py:slow", timeout_s=0.05))
+    with pytest.raises(RewardError, match=r"slow took longer than timeout_s=0\.05 \(env\.timeout_s in a recipe\)"):
+        judge.step([conversation()])
+    assert load_environment(None, Objects(reward=right)).timeout_s == 300.0

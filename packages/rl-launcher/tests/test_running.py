@@ -183,7 +183,9 @@ def test_rows_that_the_model_cannot_read_are_left_out_of_all_stages_when_asked_f
 def test_data_of_which_no_row_can_be_read_is_refused_even_where_bad_rows_are_left_out(recipe, tmp_path):
     rows = [{"prompt": f"{digit}" * 40, "answer": "1"} for digit in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    with pytest.raises(ValueError, match=r"left out all \d held-out prompts; the first: .*:\d: the prompt has"):
+    with pytest.raises(
+        ValueError, match=r"none of the \d held-out prompts can be used; the first: .*:\d: the prompt has"
+    ):
         run_recipe(recipe, "data.on_bad_row=skip")
     assert not (tmp_path / "run").exists()
 
@@ -227,8 +229,8 @@ def test_the_shipped_recipe_of_dapo_is_the_preset(request):
     assert objective == presets.dapo(max_length=256, overlong_buffer=64)
 
 
-def test_the_objectives_that_the_readme_spells_are_the_presets():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+def test_the_objectives_that_the_reference_spells_are_the_presets():
+    readme = (Path(__file__).parents[1] / "REFERENCE.md").read_text()
     block = readme.partition("<!-- objectives -->")[2].partition("```yaml\n")[2].partition("```")[0]
     spelt = yaml.safe_load(block)
     assert len(spelt) >= 5

@@ -220,7 +220,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_learnt_from_and_counted(al
     lay_out(tmp_path, *rows)
     summary = run(loaded(alone, "sft.max_num_steps=2", "data.prompt_format=plain"))
     assert summary["steps"] == 2
-    told = "2 held-out prompts leave no room for an answer of policy.generation.max_new_tokens=4"
+    told = "2 held-out prompts leave no room for a response of policy.generation.max_new_tokens=4"
     assert told in " ".join(capsys.readouterr().out.split())
 
 
@@ -240,7 +240,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(alone, tmp_p
         ([{"messages": [{"role": "bot", "content": "3"}]}] * 2, ["talks.jsonl:1", "messages[0].role"]),
         ([{"prompt": "1+0="}, {"prompt": "2+0="}], ["talks.jsonl:1", "'prompt' + 'answer'"]),
         ([{"prompt": "1+0=", "answer": "1"}, said("2+0=", "2")], ["talks.jsonl:2", "field 'prompt' is missing"]),
-        ([said("1+0=", "1" * 40), said("2+0=", "2")], ["the conversation has", "context 32"]),
+        ([said("1+0=", "1" * 40), said("2+0=", "2")], ["the conversation has", "context is 32"]),
     ],
 )
 def test_a_bad_row_is_refused_by_file_line_and_field(alone, tmp_path, rows, reasons):
@@ -310,5 +310,5 @@ def test_the_commands_know_runs_without_a_judge(alone, tmp_path):
     assert code == 0, output
     code, output = invoke("evaluate", tmp_path / "run")
     assert code == 2
-    assert "env, which judges the answers, is missing" in output
+    assert "the recipe has no env" in output
     assert 'env: {reward: "reward.py:score"}' in output

@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import transformers
@@ -56,7 +59,7 @@ def test_every_command_is_there(name, capsys):
     with pytest.raises(SystemExit) as ending:
         main([name, "--help"])
     assert ending.value.code == 0
-    assert f"usage: python -m rl_parallel_plans {name}" in capsys.readouterr().out
+    assert f"usage: rl-parallel-plans {name}" in capsys.readouterr().out
 
 
 def test_explain_prints_the_plan_of_a_model_that_is_nowhere(folder, capsys):
@@ -98,11 +101,11 @@ def test_plan_with_problems_is_printed_and_ends_in_1(folder, capsys):
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_refusal_is_one_message_without_traceback_and_ends_in_1(form, tmp_path, capsys):
+def test_refusal_is_one_message_without_traceback_and_ends_in_2(form, tmp_path, capsys):
     transformers.BertConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    assert main(["explain", str(tmp_path), "--tp", "2", *form]) == 1
+    assert main(["explain", str(tmp_path), "--tp", "2", *form]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("python -m rl_parallel_plans explain: no plan for ")
+    assert captured.err.startswith("rl-parallel-plans explain: no plan for ")
     assert "Traceback" not in captured.err
     if form:
         told = json.loads(captured.out)
@@ -113,7 +116,7 @@ def test_refusal_is_one_message_without_traceback_and_ends_in_1(form, tmp_path, 
 
 
 def test_page_that_cannot_be_written_is_refused(folder, tmp_path, capsys):
-    assert main(["explain", folder, "--html", str(tmp_path / "missing" / "plan.html")]) == 1
+    assert main(["explain", folder, "--html", str(tmp_path / "missing" / "plan.html")]) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 
 
@@ -132,7 +135,7 @@ def test_misuse_ends_in_2(arguments, capsys):
     with pytest.raises(SystemExit) as ending:
         main(arguments)
     assert ending.value.code == 2
-    assert "usage: python -m rl_parallel_plans" in capsys.readouterr().err
+    assert "usage: rl-parallel-plans" in capsys.readouterr().err
 
 
 def test_reader_of_a_pipe_may_leave_early():
@@ -157,3 +160,9 @@ sys.exit(program.main(["explain"]))
             env={"PYTHONPATH": ":".join(filter(None, sys.path))},
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_console_script_is_this_command():
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    module, _, function = pyproject["project"]["scripts"]["rl-parallel-plans"].partition(":")
+    assert getattr(import_module(module), function) is main

@@ -182,7 +182,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_all_its_problems():
 
 
 def test_the_command_refuses_in_words_and_in_json(capsys):
-    assert main(["memory", "llama", "--tp", "0", "--batch-size", "4", "--sequence-length", "48", "--json"]) == 1
+    assert main(["memory", "llama", "--tp", "0", "--batch-size", "4", "--sequence-length", "48", "--json"]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out) == {"refused": "tp is 0: it must be a whole number, at least 1"}
     assert "tp is 0: it must be a whole number, at least 1" in err

@@ -472,7 +472,7 @@ def test_what_is_not_covered_is_listed_and_the_code_is_1(capsys, tmp_path, folde
 def test_misuse_says_what_to_do_and_the_code_is_2(capsys, folder, arguments, complaint):
     code, _, err = explain(capsys, folder, *arguments)
     assert code == 2
-    assert err.startswith("python -m rl_refit explain: ")
+    assert err.startswith("rl-refit explain: ")
     assert complaint in err
 
 

@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,7 @@ def test_a_limit_that_does_not_hold_exits_with_1(capsys):
 def test_a_wrong_value_exits_with_2_and_says_what_is_allowed(capsys, arguments, said):
     code, printed = run(capsys, arguments)
     assert code == 2
-    assert printed.err.startswith("python -m rl_refit simulate: ")
+    assert printed.err.startswith("rl-refit simulate: ")
     assert said in printed.err
 
 
@@ -147,3 +149,9 @@ def test_every_second_in_the_documents_prose_is_in_an_output():
     said = re.findall(r"\d+\.\d{3}|\d+\.\d GB|\d{1,3}(?:,\d{3})+", prose)
     assert len(said) > 5
     assert [figure for figure in said if figure not in printed] == []
+
+
+def test_the_console_script_is_this_command():
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    module, _, function = pyproject["project"]["scripts"]["rl-refit"].partition(":")
+    assert getattr(import_module(module), function) is main

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from rl_refit import (
+    CountedRefit,
     CoverageError,
     Layout,
     ModuleSink,
@@ -12,6 +13,7 @@ from rl_refit import (
     Refit,
     RefitError,
     Region,
+    StateDictSource,
     WeightSource,
 )
 
@@ -125,3 +127,92 @@ def test_a_tied_tensor_is_cast_with_its_root_and_an_idle_pattern_is_refused():
     assert [meta.dtype for meta in manifest.tensors] == ["bfloat16", "bfloat16"]
     with pytest.raises(RefitError, match=r"the patterns \['head.\*'\] of cast fit no floating-point tensor"):
         ModuleSource(policy, cast={"head.*": torch.bfloat16}).manifest()
+
+
+class Box:
+    def __init__(self, start, stop, local_start, width):
+        self.offsets, self.sizes = (start, 0), (stop - start, width)
+        self._local = slice(local_start, local_start + stop - start)
+
+    def of_local(self, local):
+        return local[self._local]
+
+
+class Shard:
+    """As trainers list them: with a tensor and an order of rows, or with memory and boxes alone."""
+
+    def __init__(self, name, local, *, shape=None, boxes=None, **layout):
+        self.name, self.local, self.shape = name, local, tuple(local.shape if shape is None else shape)
+        self._boxes = [Box(0, len(local), 0, local.shape[1])] if boxes is None else boxes
+        self.__dict__ |= layout
+
+    def boxes(self):
+        return self._boxes
+
+
+def refitted(source, *names):
+    held = {name: meta.shape for name, meta in source.manifest().by_name.items() if name in names}
+    engine = nn.Module()
+    for name, shape in held.items():
+        engine.register_buffer(name, torch.zeros(shape))
+    Refit(source, ModuleSink(engine))(version=1)
+    return [dict(engine.named_buffers())[name] for name in names]
+
+
+def test_shards_are_sent_from_their_tensors_or_box_by_box_where_their_rows_are_reordered():
+    plain, fused = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(4, 2)
+    order = torch.tensor([2, 3, 0, 1])
+    boxes = [Box(2, 4, 0, 2), Box(0, 2, 2, 2)]
+    source = StateDictSource.from_shards(
+        [
+            Shard("plain", plain, tensor=plain, row_order=None),
+            Shard("fused", fused, tensor=fused, row_order=order, boxes=boxes),
+        ]
+    )
+    received = refitted(source, "plain", "fused")
+    assert torch.equal(received[0], plain)
+    assert torch.equal(received[1], fused[[2, 3, 0, 1]])
+
+
+def test_one_parameter_may_hold_parts_of_several_tensors_and_padding_is_not_sent():
+    parameter = torch.arange(10.0).view(5, 2)
+    source = StateDictSource.from_shards(
+        [
+            Shard("q", parameter, shape=(3, 2), boxes=[Box(0, 3, 0, 2)]),
+            Shard("k", parameter, shape=(2, 2), boxes=[Box(0, 2, 3, 2)]),
+            Shard("padding", parameter, shape=(2, 2), boxes=[]),
+        ]
+    )
+    assert set(source.manifest().by_name) == {"q", "k"}
+    received = refitted(source, "q", "k")
+    assert torch.equal(torch.cat(received), parameter)
+    parameter.add_(1.0)  # the memory is read anew at each refit
+    assert torch.equal(torch.cat(refitted(source, "q", "k")), parameter)
+
+
+def test_buffers_that_no_shard_holds_are_sent_beside_the_shards():
+    weight = torch.ones(2, 2)
+    source = StateDictSource.from_shards(
+        [Shard("w", weight, tensor=weight, row_order=None)], buffers={"inv_freq": torch.arange(3.0)}
+    )
+    received = refitted(source, "w", "inv_freq")
+    assert torch.equal(received[1], torch.arange(3.0))
+
+
+def test_a_counted_refit_counts_what_was_committed_and_refreshes_its_source_first():
+    policy, engine = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def refresh():
+        policy.weight.data.fill_(7.0)
+
+    sync = CountedRefit(Refit(ModuleSource(policy), ModuleSink(engine)), refresh=refresh)
+    assert (sync.count, sync.last, sync.metrics()) == (0, None, {})
+    report = sync(version=3)
+    assert (sync.count, sync.last, report.version) == (1, report, 3)
+    assert (engine.weight == 7.0).all()
+    assert sync.metrics() == {"refit_bytes": report.bytes, "refit_s": report.total_seconds, "refit_verified": 1.0}
+    assert sync.explain() == Refit(ModuleSource(policy), ModuleSink(engine)).explain()
+    broken = CountedRefit(Refit(ModuleSource(policy), ModuleSink(nn.Linear(3, 3))))
+    with pytest.raises(CoverageError):
+        broken(version=4)
+    assert (broken.count, broken.last) == (0, None)

@@ -23,6 +23,7 @@ from rl_generation.requests import Limits, Request, make_requests
 from rl_generation.rollout import Rollout, RolloutTiming, VersionSpan
 from rl_generation.sampling import Sampling
 from rl_generation.streaming import Streamer
+from rl_generation.training_engine import TrainingEngineSpec, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine
 from rl_generation.verify import compare_logp, verify_logp
 from rl_generation.vllm import LoraAdapter, VllmAsyncEngine, VllmEngine, VllmOptions
@@ -57,6 +58,7 @@ __all__ = [
     "StreamingEngine",
     "TimedOutSample",
     "TokenDifference",
+    "TrainingEngineSpec",
     "TransformersEngine",
     "VersionSpan",
     "VllmAsyncEngine",
@@ -71,6 +73,7 @@ __all__ = [
     "load_engine",
     "load_transformers_engine",
     "make_requests",
+    "make_training_engine",
     "verify_logp",
     "with_required_prefix",
 ]

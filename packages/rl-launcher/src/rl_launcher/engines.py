@@ -1,106 +1,28 @@
-"""An engine and the sink that a refit fills it through, as a recipe asks for them: in this process, or in an actor's.
+"""The engine that a recipe describes, and the way of weights into it: `rl_generation` makes it, `rl_refit` feeds it.
 
-Knows no Ray and no training. An engine is made without weights and refuses to answer before the first refit: so nothing
-but a verified refit can be what it serves.
+An engine is made without weights and refuses to generate before its first refit, so that it serves nothing but verified
+weights. The same code runs in this process and in an engine's actor on Ray.
 """
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rl_backends import select_backend
-from rl_launcher.schema import GenerationConfig, Recipe
-from rl_launcher.schema.policy import VllmConfig
-from rl_refit import ModuleSink, WeightSink
+from rl_backends.selection import Backend
+from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
+from rl_launcher.schema import Recipe
+from rl_launcher.user_code import is_import_string
+from rl_refit import ModuleSink, StateDictSource, WeightSink
 
-if TYPE_CHECKING:
-    from rl_generation.vllm import VllmOptions
-
-__all__ = ["EngineSpec", "MadeEngine", "dtypes_of", "engine_spec", "make_engine", "make_in_process", "vllm_options"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """What one engine is made of. Crosses processes."""
-
-    model: str
-    """A Hugging Face folder or hub id. Of its weights nothing is used."""
-
-    generation: GenerationConfig
-    """The recipe's."""
-
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end an answer."""
-
-    pad_token_id: int
-    """Any token; fills what nobody sees."""
-
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    """In which dtype the policy sends each tensor, as `float32`; see `dtypes_of`. Others keep the model's."""
-
-    precision: str = "float32"
-    """What the policy computes in; vLLM's, where the recipe says `auto`."""
-
-    revision: str | None = None
-    """Of a hub id."""
-
-    trust_remote_code: bool = False
-    """Run the model's own Python code."""
-
-    device: str = "cpu"
-    """Where it computes: `cpu` or `cuda`."""
-
-    in_flight: bool = False
-    """Take new weights in the middle of answers, which only vLLM's asynchronous engine does."""
-
-    sleeps: bool = False
-    """Share the device with the trainer: give its memory away between two calls."""
-
-    seed: int = 0
-    """Of answers without a seed of their own."""
-
-    def __post_init__(self) -> None:
-        if self.in_flight and not self.asynchronous:
-            raise ValueError(
-                "weights=in_flight asks for an engine that takes weights in the middle of answers; give "
-                "policy.generation.backend=vllm and policy.generation.vllm_cfg.async_engine=true, or say "
-                "weights=between_calls"
-            )
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether many callers are answered at once."""
-        return self.generation.backend == "vllm" and self.generation.vllm_cfg.async_engine
-
-    @property
-    def dtype(self) -> str:
-        """vLLM's, of weights and activations."""
-        asked = self.generation.vllm_cfg.precision
-        return self.precision if asked == "auto" else asked
-
-    @property
-    def casts(self) -> bool:
-        """Whether the engine keeps tensors in another dtype than they are sent in."""
-        return self.generation.backend == "vllm" and any(dtype != self.dtype for dtype in self.dtypes.values())
-
-    def explain(self) -> str:
-        """One line for people."""
-        config = self.generation
-        if config.backend == "transformers":
-            return f"transformers engine on {self.device}, up to {config.max_batch_size} answers side by side"
-        kind = "asynchronous" if self.asynchronous else "synchronous"
-        ranks = config.ranks_per_engine
-        sent = Counter(self.dtypes.values()).most_common(1)
-        cast = f", cast from the {sent[0][0]} that the policy sends" if self.casts else ""
-        return f"vLLM, {kind}, {ranks} rank{'s' if ranks > 1 else ''} on {self.device}, {self.dtype}{cast}"
+__all__ = ["MadeEngine", "dtypes_of", "engine_spec", "make_engine", "make_in_process", "weight_source"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeEngine:
-    """An engine, and the way into its weights."""
+    """An engine, and the sink that its refits fill."""
 
     engine: Any
     """Of rl_generation."""
@@ -109,7 +31,7 @@ class MadeEngine:
     """Of rl_refit."""
 
     close: Callable[[], None]
-    """End the engine and what was made for it."""
+    """End the engine and remove what was made for it."""
 
 
 def engine_spec(
@@ -120,168 +42,120 @@ def engine_spec(
     pad_token_id: int,
     dtypes: Mapping[str, str],
     sleeps: bool = False,
-) -> EngineSpec:
+) -> TrainingEngineSpec:
     """What each engine of `recipe` is made of.
 
+    Args:
+        recipe: of the run.
+        model_name: a folder or hub id; differs from the recipe's where a function made the model.
+        stop_token_ids: tokens that end a response.
+        pad_token_id: any token.
+        dtypes: in which dtype the policy sends each tensor; see `dtypes_of`.
+        sleeps: whether the engine shares its device with the trainer and releases its memory between calls.
+
     Raises:
-        ValueError: asynchronous GRPO asks for what the engine cannot do.
+        ValueError: an option of vLLM is impossible.
     """
-    config, asynchronous = recipe.policy, None if recipe.grpo is None else recipe.grpo.async_grpo
+    config, generation = recipe.policy, recipe.policy.generation
     backend = select_backend(config).config
-    return EngineSpec(
+    revision = config.revision if model_name == config.model_name else None
+    vllm = None
+    if generation.backend == "vllm":
+        from rl_generation.vllm import VllmOptions
+        from rl_refit.vllm import WORKER_EXTENSION
+
+        options = generation.vllm_cfg
+        vllm = VllmOptions(
+            model=model_name,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=backend.precision if options.precision == "auto" else options.precision,
+            for_training=True,
+            enable_sleep_mode=sleeps and backend.device == "cuda",
+            worker_extension_cls=WORKER_EXTENSION,
+            seed=recipe.seed,
+            **{name: value for name, value in asdict(options).items() if name not in {"async_engine", "precision"}},
+        )
+    async_grpo = None if recipe.grpo is None else recipe.grpo.async_grpo
+    return TrainingEngineSpec(
         model=model_name,
-        generation=config.generation,
+        vllm=vllm,
+        asynchronous=vllm is not None and generation.vllm_cfg.async_engine,
+        in_flight=async_grpo is not None and async_grpo.weights == "in_flight",
         stop_token_ids=tuple(stop_token_ids),
         pad_token_id=pad_token_id,
         dtypes=dtypes,
-        precision=backend.precision,
-        revision=config.revision if model_name == config.model_name else None,
-        trust_remote_code=config.trust_remote_code,
+        max_batch_size=generation.max_batch_size,
         device=backend.device,
-        in_flight=asynchronous is not None and asynchronous.weights == "in_flight",
-        sleeps=sleeps,
+        revision=revision,
+        trust_remote_code=config.trust_remote_code,
         seed=recipe.seed,
     )
 
 
 def dtypes_of(shards: Any) -> dict[str, str]:
-    """In which dtype each of a backend's `shards()` is sent."""
+    """The dtype of each of a backend's `shards()` by name, such as `float32`."""
     return {shard.name: str(shard.local.dtype).removeprefix("torch.") for shard in shards}
 
 
-def make_engine(spec: EngineSpec) -> MadeEngine:
-    """The engine, in this process or with processes of its own; it refuses to answer until it was refitted.
+def weight_source(policy: Backend) -> StateDictSource:
+    """The policy's shards as the source of refits.
 
-    Raises:
-        ValueError: whatever the engine refuses.
+    Where adapters are trained, the shards are merged copies; call `policy.shards()` before each refit to update them.
     """
-    if spec.generation.backend == "vllm":
-        return _vllm(spec, model=spec.model, own_process=spec.generation.ranks_per_engine > 1)
-    return _transformers(spec, _without_weights(spec), fed=False)
+    return StateDictSource.from_shards(policy.shards(), buffers=policy.skeleton_buffers())
 
 
-def make_in_process(spec: EngineSpec, *, model: Any) -> MadeEngine:
-    """The engine beside a policy of this process, which has a model of its own; vLLM gets a process beside this one.
+def make_engine(spec: TrainingEngineSpec, *, model: Any = None, own_process: bool | None = None) -> MadeEngine:
+    """Make the engine and its sink. Without `model` it refuses to generate before its first refit.
 
     Args:
-        spec: What it is made of.
-        model: Taken over, with its weights; of one for vLLM, which makes its own, only the files are used.
+        spec: what it is made of.
+        model: for the transformers engine, a model with weights to take over.
+        own_process: see `make_training_engine`.
 
     Raises:
-        ValueError: whatever the engine refuses.
+        ValueError: what the engine refuses.
     """
-    if spec.generation.backend == "transformers":
-        return _transformers(spec, model, fed=True)
-    with ExitStack() as kept:
-        folder = spec.model
-        if not _is_stored(folder):  # a function made it: vLLM reads folders
-            folder = kept.enter_context(tempfile.TemporaryDirectory(prefix="rl-launcher-model-"))
-            model.save_pretrained(folder)
-        # In the policy's own process vLLM would take the trainer's default process group over.
-        made = _vllm(spec, model=folder, own_process=True)
-        kept.callback(made.close)
-        return MadeEngine(engine=made.engine, sink=made.sink, close=kept.pop_all().close)
-
-
-def vllm_options(spec: EngineSpec, *, model: str) -> "VllmOptions":
-    """What rl_generation's vLLM engines are given.
-
-    Raises:
-        ValueError: an option is impossible.
-    """
-    from rl_generation.vllm import VllmOptions
-    from rl_refit.vllm import WORKER_EXTENSION
-
-    config: VllmConfig = spec.generation.vllm_cfg
-    return VllmOptions(
-        model=model,
-        revision=spec.revision,
-        trust_remote_code=spec.trust_remote_code,
-        dtype=spec.dtype,
-        for_training=True,
-        tensor_parallel_size=config.tensor_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        enable_expert_parallel=config.enable_expert_parallel,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        enforce_eager=config.enforce_eager,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_sleep_mode=spec.sleeps and spec.device == "cuda",
-        worker_extension_cls=WORKER_EXTENSION,
-        seed=spec.seed,
-        vllm_kwargs=dict(config.vllm_kwargs),
-    )
-
-
-def _vllm(spec: EngineSpec, *, model: str, own_process: bool) -> MadeEngine:
-    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
-    from rl_refit.vllm import VllmSink
-
-    options = vllm_options(spec, model=model)
-    if spec.asynchronous:
-        many = VllmAsyncEngine(options, stop_token_ids=spec.stop_token_ids)
-        pause: Literal["keep", "wait"] = "keep" if spec.in_flight else "wait"
-        sink = VllmSink(many.vllm, loop=many.loop, pause=pause, cast=spec.casts)
-        many.ready = sink.check
-        return MadeEngine(engine=many, sink=sink, close=many.close)
-    engine = VllmEngine(
-        options,
-        own_process=own_process,
-        stop_token_ids=spec.stop_token_ids,
-        ready=lambda: sink.check(),  # noqa: PLW0108 - the sink is made of the engine
-    )
-    sink = VllmSink(engine.llm, cast=spec.casts)
-    return MadeEngine(engine=engine, sink=sink, close=engine.close)
-
-
-def _transformers(spec: EngineSpec, model: Any, *, fed: bool) -> MadeEngine:
-    from rl_generation import ModelError, TransformersEngine
+    sink: Any = None
 
     def ready() -> None:
-        sink.check()  # no answer from weights that a refit has left torn
-        if not fed and sink.version is None:
+        sink.check()  # raises while a refit has left the weights torn
+        if spec.vllm is None and model is None and sink.version is None:
             raise ModelError("the engine has no weights yet: no refit has been committed")
 
-    engine: TransformersEngine = TransformersEngine(
-        _in_dtypes(model, spec.dtypes).to(spec.device),
-        stop_token_ids=spec.stop_token_ids,
-        pad_token_id=spec.pad_token_id,
-        max_batch_size=spec.generation.max_batch_size,
-        seed=spec.seed,
-        ready=ready,
-    )
-    sink = ModuleSink(engine.model, on_commit=engine.commit_version)
+    engine = make_training_engine(spec, ready=ready, model=model, own_process=own_process)
+    if spec.vllm is None:
+        sink = ModuleSink(engine.model, on_commit=engine.commit_version)
+    else:
+        from rl_refit.vllm import VllmSink
+
+        if spec.asynchronous:
+            pause = "keep" if spec.in_flight else "wait"
+            sink = VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
+        else:
+            sink = VllmSink(engine.llm, cast=spec.casts)
     return MadeEngine(engine=engine, sink=sink, close=engine.close)
 
 
-def _without_weights(spec: EngineSpec) -> Any:
-    """The model of zeros: what it would answer without a refit is nobody's."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def make_in_process(spec: TrainingEngineSpec, *, model: Any) -> MadeEngine:
+    """Make the engine for a policy of this process; vLLM gets a process of its own beside it.
 
-    auto: Any = AutoModelForCausalLM  # has type hints in some releases of transformers and none in others
+    Args:
+        spec: what it is made of.
+        model: taken over with its weights by the transformers engine. vLLM makes its own, from files that are saved
+            here where a function made the model.
 
-    config = AutoConfig.from_pretrained(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-    model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
-
-
-def _in_dtypes(model: Any, dtypes: Mapping[str, str]) -> Any:
-    """`model` with its parameters in the dtypes that they are sent in; buffers stay as they are."""
-    import torch
-
-    for name, parameter in model.named_parameters():
-        if name in dtypes:
-            parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
-    return model
-
-
-def _is_stored(model: str) -> bool:
-    from rl_launcher.user_code import is_import_string
-
-    return not is_import_string(model)
+    Raises:
+        ValueError: what the engine refuses.
+    """
+    if spec.vllm is None:
+        return make_engine(spec, model=model)
+    with ExitStack() as cleanup:
+        if is_import_string(spec.model):
+            folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rl-launcher-model-"))
+            model.save_pretrained(folder)
+            spec = spec.with_model(folder)
+        made = make_engine(spec, own_process=True)
+        cleanup.callback(made.close)
+        return MadeEngine(engine=made.engine, sink=made.sink, close=cleanup.pop_all().close)

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "TO_BE_RESUMED",
@@ -55,6 +55,8 @@ class RunStoppedError(Exception):
     def __init__(self, message: str, *, interrupted: bool = False, to_be_resumed: bool = False) -> None:
         super().__init__(message)
         self.interrupted, self.to_be_resumed = interrupted, to_be_resumed
+        self.result: Any = None
+        """The `rl_launcher.RunResult` of what there is, where `rl_launcher.train` or `resume` was called."""
 
     @property
     def exit_code(self) -> int:

@@ -19,7 +19,7 @@ from rl_observe.health import EventQueue
 from rl_refit import RefitReport
 
 if TYPE_CHECKING:
-    from rl_launcher.inputs import DataPairs
+    from rl_algorithms.tokenized_data import PreferenceExamples
 
 __all__ = ["Judge", "Parts", "ServingEngine", "TrainedPolicy", "WeightSync"]
 
@@ -118,7 +118,7 @@ class Parts:
     """Empty without an sft stage."""
     held_out_demonstrations: list[Demonstration | TokenizedConversation]
     """For its held-out loss; also empty if held-out rows have no answer."""
-    pairs: "DataPairs | None"
+    pairs: "PreferenceExamples | None"
     """Given preference pairs; None if the data have none, or no stage trains on them."""
     skipped: SkippedRows
     """Which rows of the data were left out."""

@@ -1,7 +1,4 @@
-"""What a recipe names as a text and the user has written: functions, found, checked and called.
-
-What they raise is an error of the recipe key that names them, and no traceback.
-"""
+"""The user's own code: Python objects that are given, and functions and classes that a recipe names as strings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,43 +22,44 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objects:
-    """Python objects that take the place of what a recipe would name as a string; None where the recipe decides."""
+    """Python objects instead of what a recipe names as a string; None where the recipe decides."""
 
     model: Any = None
-    """A `transformers` model; replaces loading `policy.model_name`."""
+    """A `transformers` model, instead of loading `policy.model_name`."""
 
     tokenizer: Any = None
     """Its tokenizer."""
 
     data: Any = None
-    """Training rows: a list of dicts or a `datasets.Dataset`; replaces reading `data.source`."""
+    """Training rows instead of `data.source`: a list of dicts, a `datasets.Dataset`, a path or a
+    `rl_algorithms.data.Dataset`."""
 
     held_out: Any = None
-    """Held-out rows, of the same kinds; replaces cutting `data.held_out_share`."""
+    """Held-out rows of the same kinds, instead of `data.held_out_share`."""
 
     reward: Any = None
-    """A reward function, or a dict of several by name; replaces `env.reward` and `env.rewards`."""
+    """A reward function, or a list or dict of several, instead of `env.reward` and `env.rewards`."""
 
     environment: Any = None
-    """A class or function that makes an environment; replaces `env.environment`."""
+    """A class or function that makes an environment, instead of `env.environment`."""
 
 
 NO_OBJECTS = Objects()
-"""Everything is named by the recipe, as on the command line."""
+"""The recipe names everything, as on the command line."""
 
 
 def is_import_string(source: str) -> bool:
-    """`package.module:name` or `file.py:name`, as against a path or a hub id, neither of which ends in `:name`."""
+    """Whether `source` is `package.module:name` or `file.py:name`, and not a path or a hub id."""
     location, colon, name = source.rpartition(":")
     return bool(colon and location) and name.isidentifier()
 
 
 def load_function(text: str, *, wanted: str) -> Callable[..., Any]:
-    """The function that `text` names; `wanted` says what for.
+    """Import the function or class that `text` names; `wanted` says what for, in errors.
 
     Raises:
-        ImportStringError: it names nothing.
-        Refusal: it names what cannot be called.
+        ImportStringError: there is no such function.
+        Refusal: it cannot be called.
     """
     function = load_object(text, wanted=wanted)
     if not callable(function):
@@ -70,10 +68,11 @@ def load_function(text: str, *, wanted: str) -> Callable[..., Any]:
 
 
 def call(text: str, *arguments: object, wanted: str) -> Any:
-    """Call the function that `text` names.
+    """Import the function that `text` names and call it.
 
     Raises:
-        Refusal: it raised.
+        ImportStringError: there is no such function.
+        Refusal: it raised; the cause is chained.
     """
     function = load_function(text, wanted=wanted)
     try:
@@ -83,7 +82,7 @@ def call(text: str, *arguments: object, wanted: str) -> Any:
 
 
 def named_code(recipe: Recipe) -> dict[str, str]:
-    """By key, what `recipe` names of the user's functions and classes: data, models, rewards, environment."""
+    """The functions and classes that `recipe` names, by key: data, models, rewards, environment."""
     found = {"data.source": recipe.data.source, "policy.model_name": recipe.policy.model_name}
     if recipe.distill is not None:
         found["distill.teacher.model_name"] = recipe.distill.teacher.model_name
@@ -94,13 +93,13 @@ def named_code(recipe: Recipe) -> dict[str, str]:
 
 
 def code_digests(recipe: Recipe) -> dict[str, str]:
-    """By key, a digest of the file that each was imported from, as it was then; not of what that file imports."""
+    """A digest of the file that each of `named_code` was imported from; not of what that file imports."""
     digests = {key: imported_digest(text) for key, text in named_code(recipe).items()}
     return {key: digest for key, digest in digests.items() if digest is not None}
 
 
 def changed_code(recipe: Recipe, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Which of them are no longer what they were, a sentence for each file; of what only one knows, nothing."""
+    """A sentence for each file whose digest differs between `before` and `after`; keys of only one are ignored."""
     keys: dict[str, list[str]] = {}
     for key, text in named_code(recipe).items():
         if key in before and key in after and before[key] != after[key]:

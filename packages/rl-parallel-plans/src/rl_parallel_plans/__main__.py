@@ -1,8 +1,8 @@
-"""`python -m rl_parallel_plans`: plans from the command line.
+"""`rl-parallel-plans`, also `python -m rl_parallel_plans`: plans from the command line.
 
 Each command lives beside what it commands, in a module with `add_arguments(parser)` and `run(arguments) -> int`, which
-is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not or is refused (the reasons
-are printed), 2 misuse.
+is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not, 2 refused or misused;
+the reasons are printed.
 """
 
 import argparse
@@ -13,7 +13,8 @@ from importlib import import_module
 
 from rl_parallel_plans.errors import PlanError
 
-PROGRAM = "python -m rl_parallel_plans"
+PROGRAM = "rl-parallel-plans"
+INTERRUPTED = 130
 COMMANDS = {
     "explain": ("rl_parallel_plans.explain.command", "which rule shards which parameter, what a rank holds and sends"),
     "verify": (
@@ -39,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except PlanError as refusal:
         print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
-        return 1
+        return 2
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
         return 0

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_refit.bindings import Binding
 from rl_refit.config import RefitConfig
-from rl_refit.contracts import Coverage, WeightSink, WeightSource
+from rl_refit.contracts import Coverage, NamedShard, ShardBox, WeightSink, WeightSource
+from rl_refit.counted import CountedRefit
 from rl_refit.digest import Digest, digest_regions, digest_tensor
 from rl_refit.errors import (
     AbortedError,
@@ -66,6 +67,7 @@ __all__ = [
     "AbortedError",
     "Binding",
     "Broadcast",
+    "CountedRefit",
     "Coverage",
     "CoverageError",
     "CudaIpc",
@@ -78,6 +80,7 @@ __all__ = [
     "Manifest",
     "ModuleSink",
     "ModuleSource",
+    "NamedShard",
     "PeerError",
     "PointToPoint",
     "PoisonedError",
@@ -89,6 +92,7 @@ __all__ = [
     "Region",
     "Rendezvous",
     "Route",
+    "ShardBox",
     "SharedMemory",
     "SharedMemoryRing",
     "StateDictSource",

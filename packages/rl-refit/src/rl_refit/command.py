@@ -1,4 +1,4 @@
-"""`python -m rl_refit`: refits from the command line, before anything moves.
+"""`rl-refit`, also `python -m rl_refit`: refits from the command line, before anything moves.
 
 Each command lives beside what it commands, in a module with `add_arguments(parser)` and `run(arguments) -> int`, which
 is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not (the reasons are printed),
@@ -17,7 +17,8 @@ from rl_refit.errors import CoverageError, RefitError
 
 __all__ = ["main"]
 
-PROGRAM = "python -m rl_refit"
+PROGRAM = "rl-refit"
+INTERRUPTED = 130
 COMMANDS = {
     "explain": ("rl_refit.explain.command", "what a refit would move, from whom to whom, and what nobody feeds"),
     "simulate": ("rl_refit.simulator.command", "predict a refit on many GPUs, beside what physics allows"),
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RefitError, ValueError) as refusal:
         print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
         return 1 if isinstance(refusal, CoverageError) else 2
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
         return 0

@@ -1,11 +1,12 @@
 """All that moving weights asks of the two sides: `WeightSource` and `WeightSink`.
 
-Knows no framework: any object with these methods takes part, whatever holds the weights.
+Any object with these methods takes part, whatever holds the weights. `NamedShard` is what `StateDictSource.from_shards`
+asks of a trainer that lists its rank's part of each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ from rl_refit.digest import Digest
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 
-__all__ = ["Coverage", "WeightSink", "WeightSource"]
+__all__ = ["Coverage", "NamedShard", "ShardBox", "WeightSink", "WeightSource"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +80,41 @@ class WeightSink(Protocol):
 
     def abort(self) -> None:
         """Close the transaction and forget what was staged; does nothing when none is open, and never raises."""
+
+
+class ShardBox(Protocol):
+    """A contiguous part of a tensor, and where this rank keeps it."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of its first element in the unsharded tensor."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """A view of the box in this rank's memory."""
+
+
+class NamedShard(Protocol):
+    """This rank's part of one tensor, in the coordinates of the unsharded model.
+
+    A shard may also have `tensor`, a plain tensor or DTensor of the unsharded shape, and `row_order`, which is None
+    where sharding kept the order of the rows. Both are what `rl_parallel_plans.named_shards` yields.
+    """
+
+    @property
+    def name(self) -> str:
+        """Hugging Face name of the tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the unsharded tensor."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's memory, not a copy."""
+
+    def boxes(self) -> Sequence[ShardBox]:
+        """The parts of the unsharded tensor that `local` holds; none where it holds nothing but padding."""

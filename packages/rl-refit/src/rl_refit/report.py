@@ -1,7 +1,4 @@
-"""What a refit did: the proof that a loop logs and a launcher shows.
-
-Knows plain numbers only.
-"""
+"""What a refit did, in plain numbers: the proof that a loop logs and a launcher shows."""
 
 from __future__ import annotations
 
@@ -59,6 +56,14 @@ class RefitReport:
     def total_seconds(self) -> float:
         """Seconds of all phases."""
         return sum(self.seconds.values())
+
+    def metrics(self) -> dict[str, float]:
+        """For a log: bytes, seconds, and 1 if digests of both sides were compared, else 0."""
+        return {
+            "refit_bytes": float(self.bytes),
+            "refit_s": self.total_seconds,
+            "refit_verified": float(self.digest is not None),
+        }
 
     def explain(self) -> str:
         """One line for people."""

@@ -1,19 +1,20 @@
-"""An `nn.Module`, or a plain state dict, as the source of weights; plain tensors or DTensors.
+"""An `nn.Module`, a state dict or a list of shards as the source of weights; plain tensors or DTensors.
 
-Knows nothing of the sink. Reads tensors in place: no gather, and no copy but for a cast.
+Tensors are read in place: nothing is gathered, and nothing is copied unless it is cast.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.bindings import Bindings
+from rl_refit.bindings import Binding, Bindings
+from rl_refit.contracts import NamedShard
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -112,6 +113,46 @@ class StateDictSource:
         self._tensors = tensors
         patterns = {"*": cast} if isinstance(cast, torch.dtype) else cast
         self._source = ModuleSource(_Shelf(tensors), bindings=bindings, cast=patterns)
+
+    @classmethod
+    def from_shards(
+        cls,
+        shards: Sequence[NamedShard],
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        cast: Mapping[str, torch.dtype] | torch.dtype | None = None,
+    ) -> StateDictSource:
+        """A source over this rank's shards, as a trainer lists them; see `NamedShard`.
+
+        A shard whose memory is laid out as in the unsharded model is sent from its `tensor`. Any other is sent box by
+        box in the coordinates of the unsharded tensor: rows that tensor parallelism has reordered, or a parameter that
+        holds parts of several tensors, as in Megatron.
+
+        Args:
+            shards: at least one; their memory is read at each refit.
+            buffers: replicated tensors by name that an engine of the same class has too and no shard holds, such as
+                rotary frequencies; they are moved to the device of the shards.
+            cast: As for `StateDictSource`.
+        """
+        shards = list(shards)
+        laid_out = {shard.name: tensor for shard in shards if (tensor := getattr(shard, "tensor", None)) is not None}
+        boxed = [shard for shard in shards if shard.name not in laid_out or shard.row_order is not None]  # type: ignore[attr-defined]
+        # Memory without a name of its own is listed too, so that it is read. A rank may hold nothing but padding.
+        storage = {
+            f"storage of {shard.name}, {number}": shard.local
+            for number, shard in enumerate(boxed)
+            if shard.name not in laid_out and shard.boxes()
+        }
+        device = shards[0].local.device
+        replicated = {name: buffer.to(device) for name, buffer in (buffers or {}).items()}
+
+        def bindings(_: nn.Module) -> Iterator[Binding]:
+            for shard in boxed:
+                for box in shard.boxes():
+                    region = Region(shard.name, box.offsets, box.sizes)
+                    yield Binding(region, shape=shard.shape, tensor=box.of_local(shard.local))
+
+        return cls(laid_out | storage | replicated, bindings=bindings if boxed else None, cast=cast)
 
     @property
     def tensors_stay(self) -> bool:

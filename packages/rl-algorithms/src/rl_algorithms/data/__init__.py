@@ -5,11 +5,20 @@ asks for is kept and handed to the reward function as it is.
 
     rows.py, making.py, fields.py         the kinds of row, and what makes them
     sources.py, reading.py, adapters.py   JSON Lines, JSON, Parquet, Hugging Face, rows of other systems
-    splits.py, order.py, mixing.py        held-out prompts, shuffled batches, several sets as one
+    datasets.py                           a data set in the form that training needs, some of its prompts held out
+    order.py, mixing.py                   shuffled batches, several sets as one
     packing.py                            several rows in one, for a trainer of your own
 """
 
 from rl_algorithms.data.adapters import VERL_COLUMNS, from_nemo_gym
+from rl_algorithms.data.datasets import (
+    ConversationData,
+    Dataset,
+    PreferenceData,
+    held_out_demonstrations,
+    load_dataset,
+    split_held_out,
+)
 from rl_algorithms.data.making import make_row
 from rl_algorithms.data.mixing import Mixed, Mixture
 from rl_algorithms.data.order import ShuffledBatches, batches
@@ -17,11 +26,11 @@ from rl_algorithms.data.packing import PackedRows, lay_out, pack
 from rl_algorithms.data.reading import Adapter, SkippedRows, read_jsonl, read_rows, stream_rows
 from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, unpaired
 from rl_algorithms.data.sources import Source
-from rl_algorithms.data.splits import Dataset, split_held_out
 
 __all__ = [
     "VERL_COLUMNS",
     "Adapter",
+    "ConversationData",
     "ConversationRow",
     "DataError",
     "Dataset",
@@ -29,6 +38,7 @@ __all__ = [
     "Mixed",
     "Mixture",
     "PackedRows",
+    "PreferenceData",
     "PreferenceRow",
     "Row",
     "ShuffledBatches",
@@ -36,7 +46,9 @@ __all__ = [
     "Source",
     "batches",
     "from_nemo_gym",
+    "held_out_demonstrations",
     "lay_out",
+    "load_dataset",
     "make_row",
     "pack",
     "read_jsonl",

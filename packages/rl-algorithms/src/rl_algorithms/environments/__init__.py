@@ -6,21 +6,27 @@ sandbox, code              Python programs under limits; answers judged by tests
 judges                     an engine, or a reward model, as the judge
 verl                       `compute_score` functions
 episodes, asynchronous     one object for one conversation, plain or async, many at once, each call with a deadline
+factory                    an environment from the class or function that makes one, whichever kind it is
+counted_environment        one that counts its failed conversations
 tools                      Python functions that the policy calls
 games                      two small ones of several turns
 adapters                   gymnasium, OpenEnv, verifiers, TRL
 """
 
 from rl_algorithms.environments.asynchronous import ConcurrentEnvironment, ConcurrentResettingEnvironment
+from rl_algorithms.environments.counted_environment import CountedEnvironment, counted
 from rl_algorithms.environments.episodes import Episode, EpisodeEnvironment, EpisodeError
+from rl_algorithms.environments.factory import EnvironmentFactoryError, environment_from
 from rl_algorithms.environments.games import GuessNumber, Recall
-from rl_algorithms.environments.reward_function import RewardError, RewardFunctionEnvironment
+from rl_algorithms.environments.reward_function import RewardError, RewardFunctionEnvironment, RewardTimeoutError
 from rl_algorithms.environments.scores import Score
 from rl_algorithms.environments.tools import ToolEnvironment, ToolError
 
 __all__ = [
     "ConcurrentEnvironment",
     "ConcurrentResettingEnvironment",
+    "CountedEnvironment",
+    "EnvironmentFactoryError",
     "Episode",
     "EpisodeEnvironment",
     "EpisodeError",
@@ -28,7 +34,10 @@ __all__ = [
     "Recall",
     "RewardError",
     "RewardFunctionEnvironment",
+    "RewardTimeoutError",
     "Score",
     "ToolEnvironment",
     "ToolError",
+    "counted",
+    "environment_from",
 ]

@@ -1,21 +1,25 @@
-"""How reward functions are called: which arguments they get, and coroutine functions awaited together.
+"""How reward functions are called: which arguments they get, their deadline, coroutine functions awaited together.
 
-Knows nothing of what the rewards are worth. What a function raised is returned in the place of its rewards.
+What a function raised is returned instead of its rewards.
 """
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_algorithms.contracts import Conversation, Environment
+from rl_algorithms.environments.deadlines import TimedOutError, Workers
+from rl_algorithms.environments.interruption import call_within
 from rl_algorithms.environments.scores import CannotJudgeError, Score
 
 __all__ = ["ALWAYS_GIVEN", "NAMED", "RewardError", "call_all", "name_of"]
 
 ALWAYS_GIVEN = ("prompts", "completions")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+BLOCKED_S = 1.0
+FOREVER_S = 1e9
 
 
 class RewardError(ValueError):
@@ -33,21 +37,27 @@ def call_all(
     *,
     timeout_s: float | None,
 ) -> list[list[Any] | Exception]:
-    """What each function returns for the conversations, as a list with an item per conversation, or what it raised.
+    """Call each function once for all conversations.
 
-    Plain functions run one after another; then all coroutines at once, each for at most `timeout_s` (TimeoutError).
+    Plain functions run one after another; then all coroutines at once. Each call has `timeout_s` seconds.
+
+    Returns:
+        For each function a list with an item per conversation, or what it raised: `TimedOutError` at its deadline.
 
     Raises:
         CannotJudgeError: a function did.
     """
     columns = _columns(conversations)
-    returned = [_started(function, conversations, columns) for function in functions]
+    returned = [_started(function, conversations, columns, timeout_s=timeout_s) for function in functions]
     waiting = {index: item for index, item in enumerate(returned) if inspect.isawaitable(item)}
     if waiting:
-        returned = [*returned]
-        for index, item in zip(waiting, _run(_together(list(waiting.values()), timeout_s)), strict=True):
-            returned[index] = item
-    return [_checked(item, len(conversations)) for item in returned]
+        try:
+            awaited = _run(_together(list(waiting.values()), timeout_s), timeout_s)
+        except TimedOutError as error:  # one of them blocks the event loop that they share
+            awaited = [error] * len(waiting)
+        for index, item in zip(waiting, awaited, strict=True):
+            returned[index] = _checked(item, len(conversations))
+    return returned
 
 
 def _columns(conversations: Sequence[Conversation]) -> dict[str, list[object]]:
@@ -64,15 +74,27 @@ def _started(
     function: Callable[..., Any] | Environment,
     conversations: Sequence[Conversation],
     columns: Mapping[str, list[object]],
+    *,
+    timeout_s: float | None,
 ) -> Any:
-    try:
+    """The rewards as a list, what was raised, or the coroutine that is to be awaited."""
+
+    def call() -> Any:
         if isinstance(function, Environment):
             return _judged(function, conversations)
-        return function(**{name: columns[name] for name in _accepted(function, columns)})
+        returned = function(**{name: columns[name] for name in _accepted(function, columns)})
+        return returned if inspect.isawaitable(returned) else _checked(returned, len(conversations))
+
+    try:
+        return call_within(call, timeout_s=timeout_s)
     except CannotJudgeError:
         raise
     except Exception as error:  # noqa: BLE001 - the caller decides what becomes of it
         return error
+    except SystemExit as error:  # would end the run without a word
+        ended = RewardError(f"it raised SystemExit({error})")
+        ended.__cause__ = error
+        return ended
 
 
 def _judged(environment: Environment, conversations: Sequence[Conversation]) -> list[Score]:
@@ -107,19 +129,34 @@ def _checked(returned: Any, number: int) -> list[Any] | Exception:
 
 
 async def _together(waiting: Sequence[Awaitable[Any]], timeout_s: float | None) -> list[Any]:
-    bounded = [asyncio.wait_for(item, timeout_s) for item in waiting]
-    returned = await asyncio.gather(*bounded, return_exceptions=True)
+    async def bounded(item: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await item
+        except TimeoutError as error:
+            if deadline.expired():
+                raise TimedOutError(f"it ran longer than timeout_s={timeout_s:g}") from error
+            raise  # the function's own, of a request of its for example
+
+    returned = await asyncio.gather(*map(bounded, waiting), return_exceptions=True)
+    for each in returned:
+        if isinstance(each, BaseException) and not isinstance(each, Exception | asyncio.CancelledError):
+            raise each  # an interruption of all of them
     # A cancellation is no Exception, and would be taken for what the function returned.
     return [
         RewardError("it cancelled itself") if isinstance(each, asyncio.CancelledError) else each for each in returned
     ]
 
 
-def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+def _run(coroutine: Coroutine[Any, Any, list[Any]], timeout_s: float | None) -> list[Any]:
+    """Run `coroutine`; a coroutine function that blocks the event loop ends it a second after the deadline of all."""
+    limit = None if timeout_s is None else timeout_s + BLOCKED_S
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    # A notebook's thread has a loop already, and a loop cannot be entered twice.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+        returned: list[Any] = call_within(lambda: asyncio.run(coroutine), timeout_s=limit)
+        return returned
+    # The thread of a notebook runs a loop already, and a loop cannot be entered twice.
+    (outcome,) = Workers(max_workers=1).run([lambda: asyncio.run(coroutine)], timeout_s=limit or FOREVER_S)
+    rewards: list[Any] = outcome.result()
+    return rewards

@@ -1,6 +1,6 @@
 """The single-turn environment that plain reward functions make: one, or several by name and weight.
 
-Knows no verifier. A reward function is anything that can be called with keyword lists, one item per answer, as in TRL:
+A reward function is anything that can be called with keyword lists, one item per answer, as in TRL:
 
     def reward(prompts, completions, answer, **columns) -> list[float]
 
@@ -15,6 +15,10 @@ awaited together. For each answer a function returns
     R = sum over functions k that apply of w_k r_k
 
 An answer to which no function applies has no reward, and is reported as failed: it is not trained on.
+
+Every call has a deadline, `timeout_s`. On the main thread a plain function is interrupted at its deadline, wherever it
+sleeps or waits, and ends. On other threads, as in asynchronous GRPO, Python cannot interrupt it: it is abandoned on a
+daemon thread, where it may go on until the process ends; see `rl_algorithms.environments.interruption`.
 """
 
 import inspect
@@ -23,14 +27,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.environments.calling import ALWAYS_GIVEN, NAMED, RewardError, call_all, name_of
+from rl_algorithms.environments.deadlines import TimedOutError
 from rl_algorithms.environments.scores import Score
 
-__all__ = ["RewardError", "RewardFunctionEnvironment"]
+__all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError"]
+
+
+class RewardTimeoutError(RewardError):
+    """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
+
+
+RewardFunction: TypeAlias = Callable[..., Any] | Environment
+"""A function of keyword lists, or a single-turn environment that stands for one."""
 
 ONLY = ""
 """The name of a function that is the only one: its number is the reward and has no parts."""
@@ -41,15 +54,15 @@ class RewardFunctionEnvironment:
     """A single-turn environment made of reward functions; every conversation ends after one answer.
 
     Raises, from `step`:
+        RewardTimeoutError: a function took longer than `timeout_s`, unless `on_error` says otherwise.
         RewardError: a function raised, returned another number of rewards than it got answers, or a reward that is
             neither finite nor None, unless `on_error` says otherwise; or the columns of the data do not fit.
         CannotJudgeError: a verifier can judge nothing on this machine, whatever `on_error` says.
     """
 
-    reward: Callable[..., Any] | Environment | Mapping[str, Callable[..., Any] | Environment]
-    """The reward function; or several by name, whose weighted rewards are the parts of the reward
-    (`EnvironmentReturn.rewards`). A judge that is itself a single-turn environment may stand for a function. Numbers
-    may be Python's, numpy's or one-element tensors."""
+    reward: RewardFunction | Mapping[str, RewardFunction] | Sequence[RewardFunction]
+    """The reward function; or several, by name or as a list under their own names, whose weighted rewards are the parts
+    of the reward (`EnvironmentReturn.rewards`). Numbers may be Python's, numpy's or one-element tensors."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     """What the functions count for; 1 for those that are not named. At 0 a function is measured and not
@@ -59,17 +72,15 @@ class RewardFunctionEnvironment:
     """What becomes of an answer that cannot be judged: `"zero"` counts it as reward 0, `"fail"` leaves it out of
     training and of every baseline; both add it to `errors`."""
 
-    timeout_s: float | None = 60.0
-    """Seconds that coroutine functions get for a batch; None waits for ever. Plain functions cannot be interrupted and
-    are not."""
+    timeout_s: float | None = 300.0
+    """Seconds that a function, plain or coroutine, may take for one batch; None waits for ever."""
 
     errors: int = field(default=0, init=False)
     """Answers that could not be judged, so far."""
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if isinstance(self.reward, Mapping) and not self.reward:
-            raise ValueError("reward={} has no function; give one, or several by name")
+        self._check_functions()
         if unknown := sorted(set(self.weights) - set(self._functions())):
             raise ValueError(
                 f"weights name {', '.join(map(repr, unknown))}, and the reward functions are "
@@ -118,12 +129,36 @@ class RewardFunctionEnvironment:
                     f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
                 )
 
-    def _functions(self) -> Mapping[str, Callable[..., Any] | Environment]:
-        return self.reward if isinstance(self.reward, Mapping) else {ONLY: self.reward}
+    def _functions(self) -> Mapping[str, RewardFunction]:
+        if isinstance(self.reward, Mapping):
+            return self.reward
+        if isinstance(self.reward, Sequence):
+            return {_short_name(function): function for function in self.reward}
+        return {ONLY: self.reward}
+
+    def _check_functions(self) -> None:
+        """Refuse what is no function, and a list in which two have the same name."""
+        if isinstance(self.reward, Mapping):
+            given = {f"reward[{name!r}]": function for name, function in self.reward.items()}
+        elif isinstance(self.reward, Sequence):
+            given = {f"reward[{index}]": function for index, function in enumerate(self.reward)}
+        else:
+            given = {"reward": self.reward}
+        if not given:
+            raise RewardError(f"reward={self.reward!r} has no function; give one, or several by name")
+        for place, function in given.items():
+            if not callable(function) and not isinstance(function, Environment):
+                raise RewardError(
+                    f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
+                    f"{function!r:.60}"
+                )
+        names = [_short_name(function) for function in given.values()]
+        if not isinstance(self.reward, Mapping) and (twice := {name for name in names if names.count(name) > 1}):
+            raise RewardError(f"reward has several functions named {', '.join(sorted(twice))}; give a dict by name")
 
     def _settled(
         self,
-        function: Callable[..., Any] | Environment,
+        function: RewardFunction,
         returned: list[Any] | Exception,
         conversations: Sequence[Conversation],
     ) -> list[Score | None]:
@@ -133,12 +168,11 @@ class RewardFunctionEnvironment:
         return [self._score(function, *pair) for pair in zip(conversations, returned, strict=True)]
 
     def _one_by_one(
-        self, function: Callable[..., Any] | Environment, error: Exception, conversations: Sequence[Conversation]
+        self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation]
     ) -> list[Any]:
-        # Asking again would wait as long again, for every answer.
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimedOutError):  # calling again would wait as long again, for every answer
             if self.on_error == "stop":
-                raise RewardError(_describe(function, None, f"it took more than timeout_s={self.timeout_s}")) from error
+                raise RewardTimeoutError(self._timed_out(function, conversations)) from error
             return [error] * len(conversations)
         alone: list[Any] = []
         for conversation in conversations:
@@ -150,29 +184,38 @@ class RewardFunctionEnvironment:
             raise RewardError(_describe(function, None, error)) from error
         return alone
 
-    def _score(
-        self, function: Callable[..., Any] | Environment, conversation: Conversation, reward: Any
-    ) -> Score | None:
+    def _score(self, function: RewardFunction, conversation: Conversation, reward: Any) -> Score | None:
         if reward is None:
             return None
         if isinstance(reward, Score) and reward.failed is not None:
             return reward
         if math.isfinite(number := _number(reward)):
             return reward if isinstance(reward, Score) else Score(number)
-        what = reward if isinstance(reward, Exception) else f"it returned {reward!r}, which is not a finite number"
+        cause = reward if isinstance(reward, Exception) else None
+        what = cause if cause is not None else f"it returned {reward!r}, which is not a finite number"
         reason = _describe(function, conversation, what)
         if self.on_error == "stop":
-            raise RewardError(reason)
+            raise RewardError(reason) from cause
         self.errors += 1
         return Score(0.0) if self.on_error == "zero" else Score.failure(reason)
+
+    def _timed_out(self, function: RewardFunction, conversations: Sequence[Conversation]) -> str:
+        first = conversations[0]
+        batch = f"a batch of {len(conversations)} answers, the first: " * (len(conversations) > 1)
+        return (
+            f"the reward function {name_of(function)} took longer than timeout_s={self.timeout_s:g} (env.timeout_s in "
+            f"a recipe) for {batch}prompt {first.messages[-1]['content']!r}, answer {first.answer!r}. Make it faster, "
+            f"raise timeout_s, or leave such answers out of training by on_error='fail' (env.on_error in a recipe)"
+        )
 
     def _return(self, scores: Mapping[str, Score | None]) -> EnvironmentReturn:
         applied = {name: score for name, score in scores.items() if score is not None}
         measured = {name for name in scores if self.weights.get(name, 1.0) == 0.0}
         reasons = [score.failed for name, score in applied.items() if score.failed is not None and name not in measured]
         if not applied or (scores.keys() > measured >= applied.keys()):
-            names = ", ".join(name_of(each) for name, each in self._functions().items() if name not in measured)
-            reasons = [f"no reward function applies to this answer: {names} returned None"]
+            asked = [name_of(each) for name, each in self._functions().items() if name not in measured]
+            who = f"the reward function `{asked[0]}`" if len(asked) == 1 else f"each of {', '.join(asked)}"
+            reasons = [f"no reward function applies to this answer: {who} returned None for it"]
         parts = {
             name: 0.0 if reasons or name not in applied else self.weights.get(name, 1.0) * applied[name]
             for name in scores
@@ -185,6 +228,10 @@ class RewardFunctionEnvironment:
             metrics=_metrics(applied, measured),
             failed="; ".join(reasons) or None,
         )
+
+
+def _short_name(function: RewardFunction) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _metrics(applied: Mapping[str, Score], measured: AbstractSet[str]) -> dict[str, float]:
@@ -200,9 +247,7 @@ def _metrics(applied: Mapping[str, Score], measured: AbstractSet[str]) -> dict[s
     return metrics
 
 
-def _describe(
-    function: Callable[..., Any] | Environment, conversation: Conversation | None, error: Exception | str
-) -> str:
+def _describe(function: RewardFunction, conversation: Conversation | None, error: Exception | str) -> str:
     what = error if isinstance(error, str | RewardError) else f"it raised {type(error).__name__}: {error}"
     sample = (
         "the batch as a whole, though each answer alone"

@@ -307,6 +307,15 @@ class DTensorBackend:
             self._merged.refresh()
         return list(self._merged.shards())
 
+    def skeleton_buffers(self) -> dict[str, Tensor]:
+        """Buffers of the Hugging Face model that no file holds, such as rotary frequencies; the same on every rank."""
+        transient = {
+            f"{path}.{name}" if path else name
+            for path, module in self.model.named_modules()
+            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public one
+        }
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in transient}
+
     def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:
         """Give the device's memory of weights, gradients and optimizer state to others, such as a colocated engine.
 

@@ -28,8 +28,9 @@ from rl_generation import estimate_memory
 from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_space
 from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
-from rl_launcher.inputs import columns_of, load_dataset
+from rl_launcher.inputs import load_dataset
 from rl_launcher.load_model import adapters_of, copies_reference
+from rl_launcher.python_objects import is_python_object
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
@@ -97,13 +98,13 @@ class KnownModel:
 
 
 def known_model(policy: PolicyConfig) -> KnownModel | None:
-    """Return what the policy's configuration says, or None if a function builds it or the hub does not answer.
+    """Return what the policy's configuration says, or None if Python code builds it or the hub does not answer.
 
     Raises:
         ModelError: the named folder has no configuration of a language model.
         Refusal: the adapters do not fit the model.
     """
-    if is_import_string(policy.model_name):
+    if is_import_string(policy.model_name) or is_python_object(policy.model_name):
         return None
     try:
         source = open_model(policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code)
@@ -375,4 +376,4 @@ def check_rows(recipe: Recipe, objects: Objects = NO_OBJECTS) -> None:
     judge = load_environment(recipe.env, objects) if has_reward else None
     dataset, _ = load_dataset(recipe, objects)
     if judge is not None:
-        judge.check(columns_of(dataset))
+        judge.check(dataset.columns)

@@ -17,9 +17,9 @@ def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback
     resolved = load(recipe, overrides)
     # Called from here and not through a helper: every debugger and traceback of a run begins with these frames.
     try:
-        from rl_launcher.run import run as run_recipe
+        from rl_launcher.api import run_recipe
 
-        summary = run_recipe(resolved)
+        summary = run_recipe(resolved).summary
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - report_and_exit raises what it does not know
         report_and_exit(error, traceback=traceback)
     _show_summary(summary)
@@ -27,13 +27,9 @@ def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback
 
 def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Continue a run that ended early from its last checkpoint. The last line printed is JSON."""
-    try:
-        from rl_launcher.run import resume as resume_run
+    from rl_launcher.api import resume as resume_run
 
-        summary = resume_run(run_dir, overrides or ())
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - as in `run`
-        report_and_exit(error, traceback=traceback)
-    _show_summary(summary)
+    _show_summary(or_refuse(lambda: resume_run(run_dir, overrides=overrides or ()), traceback=traceback).summary)
 
 
 def _show_summary(summary: dict[str, Any]) -> None:
@@ -132,11 +128,9 @@ def evaluate(
     traceback: Traceback = False,
 ) -> None:
     """Measure a model on the held-out prompts: mean reward and pass@k, sampled and greedy, with intervals."""
-    from rl_launcher.bundled_recipes import find_recipe
-    from rl_launcher.run.evaluate import measure, measured_recipe
+    from rl_launcher.api import evaluate as measure
 
-    resolved = or_refuse(lambda: measured_recipe(find_recipe(subject), overrides=overrides or (), model=model))
-    measured = or_refuse(lambda: measure(resolved), traceback=traceback)
+    measured = or_refuse(lambda: measure(subject, model=model, overrides=overrides or ()), traceback=traceback)
     show(measured.text())
     if json:
         print_json(measured.figures())

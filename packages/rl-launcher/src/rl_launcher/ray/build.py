@@ -10,7 +10,7 @@ from typing import Any
 from rl_generation.seeding import CallSeeds
 from rl_launcher.engine_middleware import RunEngine
 from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import check_teacher
+from rl_launcher.load_model import check_teacher, pad_token_id
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import check_colocation
 from rl_launcher.ray.model_skeleton import ModelSkeleton, read_skeleton
@@ -73,7 +73,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
             policy,
             model_name=skeleton.name,
             stop_token_ids=tokenized.chat.stop_token_ids,
-            pad_token_id=tokenized.pad_token_id,
+            pad_token_id=pad_token_id(skeleton.tokenizer, tokenized.chat.stop_token_ids),
             on_event=events.add,
         )
         teacher = _load_teacher(recipe, started.policy, teacher_skeleton)
@@ -97,7 +97,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         tokenizer=skeleton.tokenizer,
         prompts=tokenized.prompts,
         held_out=tokenized.held_out,
-        unasked=tokenized.unasked,
+        unasked=tokenized.held_out_too_long,
         demonstrations=tokenized.demonstrations,
         held_out_demonstrations=tokenized.held_out_demonstrations,
         pairs=tokenized.pairs,

@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl_generation import TrainingEngineSpec
 from rl_generation.requests import Limits
-from rl_launcher.engines import EngineSpec
 from rl_launcher.errors import Refusal, RestartableError
 from rl_launcher.ray.engine_worker import ChildProcess, EngineInfo, EngineWorker, end_process
 from rl_launcher.ray.remote_calls import Actor, Pending
@@ -92,7 +92,7 @@ def ignore_event(_: str, __: str, ___: str) -> None:
 class EnginePool:
     """Data-parallel engines, all alike. May be used from any number of threads."""
 
-    spec: EngineSpec
+    spec: TrainingEngineSpec
     start_actor: Callable[[int], Actor]
     """Starts the actor of the engine with this index, in its place."""
     hosts: Sequence[str]

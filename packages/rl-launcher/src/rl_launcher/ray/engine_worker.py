@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling
+from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
 from rl_generation.requests import Limits
-from rl_launcher.engines import EngineSpec, make_engine
+from rl_launcher.engines import make_engine
 from rl_launcher.errors import Refusal
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
@@ -71,7 +71,7 @@ class EngineWorker:
         ValueError: whatever the engine refuses.
     """
 
-    def __init__(self, spec: EngineSpec, *, host: str, leftovers: Sequence[ChildProcess] = ()) -> None:
+    def __init__(self, spec: TrainingEngineSpec, *, host: str, leftovers: Sequence[ChildProcess] = ()) -> None:
         for process in leftovers:
             end_process(process)
         self._spec, self._host = spec, host
@@ -141,14 +141,14 @@ class EngineWorker:
 
     def sleep(self) -> None:
         """Free the device's memory; the weights stay in host memory. On a CPU only the cache is freed."""
-        if self._spec.generation.backend == "transformers":
+        if self._spec.vllm is None:
             self._in_order(self._made.engine.close)  # frees the cache; the engine can be used afterwards
         elif self._spec.device == "cuda":
             self._in_order(lambda: self._made.engine.sleep(level=1))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the device's memory again: "weights", "kv_cache", or both."""
-        if self._spec.generation.backend == "vllm" and self._spec.device == "cuda":
+        if self._spec.vllm is not None and self._spec.device == "cuda":
             self._in_order(lambda: self._made.engine.wake_up(tags=tags))
 
     def metrics(self) -> dict[str, float]:

@@ -17,7 +17,6 @@ from rl_launcher.ray.engine_pool import LOOPBACK, EnginePool, RunningEngine
 from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.remote_calls import Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
-from rl_launcher.weight_sync import refit_metrics
 from rl_refit import RefitConfig, RefitError, RefitReport
 from rl_refit.parties import Parties, choose_transport
 
@@ -82,7 +81,7 @@ class RayWeightSync:
 
     def metrics(self) -> dict[str, float]:
         """Of the latest refit, and how many had to be repeated, for the log."""
-        return {} if self.last is None else {**refit_metrics(self.last), "refits_repeated": float(self._num_repeated)}
+        return {} if self.last is None else {**self.last.metrics(), "refits_repeated": float(self._num_repeated)}
 
     def explain(self) -> str:
         """Who sends to whom, and by which transport."""

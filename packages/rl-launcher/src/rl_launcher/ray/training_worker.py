@@ -13,12 +13,11 @@ from torch import Tensor
 from rl_backends import select_backend
 from rl_backends.selection import Backend
 from rl_launcher.checkpoints.disk import sees
-from rl_launcher.engines import dtypes_of
+from rl_launcher.engines import dtypes_of, weight_source
 from rl_launcher.gc_freeze import freeze
 from rl_launcher.ray import process_group
 from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
 from rl_launcher.schema import PolicyConfig
-from rl_launcher.weight_sync import weight_source
 from rl_observe import Profiler
 from rl_observe.config import ProfilerConfig
 from rl_parallel_plans import TopKLogp

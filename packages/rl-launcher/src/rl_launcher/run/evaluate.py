@@ -200,7 +200,7 @@ class Evaluator:
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
             parts.held_out[:num_prompts],
-            engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),  # each turn has its own seed
+            engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
             environment=parts.environment if environment is None else environment,
             chat=parts.chat,

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any, Self
 
 __all__ = ["Interruption", "keep_signals"]
 
+STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before they kill
 
 
@@ -59,7 +59,8 @@ class Interruption:
         self._holding = True
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses to set a handler
+            self._previous = {number: signal.signal(number, self._hear) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -75,8 +76,8 @@ class Interruption:
         if not waits:
             self.at_once = True
             raise KeyboardInterrupt
-        # Not print: the signal may have come in the middle of one.
-        os.write(sys.stderr.fileno(), b"\nending after this step, saved; once more to end now, unsaved\n")
+        # Not print: the signal may have come in the middle of one. A notebook's sys.stderr has no file descriptor.
+        os.write(STDERR, b"\nending after this step, saved; once more to end now, unsaved\n")
 
 
 @contextmanager

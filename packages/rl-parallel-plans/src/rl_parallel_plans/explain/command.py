@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 where the plan fits, 1 where it has problems or there is none; the reasons are printed."""
+    """0 where the plan fits, 1 where it has problems, 2 where there is none; the reasons are printed."""
     from rl_parallel_plans.explain.document import refusal_as_json
 
     try:

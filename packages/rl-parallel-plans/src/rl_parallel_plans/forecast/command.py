@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 where there is a prediction; 1 where it is refused, as JSON too where that was asked for."""
+    """0 where there is a prediction; 2 where it is refused, as JSON too where that was asked for."""
     from rl_parallel_plans.forecast.memory import forecast
     from rl_parallel_plans.forecast.report import memory_table
 

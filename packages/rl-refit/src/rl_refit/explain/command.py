@@ -25,7 +25,7 @@ from rl_refit.topology import Topology
 
 __all__ = ["add_arguments", "run"]
 
-_PROGRAM = "python -m rl_refit explain"
+_PROGRAM = "rl-refit explain"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

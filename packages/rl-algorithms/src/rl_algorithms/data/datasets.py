@@ -1,0 +1,265 @@
+"""Data sets in the form that training needs: prompts, conversations or preference pairs, some of them held out.
+
+    load_dataset       reads rows of one form and holds some out
+    Dataset            prompts to learn from, prompts to hold out, responses to imitate
+    ConversationData   the same, of whole conversations
+    PreferenceData     the same, of pairs of responses
+
+No prompt is both trained on and held out, whatever its form; a data set that violates this is refused by the row.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from rl_algorithms.choices import check_choice
+from rl_algorithms.data.reading import SkippedRows, read_rows, stream_rows
+from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Question, Row
+from rl_algorithms.data.sources import Source
+
+__all__ = [
+    "ConversationData",
+    "Dataset",
+    "Form",
+    "PreferenceData",
+    "RowSource",
+    "are_conversations",
+    "check_rows",
+    "held_out_demonstrations",
+    "load_dataset",
+    "split_held_out",
+]
+
+RowT = TypeVar("RowT", Row, ConversationRow, PreferenceRow, LabelledRow)
+
+RowSource: TypeAlias = str | Path | Source | Iterable[Mapping[str, object]]
+"""Whatever `read_rows` reads."""
+
+Form: TypeAlias = Literal["prompts", "conversations", "preferences"]
+
+HELD_OUT_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What a run trains on and is evaluated on."""
+
+    train: Sequence[Row]
+    """Prompts to learn from."""
+
+    held_out: Sequence[Row]
+    """Prompts that no stage trains on; their text never occurs among the others."""
+
+    demonstrations: Sequence[Row | ConversationRow]
+    """What SFT imitates: prompts with their `answer`, often `train` itself, or conversations."""
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns of the rows that are learnt from: what a reward function may use."""
+        return {name for row in self.train or self.demonstrations for name in row.columns}
+
+    def __post_init__(self) -> None:
+        for name in ("train", "held_out"):
+            if not getattr(self, name):
+                raise DataError(f"the data set has no {name} rows")
+        seen = {question for rows in (self.train, self.demonstrations) for row in rows for question in _questions(row)}
+        for row in self.held_out:
+            if row.question in seen:
+                raise DataError(
+                    f"{row.where}: the held-out prompt {row.prompt!r} is also trained on; held-out accuracy would "
+                    f"measure memory. Remove it from one of the two"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationData(Dataset):
+    """Conversations to imitate. Their prompts, if there are any, are the messages before the first trained response."""
+
+    held_out_demonstrations: Sequence[ConversationRow]
+    """Conversations that the loss is measured on."""
+
+    def __post_init__(self) -> None:
+        seen = {question for row in self.demonstrations for question in _questions(row)}
+        for row in self.held_out_demonstrations:
+            if row.question in seen:
+                raise DataError(
+                    f"{row.where}: the held-out conversation begins with what is also trained on, later in another "
+                    f"one; its loss would measure memory. Remove it from one of the two"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceData(Dataset):
+    """Pairs of responses. `train` and `held_out` hold each prompt once; demonstrations are the chosen responses."""
+
+    pairs: Sequence[PreferenceRow]
+    """Pairs to learn from."""
+
+    held_out_pairs: Sequence[PreferenceRow]
+    """Pairs of prompts that no stage trains on."""
+
+    held_out_demonstrations: Sequence[ConversationRow]
+    """The chosen responses of `held_out_pairs`, which the imitation loss is measured on."""
+
+
+def load_dataset(
+    source: RowSource,
+    *,
+    form: Form,
+    columns: Mapping[str, str] | None = None,
+    held_out: RowSource | None = None,
+    held_out_share: float | None = None,
+    seed: int = 0,
+    imitate_chosen: bool = False,
+    skipped: SkippedRows | None = None,
+) -> Dataset:
+    """Read a data set and hold some of its prompts out.
+
+    Args:
+        source: a path, the id of a data set on the Hugging Face hub, a `Source`, or rows; see `read_rows`.
+        form: `"prompts"` gives a `Dataset`, `"conversations"` a `ConversationData`, `"preferences"` a `PreferenceData`.
+        columns: our name -> their column, for `source` and `held_out` alike.
+        held_out: rows to hold out, of the same form. None cuts `held_out_share` of the distinct prompts from `source`.
+        held_out_share: share of the distinct prompts, 0.1 by default.
+        seed: which prompts are held out.
+        imitate_chosen: with `"preferences"`, the chosen responses become demonstrations for SFT.
+        skipped: None: the first bad row is an error. A report: bad rows of `source` are left out and counted in it. A
+            bad held-out row is always an error, so that what is measured does not change silently.
+
+    Raises:
+        DataError: the data cannot be read, a row is bad, there are fewer than two distinct prompts to split, or a
+            prompt is both trained on and held out. Rows without a file are named `data[3]` and `held_out[3]`.
+        ValueError: no such form, or a share that is not between 0 and 1.
+        ImportError: reading needs the extra `rl-algorithms[data]`.
+    """
+    check_choice("form", form, Form)
+
+    def read(kind: type[RowT]) -> tuple[list[RowT], list[RowT]]:
+        rows = read_rows(source, kind=kind, columns=columns, skipped=skipped, name="data")
+        if held_out is not None:
+            return rows, read_rows(held_out, kind=kind, columns=columns, name="held_out")
+        share = HELD_OUT_SHARE if held_out_share is None else held_out_share
+        return split_held_out(rows, share=share, seed=seed)
+
+    if form == "prompts":
+        prompts, measured = read(Row)
+        return Dataset(train=prompts, held_out=measured, demonstrations=prompts)
+    if form == "conversations":
+        conversations, held_out_conversations = read(ConversationRow)
+        return ConversationData(
+            train=_prompts_of_conversations(conversations),
+            held_out=_prompts_of_conversations(held_out_conversations),
+            demonstrations=conversations,
+            held_out_demonstrations=held_out_conversations,
+        )
+    pairs, held_out_pairs = read(PreferenceRow)
+    return PreferenceData(
+        train=_prompts_of_pairs(pairs),
+        held_out=_prompts_of_pairs(held_out_pairs),
+        demonstrations=[_chosen_response(row) for row in pairs] if imitate_chosen else [],
+        pairs=pairs,
+        held_out_pairs=held_out_pairs,
+        held_out_demonstrations=[_chosen_response(row) for row in held_out_pairs] if imitate_chosen else [],
+    )
+
+
+def check_rows(name: str, rows: Any) -> Sequence[Mapping[str, object]]:
+    """Return `rows` if they are a list of dicts, a `datasets.Dataset` or alike: they can be read more than once.
+
+    Raises:
+        DataError: they are not; the message says what to give instead of them.
+    """
+    wanted = f"{name} must be a list of dicts, a datasets.Dataset or a path, found {type(rows).__name__}"
+    if isinstance(rows, Mapping):  # a datasets.DatasetDict is one
+        raise DataError(f"{wanted} with {', '.join(map(repr, rows)) or 'nothing'}; give one of its values")
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        raise DataError(f"{wanted}; give its rows, {name}.to_dict('records')")
+    if callable(rows):
+        raise DataError(f"{wanted}; call it and give what it returns")
+    if not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")) or isinstance(rows, bytes):
+        raise DataError(wanted + "; give list(...) of it" * hasattr(rows, "__iter__"))
+    sequence: Sequence[Mapping[str, object]] = rows
+    return sequence
+
+
+def are_conversations(source: RowSource, *, columns: Mapping[str, str] | None = None) -> bool | None:
+    """Whether the first readable row holds more than a prompt and its answer; None if no row can be read.
+
+    Raises:
+        ImportError: reading needs the extra `rl-algorithms[data]`.
+    """
+    if {"prompt", "answer"} <= {*(columns or ())}:
+        return False
+    try:
+        first = next(stream_rows(source, kind=ConversationRow, columns=columns, skipped=SkippedRows()))
+    except DataError:
+        return None
+    given = {name for name, value in first.columns.items() if value is not None}
+    return bool(given & {"messages", "conversations"}) or {"prompt", "completion"} <= given or "prompt" not in given
+
+
+def held_out_demonstrations(dataset: Dataset) -> Sequence[Row | ConversationRow]:
+    """What the imitation loss is measured on: held-out responses, if there are any; rows of weight 0 are left out."""
+    if isinstance(dataset, ConversationData | PreferenceData):
+        return [row for row in dataset.held_out_demonstrations if row.weight]
+    return [row for row in dataset.held_out if row.answer is not None]
+
+
+def split_held_out(rows: Sequence[RowT], *, share: float, seed: int) -> tuple[list[RowT], list[RowT]]:
+    """Split `rows` into training and held-out rows by distinct prompt; no prompt is in both, and neither is empty.
+
+    Raises:
+        DataError: fewer than two distinct prompts, so that one of the sides would be empty.
+        ValueError: the share is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"share={share} must be between 0 and 1: the part of the distinct prompts that is held out")
+    if not rows:
+        raise DataError("there are no rows to split")
+    prompts = sorted({row.question for row in rows})
+    if len(prompts) < 2:
+        raise DataError(f"{rows[0].where}: one distinct prompt cannot be both trained on and held out; add rows")
+    random.Random(seed).shuffle(prompts)
+    held_out = set(prompts[: min(len(prompts) - 1, max(1, round(share * len(prompts))))])
+    return [row for row in rows if row.question not in held_out], [row for row in rows if row.question in held_out]
+
+
+def _questions(row: Row | ConversationRow) -> tuple[Question, ...]:
+    return row.questions if isinstance(row, ConversationRow) else (row.question,)
+
+
+def _prompts_of_conversations(rows: Sequence[ConversationRow]) -> list[Row]:
+    """The messages before the first trained response, which becomes the `answer` unless a column has that name.
+
+    A text without a prompt has none.
+    """
+    prompts = []
+    for row in rows:
+        length = len(row.question)
+        before, responses = row.messages[:length], row.messages[length:]
+        if before[-1]["role"] != "assistant":
+            columns = {"answer": responses[0]["content"], **row.columns}
+            prompts.append(Row(messages=before, columns=columns, where=row.where, tools=row.tools))
+    return prompts
+
+
+def _prompts_of_pairs(rows: Sequence[PreferenceRow]) -> list[Row]:
+    """Each prompt once, from its first pair; the chosen response becomes the `answer` unless a column has that name."""
+    first = {row.question: row for row in reversed(rows)}
+    return [
+        Row(
+            messages=row.messages,
+            columns={"answer": row.chosen[-1]["content"], **row.columns},
+            where=row.where,
+            tools=row.tools,
+        )
+        for row in rows
+        if first[row.question] is row
+    ]
+
+
+def _chosen_response(row: PreferenceRow) -> ConversationRow:
+    prompt = tuple({**message, "train": False} for message in row.messages)
+    return ConversationRow(messages=(*prompt, *row.chosen), columns=row.columns, where=row.where, tools=row.tools)

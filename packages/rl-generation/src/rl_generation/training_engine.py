@@ -1,0 +1,147 @@
+"""An engine beside a trainer: it is made without weights, and everything that it serves was brought by a refit."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rl_generation.errors import EngineOptionError
+
+if TYPE_CHECKING:
+    from rl_generation.vllm import VllmOptions
+
+__all__ = ["TrainingEngineSpec", "make_training_engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEngineSpec:
+    """What one such engine is made of; can be pickled and sent to another process.
+
+    Raises:
+        EngineOptionError: An option belongs to another engine.
+    """
+
+    model: str
+    """A Hugging Face folder or hub id; only its configuration is used."""
+
+    vllm: "VllmOptions | None" = None
+    """Makes it a vLLM engine; None is the transformers engine of this package."""
+
+    asynchronous: bool = False
+    """Of vLLM: serve many callers at once."""
+
+    in_flight: bool = False
+    """Of an asynchronous engine: a refit pauses responses and continues them with the new weights, instead of waiting
+    for their end."""
+
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
+
+    pad_token_id: int
+    """Any token; fills places that are never attended to."""
+
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """In which dtype the trainer sends each tensor, such as `float32`. The transformers engine keeps them in it, and
+    the dtype of the model for others."""
+
+    max_batch_size: int = 256
+    """Of the transformers engine: responses generated at once."""
+
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+    revision: str | None = None
+    """Of a hub id."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    seed: int = 0
+    """For responses whose sampling has no seed of its own."""
+
+    def __post_init__(self) -> None:
+        if self.asynchronous and self.vllm is None:
+            raise EngineOptionError("asynchronous=True is for a vLLM engine; give vllm=VllmOptions(...), or omit it")
+        if self.in_flight and not self.asynchronous:
+            raise EngineOptionError("in_flight=True takes new weights within a response, which needs asynchronous=True")
+
+    @property
+    def casts(self) -> bool:
+        """Whether the engine keeps tensors in another dtype than they are sent in."""
+        return self.vllm is not None and any(dtype != self.vllm.dtype for dtype in self.dtypes.values())
+
+    def explain(self) -> str:
+        """One line for people."""
+        if self.vllm is None:
+            return f"transformers engine on {self.device}, up to {self.max_batch_size} responses at once"
+        kind = "asynchronous" if self.asynchronous else "synchronous"
+        ranks = self.vllm.tensor_parallel_size * self.vllm.pipeline_parallel_size
+        sent = Counter(self.dtypes.values()).most_common(1)
+        cast = f", cast from the {sent[0][0]} that the policy sends" if self.casts else ""
+        return f"vLLM, {kind}, {ranks} rank{'s' if ranks > 1 else ''} on {self.device}, {self.vllm.dtype}{cast}"
+
+    def with_model(self, folder: str) -> "TrainingEngineSpec":
+        """The same over another folder, such as one that a model of this process was saved to."""
+        return replace(self, model=folder, vllm=None if self.vllm is None else replace(self.vllm, model=folder))
+
+
+def make_training_engine(
+    spec: TrainingEngineSpec, *, ready: Callable[[], None], model: Any = None, own_process: bool | None = None
+) -> Any:
+    """Make the engine: a `TransformersEngine`, a `VllmEngine` or a `VllmAsyncEngine`.
+
+    Args:
+        spec: What it is made of.
+        ready: Called before each generation; raises while the weights must not be used.
+        model: Of the transformers engine: an `nn.Module` to take over, with its weights. None makes one of zeros.
+        own_process: Of a synchronous vLLM engine: whether it gets a process of its own; None gives it one if it has
+            several ranks. vLLM would take over the default process group of a trainer in the same process.
+
+    Raises:
+        EngineOptionError: vLLM is missing or refuses an option.
+        ModelError: The model cannot be loaded or served.
+    """
+    if spec.vllm is None:
+        from rl_generation.transformers_engine import TransformersEngine
+
+        return TransformersEngine(
+            _in_dtypes(_zeros(spec) if model is None else model, spec.dtypes).to(spec.device),
+            stop_token_ids=spec.stop_token_ids,
+            pad_token_id=spec.pad_token_id,
+            max_batch_size=spec.max_batch_size,
+            seed=spec.seed,
+            ready=ready,
+        )
+    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
+
+    if spec.asynchronous:
+        engine = VllmAsyncEngine(spec.vllm, stop_token_ids=spec.stop_token_ids)
+        engine.ready = ready
+        return engine
+    several = spec.vllm.tensor_parallel_size * spec.vllm.pipeline_parallel_size > 1
+    own_process = several if own_process is None else own_process
+    return VllmEngine(spec.vllm, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready)
+
+
+def _zeros(spec: TrainingEngineSpec) -> Any:
+    """The model with all parameters zero: what it would generate before a refit is of no use to anybody."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # typed in some releases of transformers and not in others
+    config = AutoConfig.from_pretrained(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def _in_dtypes(model: Any, dtypes: Mapping[str, str]) -> Any:
+    """Cast parameters to the dtypes that they are sent in; buffers stay as they are."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
+    return model
