@@ -15,7 +15,7 @@ PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "kto", "orpo", "reward_model
 
 MODULES = {
     "advantages": {"gae", "gdpo", "group_advantage", "has_signal", "overlong_penalty", "returns_to_go", "whiten"},
-    "aggregation": {"Aggregation", "Counts", "token_weights"},
+    "aggregation": {"Counts", "token_weights"},
     "corrections": {
         "CorrectionConfig",
         "geometric_mean",

@@ -16,14 +16,13 @@ Axes: B rows, T tokens.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-__all__ = ["Aggregation", "Counts", "token_weights"]
+from rl_algorithms.objective import Aggregation
 
-Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+__all__ = ["Counts", "token_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

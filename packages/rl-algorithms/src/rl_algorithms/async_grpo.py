@@ -27,10 +27,10 @@ from rl_algorithms.collecting import collect, episode_seed, require_some_judged
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.examples import prepare
 from rl_algorithms.grpo import GRPOConfig, minibatches, step
-from rl_algorithms.metrics import describe, mean_of_steps
+from rl_algorithms.metrics import mean_of_steps
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
-from rl_algorithms.rollouts import Rollouts, concatenate
+from rl_algorithms.rollouts import Rollouts, concatenate, describe
 from rl_algorithms.staleness import batches_ahead, refuse_uncorrected
 from rl_algorithms.stepping import batches_left
 

@@ -29,8 +29,9 @@ from rl_algorithms.distillation.config import DistillConfig, explain, require_sa
 from rl_algorithms.distillation.examples import Examples, NoReward, Rows, prepare
 from rl_algorithms.distillation.losses import advantage, divergence
 from rl_algorithms.examples import take_rows
-from rl_algorithms.metrics import describe, figures, mean_of_steps
+from rl_algorithms.metrics import figures, mean_of_steps
 from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.rollouts import describe
 from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
 
 __all__ = ["DistillConfig", "Examples", "NoReward", "Rows", "advantage", "divergence", "explain", "loss", "prepare"]

@@ -26,12 +26,12 @@ from rl_algorithms.choices import check_fields
 from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.examples import check_finite, prepare, take_rows
-from rl_algorithms.metrics import describe, figures, mean_of_steps
+from rl_algorithms.metrics import figures, mean_of_steps
 from rl_algorithms.objective import Objective
 from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.policy_gradient import Examples, loss
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
-from rl_algorithms.rollouts import Rollouts
+from rl_algorithms.rollouts import Rollouts, describe
 from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
 
 __all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]

@@ -12,17 +12,14 @@ sg stops the gradient. A clipped token of PPO has no gradient; one of CISPO keep
 Axes: B rows, T tokens.
 """
 
-from typing import Literal, TypeAlias
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rl_algorithms.kl import LOG_RATIO_LIMIT
+from rl_algorithms.objective import RatioLevel
 
-__all__ = ["RatioLevel", "cispo", "clipped_surrogate", "dual_clip", "importance_ratio", "reinforce", "value_loss"]
-
-RatioLevel: TypeAlias = Literal["token", "sequence"]
+__all__ = ["cispo", "clipped_surrogate", "dual_clip", "importance_ratio", "reinforce", "value_loss"]
 
 
 def importance_ratio(

@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-__all__ = ["Rollouts", "concatenate"]
+from rl_algorithms.advantages import has_signal
+
+__all__ = ["Rollouts", "concatenate", "describe"]
 
 PADDING = {"versions": -1, "turns": -1}
 PER_TOKEN = ("tokens", "response", "logp_old", "versions", "turns", "token_rewards")
@@ -91,6 +93,49 @@ class Rollouts:
             failures=tuple(self.failures[row] for row in kept),
             metrics=self.metrics,
         )
+
+
+def describe(rollouts: Rollouts, *, version: int) -> dict[str, float]:
+    """What a batch of rollouts looks like. Failed rows are in `failed` and `sampled_tokens` only.
+
+    Args:
+        rollouts: of one batch, on all ranks together.
+        version: of the weights that are about to be trained on it; `staleness` counts from there.
+
+    Returns:
+        `reward`, `reward_std` (Bessel's; over rows) and `reward/<component>`, in the units of the reward;
+        `groups_with_signal`, the share of groups whose rewards differ, found exactly; `response_tokens` and
+        `response_tokens_max`, of a row; `turns`, answers a row; `truncated`, a share of rows; `staleness` and
+        `staleness_max`, optimizer steps, over response tokens; `failed`, a share of rows; `sampled_tokens` of all rows;
+        and the environment's own metrics as `environment/<name>`. Where no row is left, only the last three.
+    """
+    figures = {
+        "failed": rollouts.failed.double().mean().item(),
+        "sampled_tokens": float(rollouts.response.sum()),
+        **{f"environment/{name}": value for name, value in rollouts.metrics.items()},
+    }
+    kept = ~rollouts.failed
+    if not kept.any():
+        return figures
+    rewards, groups, truncated = (each[kept] for each in (rollouts.rewards, rollouts.groups, rollouts.truncated))
+    response, turns = rollouts.response[kept], rollouts.turns[kept]
+    tokens = response.sum(dim=1).double()
+    age = (version - rollouts.versions[kept])[response].double()
+    with_signal = set(groups[has_signal(rewards, groups)].tolist())
+    parts = rollouts.components[kept].mean(dim=0).tolist()
+    figures |= {
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(correction=min(1, len(rewards) - 1)).item(),
+        **{f"reward/{name}": part for name, part in zip(rollouts.component_names, parts, strict=True)},
+        "groups_with_signal": len(with_signal) / len(set(groups.tolist())),
+        "response_tokens": tokens.mean().item(),
+        "response_tokens_max": tokens.max().item(),
+        "turns": (turns.amax(dim=1) + 1).double().mean().item(),
+        "truncated": truncated.double().mean().item(),
+    }
+    if len(age):
+        figures |= {"staleness": age.mean().item(), "staleness_max": age.max().item()}
+    return figures
 
 
 def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
