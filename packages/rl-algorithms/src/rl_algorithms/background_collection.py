@@ -16,12 +16,10 @@ from typing import Generic, TypeVar, final
 import torch
 
 from rl_algorithms.chat import Prompt
-from rl_algorithms.collecting import ticket_seeds
 from rl_algorithms.contracts import Engine, Environment, Rollout, WeightSync
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.replay import Group, ReplayBuffer
-from rl_algorithms.rollouts import Rollouts
-from rl_algorithms.stepping import bring_weights
+from rl_algorithms.rollouts import Rollouts, ticket_seeds
+from rl_algorithms.stepping import PhaseTimer, bring_weights
 
 __all__ = ["Collectors", "Gate", "GatedEngine", "PromptsByTicket", "StoppedError", "gated"]
 

@@ -20,19 +20,23 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rl_algorithms import presets
-from rl_algorithms.aggregation import Counts
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.examples import check_finite, prepare, take_rows
-from rl_algorithms.metrics import figures, mean_of_steps
 from rl_algorithms.objective import Objective
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.policy_gradient import Examples, loss
+from rl_algorithms.policy_gradient import Counts, Examples, loss
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
-from rl_algorithms.rollouts import Rollouts, describe
-from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
+from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
+from rl_algorithms.stepping import (
+    PhaseTimer,
+    batches_left,
+    bring_weights,
+    checked_batches,
+    figures,
+    finite_step,
+    mean_of_steps,
+)
 
 __all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]
 __all__ += presets.__all__

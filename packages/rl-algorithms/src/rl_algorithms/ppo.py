@@ -21,15 +21,12 @@ from rl_algorithms import examples as preparing
 from rl_algorithms import grpo, presets, value_function
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, ValueModel, WeightSync
 from rl_algorithms.examples import take_rows
-from rl_algorithms.metrics import mean_of_steps
 from rl_algorithms.objective import AdvantageConfig, Objective
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.policy_gradient import Examples
-from rl_algorithms.rollouts import Rollouts, describe
-from rl_algorithms.stepping import batches_left, bring_weights, checked_batches
+from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
+from rl_algorithms.stepping import PhaseTimer, batches_left, bring_weights, checked_batches, mean_of_steps
 from rl_algorithms.value_function import ValueConfig, ValueExamples, describe_values
 
 __all__ = ["Examples", "PPOConfig", "ValueConfig", "ValueExamples", "explain", "prepare", "take_steps", "train"]

@@ -19,12 +19,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_algorithms import losses
+from rl_algorithms import policy_gradient as losses
 from rl_algorithms.advantages import gae, whiten
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Sums, TokenBatch, ValueModel
-from rl_algorithms.metrics import figures
-from rl_algorithms.stepping import finite_step
+from rl_algorithms.stepping import figures, finite_step
 
 __all__ = ["ValueConfig", "ValueExamples", "describe_values", "estimate", "explain", "loss", "step", "values_of"]
 
