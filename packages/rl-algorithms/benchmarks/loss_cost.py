@@ -12,8 +12,9 @@ import torch
 
 from rl_algorithms import grpo
 from rl_algorithms.corrections import CorrectionConfig
+from rl_algorithms.losses import Counts
 from rl_algorithms.objective import KLConfig, Objective, RatioConfig
-from rl_algorithms.policy_gradient import Counts, loss
+from rl_algorithms.policy_gradient import loss
 
 SHAPES = [(64, 21), (512, 1024)]
 ROUNDS = 15

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl_algorithms import corrections
 from rl_algorithms.kl import kl_estimate
-from rl_algorithms.policy_gradient import Counts, token_weights
+from rl_algorithms.losses import Counts, token_weights
 
 VOCABULARY = 7
 LOGP = st.floats(-30, 0, allow_nan=False)

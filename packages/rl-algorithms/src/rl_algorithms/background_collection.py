@@ -18,7 +18,7 @@ import torch
 from rl_algorithms.chat import Prompt
 from rl_algorithms.contracts import Engine, Environment, Rollout, WeightSync
 from rl_algorithms.replay import Group, ReplayBuffer
-from rl_algorithms.rollouts import Rollouts, ticket_seeds
+from rl_algorithms.rollouts import Rollouts, episode_seed
 from rl_algorithms.stepping import PhaseTimer, bring_weights
 
 __all__ = ["Collectors", "Gate", "GatedEngine", "PromptsByTicket", "StoppedError", "gated"]
@@ -294,7 +294,9 @@ class Collectors:
         try:
             while tickets := self._reserve():
                 committed, timer = self._versions[0], PhaseTimer()
-                seeds = ticket_seeds(self._seed, tickets)  # whatever else is asked in this call
+                seeds = [
+                    episode_seed(self._seed, ticket, 0) for ticket in tickets
+                ]  # whatever else is sampled in this call
                 rollouts = self._collect(self._prompts.get(tickets), seeds=seeds, timer=timer)
                 self._count(timer)
                 for ticket, group in zip(tickets, _split(rollouts, len(tickets)), strict=True):

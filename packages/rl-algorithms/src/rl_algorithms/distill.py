@@ -27,7 +27,6 @@ from rl_algorithms.contracts import Engine, Environment, Student, Sums, Teacher,
 from rl_algorithms.distillation.config import DistillConfig, explain, require_same_tokenizer
 from rl_algorithms.distillation.examples import Examples, NoReward, Rows, prepare
 from rl_algorithms.distillation.losses import advantage, divergence
-from rl_algorithms.examples import take_rows
 from rl_algorithms.rollouts import collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
     PhaseTimer,
@@ -37,6 +36,7 @@ from rl_algorithms.stepping import (
     figures,
     finite_step,
     mean_of_steps,
+    take_rows,
 )
 
 __all__ = ["DistillConfig", "Examples", "NoReward", "Rows", "advantage", "divergence", "explain", "loss", "prepare"]

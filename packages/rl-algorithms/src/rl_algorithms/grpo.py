@@ -23,9 +23,9 @@ from rl_algorithms import presets
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
-from rl_algorithms.examples import check_finite, prepare, take_rows
+from rl_algorithms.losses import Counts
 from rl_algorithms.objective import Objective
-from rl_algorithms.policy_gradient import Counts, Examples, loss
+from rl_algorithms.policy_gradient import Examples, check_finite, loss, prepare
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
 from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
@@ -36,6 +36,7 @@ from rl_algorithms.stepping import (
     figures,
     finite_step,
     mean_of_steps,
+    take_rows,
 )
 
 __all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]

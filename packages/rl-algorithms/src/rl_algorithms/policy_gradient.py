@@ -1,113 +1,44 @@
-"""PG
+"""The policy gradient, from rollouts to the loss and its metrics.
 
-    token-mean                 sum_i sum_t l[i,t] / N_tok                            DAPO; every token counts the same
-    seq-mean-token-mean        sum_i (sum_t l[i,t] / T_i) / N_seq                    GRPO, GSPO; every answer the same
-    seq-mean-token-sum         sum_i sum_t l[i,t] / N_seq                            RLOO, REINFORCE
-    seq-mean-token-sum-norm    sum_i sum_t l[i,t] / (N_seq L)                        Dr.GRPO; L a constant of the run
+`prepare` turns rollouts into `Examples`:
 
-N_tok and N_seq count the trainable tokens, and the rows that have any, of the whole optimizer step, over every
-microbatch and every rank. Parts of a step then add up to it, however it was cut. Names are verl's.
+    1. failed rollouts leave; so do groups without a signal, where the objective says so
+    2. the policy and the reference compute log-probabilities, where the objective needs them
+    3. reward - penalty of length - KL in the reward
+    4. advantages, whitened over all rows that are left; computed in float64, stored in float32, as losses are
 
-Where others differ: for `grpo` and `dr_grpo` TRL divides by all rows, those without a trainable token (masked as cut
-off) included, and its L is `max_completion_length`; verl's L is `loss_scale_factor`, or the padded width of the batch
-where that is not set, in old versions always. Here L is asked for.
-
-Axes: B rows, T tokens.
+A row that is truncated and therefore not trained on (`mask_truncated`) still counts in its group's baseline, with its
+penalty and KL. `loss` is then, of some rows of a step:
 
     rho  = exp(logp - logp_proximal)                  importance ratio, of a token or an answer      losses
     l    = surrogate(rho, A)                          clip, CISPO or REINFORCE, dual clip            losses
     l   *= f(exp(logp_proximal - logp_old))           correction of the sampler's mismatch           corrections
-    l   += beta KL(logp, logp_ref)                                                               kl
-    L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   aggregation
+    l   += beta KL(logp, logp_ref)                                                                   kl
+    L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   losses
 
-H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the modules named. Tokens off
-the mask count nothing, whatever stands in their place, NaN included, and all that is divided by is counted over the
-whole step, so no cut of it into microbatches, ranks or packs changes the sum of the parts.
-
-Axes: B rows, T tokens.
-
-    rho = exp(logp - logp_proximal)                                  importance ratio, of a token or of a whole answer
-    REINFORCE   -A logp                                              Williams 1992
-    clip        -min(rho A, clip(rho, 1 - low, 1 + high) A)          PPO, arXiv:1707.06347 eq. 7; high > low in DAPO
-    dual clip   where A < 0: min(of the above, -c A)                 arXiv:1912.09729 eq. 5
-    CISPO       -sg(clip(rho, 1 - low, 1 + high)) A logp             MiniMax-M1, arXiv:2506.13585 eq. 4-5
-
-sg stops the gradient. A clipped token of PPO has no gradient; one of CISPO keeps its own, at the bounded weight.
-`aggregation` says how the numbers become one.
+H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the module named. Tokens off
+the mask contribute nothing, whatever their values are, NaN included, and every divisor is counted over the whole step,
+so the parts add up to the same sum however the step is cut into microbatches, ranks or packs.
 
 Axes: B rows, T tokens.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_algorithms import corrections
-from rl_algorithms.contracts import Sums
+from rl_algorithms import advantages, corrections, losses
+from rl_algorithms.contracts import Reference, Sums
 from rl_algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
-from rl_algorithms.objective import Aggregation, Objective, RatioConfig, RatioLevel
+from rl_algorithms.losses import Counts, token_weights
+from rl_algorithms.objective import AdvantageConfig, Objective
+from rl_algorithms.rollouts import Rollouts
 
-__all__ = [
-    "Counts",
-    "Examples",
-    "cispo",
-    "clipped_surrogate",
-    "dual_clip",
-    "importance_ratio",
-    "loss",
-    "reinforce",
-    "token_weights",
-    "value_loss",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What a whole optimizer step is divided by."""
-
-    tokens: int
-    """Trainable tokens."""
-
-    sequences: int
-    """Rows with at least one trainable token."""
-
-    @classmethod
-    def of(cls, trainable: Bool[Tensor, "B T"]) -> "Counts":
-        """Those of a step whose rows are all in `trainable`."""
-        return cls(tokens=int(trainable.sum()), sequences=int(trainable.any(dim=1).sum()))
-
-
-def token_weights(
-    mask: Bool[Tensor, "B T"], aggregation: Aggregation, counts: Counts, *, max_length: int | None = None
-) -> Float[Tensor, "B T"]:
-    """What each token of some rows of a step weighs in its loss; float64, 0 off the mask. No row, no weight, no NaN.
-
-    Args:
-        mask: the trainable tokens of these rows, each row whole.
-        aggregation: see above.
-        counts: of the whole step.
-        max_length: L of `"seq-mean-token-sum-norm"`, in tokens; the longest answer that the run allows.
-
-    Raises:
-        ValueError: `max_length` is missing where it is needed.
-    """
-    tokens, sequences = max(counts.tokens, 1), max(counts.sequences, 1)
-    weights = mask.double()
-    if aggregation == "token-mean":
-        return weights / tokens
-    if aggregation == "seq-mean-token-mean":
-        return weights / mask.sum(dim=1, keepdim=True).clamp(min=1) / sequences
-    if aggregation == "seq-mean-token-sum":
-        return weights / sequences
-    if max_length is None:
-        raise ValueError(
-            "aggregation='seq-mean-token-sum-norm' divides by a constant length and max_length is None; "
-            "set it to the longest answer that the run allows, in tokens"
-        )
-    return weights / (sequences * max_length)
+__all__ = ["Examples", "check_finite", "loss", "prepare", "reward_tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,25 +78,62 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         objective: what is minimised.
         counts: of the whole step.
     """
-    mask = examples.trainable
+    mask, config = examples.trainable, objective.ratio
     logp, entropy = (output, None) if output.ndim == 2 else output.unbind(-1)
     logp = torch.where(mask, logp, 0.0)
     logp_old = torch.where(mask, examples.logp_old.to(logp.dtype), 0.0)
-    logp_proximal = _proximal(logp, logp_old, examples, config=objective.ratio)
     advantage = torch.where(mask, examples.advantage.to(logp.dtype), 0.0)
-    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=objective.ratio.level)
-    per_token, clipped = _surrogate(logp, ratio, advantage, config=objective.ratio)
-    sums = _metrics(logp, logp_old, mask, ratio=ratio, clipped=clipped)
-    if objective.correction.active:
+
+    # The importance ratio, to the proximal policy.
+    if config.proximal == "sampler":
+        logp_proximal = logp_old
+    elif config.proximal == "current":
+        logp_proximal = logp.detach()
+    else:
+        logp_proximal = torch.where(mask, examples.logp_proximal.to(logp.dtype), 0.0)
+    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=config.level)
+
+    # The surrogate, and where its clip was what bound.
+    if config.surrogate == "reinforce":
+        per_token, clipped = losses.reinforce(logp, advantage), torch.zeros_like(mask)
+    elif config.surrogate == "cispo":
+        per_token, clipped = losses.cispo(logp, ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
+    else:
+        per_token, clipped = losses.clipped_surrogate(
+            ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high
+        )
+        if config.dual_clip is not None:
+            per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
+            clipped = clipped | bound
+
+    with torch.no_grad():
+        gap = torch.where(mask, logp_old - logp, 0.0)
+        sums = {
+            "clip_fraction": (clipped & mask).sum(),
+            "ratio": torch.where(mask, ratio, 0.0).sum(),
+            "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
+            "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
+            "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # the sampler's: the mean of -logp over its samples
+        }
+
+    # The correction. Where the sampler is the proximal policy there is none: every weight would be 1.
+    if config.proximal != "sampler" and objective.correction.active:
         weight = corrections.token_factors(logp_proximal, logp_old, mask, config=objective.correction)
         per_token = torch.where(weight == 0, 0.0, per_token * weight)  # what is rejected may be infinite
-        sums |= _correction_metrics(weight, mask)
+        masked = torch.where(mask, weight, 0.0)
+        sums |= {
+            "importance_weight": masked.sum(),
+            "importance_weight_squared": masked.square().sum(),
+            "rejected_fraction": ((masked == 0) & mask).sum(),
+        }
+
     if objective.kl.weight > 0:
         logp_ref = torch.where(mask, examples.logp_ref.to(logp.dtype), 0.0)
         if objective.kl.place == "loss":
             kl = kl_estimate(logp, logp_ref, estimator=objective.kl.estimator, ratio=ratio)
             per_token = per_token + objective.kl.weight * kl
         sums["kl_reference"] = kl_estimate(logp.detach(), logp_ref, estimator="k3").sum()  # both are 0 off the mask
+
     weights = token_weights(mask, objective.aggregation, counts, max_length=objective.max_length).to(logp.dtype)
     total = (weights * torch.where(mask, per_token, 0.0)).sum()
     if entropy is not None:
@@ -175,129 +143,132 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
     return total, {"loss": total.detach(), **sums}
 
 
-def _proximal(logp: Tensor, logp_old: Tensor, examples: Examples, *, config: RatioConfig) -> Tensor:
-    if config.proximal == "sampler":
-        return logp_old
-    if config.proximal == "current":
-        return logp.detach()
-    return torch.where(examples.trainable, examples.logp_proximal.to(logp.dtype), 0.0)
+def prepare(
+    rollouts: Rollouts, objective: Objective, *, policy: Reference | None = None, reference: Reference | None = None
+) -> Examples:
+    """Make the rollouts of one batch ready for steps on them. May have no rows, where none has a signal.
 
+    Args:
+        rollouts: those of every rank.
+        objective: what is minimised.
+        policy: whose log-probabilities now are the proximal ones; needed where `ratio.proximal` is `recomputed`.
+        reference: needed for a KL.
 
-def _surrogate(logp: Tensor, ratio: Tensor, advantage: Tensor, *, config: RatioConfig) -> tuple[Tensor, Tensor]:
-    if config.surrogate == "reinforce":
-        return losses.reinforce(logp, advantage), torch.zeros_like(logp, dtype=torch.bool)
-    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    if config.surrogate == "cispo":
-        return losses.cispo(logp, ratio, advantage, **bounds)
-    per_token, clipped = losses.clipped_surrogate(ratio, advantage, **bounds)
-    if config.dual_clip is None:
-        return per_token, clipped
-    per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
-    return per_token, clipped | bound
-
-
-@torch.no_grad()
-def _metrics(logp: Tensor, logp_old: Tensor, mask: Tensor, *, ratio: Tensor, clipped: Tensor) -> Sums:
-    gap = torch.where(mask, logp_old - logp, 0.0)
-    return {
-        "clip_fraction": (clipped & mask).sum(),
-        "ratio": torch.where(mask, ratio, 0.0).sum(),
-        "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
-        "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
-        "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # of the sampler: the mean of -logp over its own samples
-    }
-
-
-def _correction_metrics(weight: Tensor, mask: Tensor) -> Sums:
-    weight = torch.where(mask, weight, 0.0)
-    return {
-        "importance_weight": weight.sum(),
-        "importance_weight_squared": weight.square().sum(),
-        "rejected_fraction": ((weight == 0) & mask).sum(),
-    }
-
-
-def importance_ratio(
-    logp: Float[Tensor, "B T"],
-    logp_proximal: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    level: RatioLevel,
-) -> Float[Tensor, "B T"]:
-    """How much likelier a token, or a row, is now than under the proximal policy; 1 off the mask.
-
-    `"sequence"` is GSPO's (arXiv:2507.18071 eq. 7): s, the geometric mean over the row's trainable tokens, the same for
-    each of them. It is length-normalised, unlike the plain product of RLOO in TRL. Its gradient is taken as in eq. 14,
-    sg(s) exp(logp - sg(logp)): each token has its own, so that one of advantage or weight 0 has none. Where these are
-    the row's, the sum over its tokens is that of eq. 5.
+    Raises:
+        ValueError: the objective needs a policy or a reference that was not given, or named rewards that the
+            environment did not name; or a log-probability that is needed is not finite.
     """
-    log_ratio = torch.where(mask, logp - logp_proximal, 0.0)
-    if level == "token":
-        return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    mean = log_ratio.detach().sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    held = torch.where(mask, mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
-    return held.exp() * (log_ratio - log_ratio.detach()).exp()
+    kept, examples, token_rewards = reward_tokens(rollouts, objective, policy=policy, reference=reference)
+    if not len(kept.lengths):
+        return examples
+    config = objective.advantage
+    if config.baseline == "none":
+        advantage = advantages.returns_to_go(token_rewards)  # what is rewarded from each token on
+    else:
+        rewards = token_rewards.sum(dim=1)
+        if config.normalize_each_reward:
+            weights = _weights(kept.component_names, config)
+            of_rows = advantages.gdpo(kept.components, kept.groups, weights=weights, epsilon=config.epsilon)
+            # What is no named reward (a penalty, a KL) is compared too, and not scaled: its weight is its own.
+            of_rows = of_rows + advantages.group_advantage(rewards - kept.rewards, kept.groups, baseline="group_mean")
+        else:
+            of_rows = advantages.group_advantage(
+                rewards, kept.groups, baseline=config.baseline, scale=config.scale, epsilon=config.epsilon
+            )
+        if config.whiten == "sequences":
+            of_rows = advantages.whiten(of_rows, examples.trainable.any(dim=1))
+        advantage = of_rows[:, None].expand(examples.trainable.shape)
+    if config.whiten == "tokens":
+        advantage = advantages.whiten(advantage, examples.trainable)
+    return replace(examples, advantage=advantage.float())
 
 
-def reinforce(logp: Float[Tensor, "B T"], advantage: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """The score-function loss. Unbiased on-policy only; `corrections` has what off-policy tokens need."""
-    return -advantage * logp
+def reward_tokens(
+    rollouts: Rollouts, objective: Objective, *, policy: Reference | None = None, reference: Reference | None = None
+) -> tuple[Rollouts, Examples, Float[Tensor, "B T"]]:
+    """Everything of `prepare` except the advantages, for an algorithm that estimates them itself.
 
+    Returns:
+        The rollouts that are trained on: those that did not fail, and whose group has a signal if the objective asks
+        for that; the same as examples, without advantages; and the reward of each token in float64, less the penalty of
+        length and the KL where it is in the reward. Rows that are truncated and not trained on have both too: others
+        are compared with them.
 
-def clipped_surrogate(
-    ratio: Float[Tensor, "B T"], advantage: Float[Tensor, "B T"], *, clip_low: float, clip_high: float
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """PPO's pessimistic objective, negated, and where the clip was what bound: there the gradient is 0."""
-    free = ratio * advantage
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-    return -torch.minimum(free, clipped), clipped < free
-
-
-def dual_clip(
-    loss: Float[Tensor, "B T"], advantage: Float[Tensor, "B T"], *, limit: float
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Bound `clipped_surrogate`'s loss where the advantage is negative, and say where it did.
-
-    Without it a bad token that has become likely weighs rho without bound. `limit` is the c of the paper: the ratio
-    beyond which nothing grows any more; > 1.
+    Raises:
+        ValueError: see `prepare`.
     """
-    bound = (advantage < 0) & (loss > -limit * advantage)
-    return torch.where(bound, -limit * advantage, loss), bound
+    rows = ~rollouts.failed
+    if objective.selection.groups_without_signal == "drop":
+        valid = rows.clone()
+        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
+    kept = rollouts.take(rows)
+
+    unknown = torch.full(kept.tokens.shape, math.nan)
+    examples = Examples(
+        tokens=kept.tokens,
+        lengths=kept.lengths,
+        trainable=kept.response,
+        advantage=unknown,
+        logp_old=kept.logp_old,
+        logp_proximal=unknown,
+        logp_ref=unknown,
+    )
+    if objective.kl.weight > 0:
+        if reference is None:
+            raise ValueError(f"kl.weight={objective.kl.weight} needs a reference, and none was given")
+        if len(examples.tokens):
+            examples = replace(examples, logp_ref=reference.logp(examples))
+        check_finite("logp_ref", examples.logp_ref, examples.trainable)
+    if objective.ratio.proximal == "recomputed":
+        if policy is None:
+            raise ValueError("ratio.proximal='recomputed' needs the policy when a batch is begun, and none was given")
+        if len(examples.tokens):
+            examples = replace(examples, logp_proximal=policy.logp(examples))
+        check_finite("logp_proximal", examples.logp_proximal, examples.trainable)
+    check_finite("logp_old", examples.logp_old, examples.trainable)
+
+    rewards = kept.token_rewards.clone()
+    if objective.overlong.max_length is not None and len(rewards):
+        penalty = objective.overlong.penalty * advantages.overlong_penalty(
+            kept.response.sum(dim=1), max_length=objective.overlong.max_length, buffer=objective.overlong.buffer
+        )
+        last = kept.response.shape[1] - 1 - kept.response.flip(1).int().argmax(dim=1)
+        rewards[torch.arange(len(rewards)), last] += penalty
+    if objective.kl.weight > 0 and objective.kl.place == "reward" and len(rewards):
+        logp = examples.logp_proximal if objective.ratio.proximal == "recomputed" else examples.logp_old
+        kl = kl_estimate(
+            torch.where(kept.response, logp, 0.0),
+            torch.where(kept.response, examples.logp_ref, 0.0),
+            estimator=objective.kl.estimator,
+        )
+        rewards -= objective.kl.weight * torch.where(kept.response, kl, 0.0).double()
+
+    if objective.selection.mask_truncated:
+        examples = replace(examples, trainable=examples.trainable & ~kept.truncated[:, None])
+    return kept, examples, rewards
 
 
-def cispo(
-    logp: Float[Tensor, "B T"],
-    ratio: Float[Tensor, "B T"],
-    advantage: Float[Tensor, "B T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """REINFORCE weighed by the clipped ratio, and where it was clipped.
+def check_finite(name: str, logp: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
+    """Refuse a log-probability that is missing where it is needed.
 
-    `clip_high` is what is added to 1, as in the paper, verl and NeMo-RL; TRL's `epsilon_high` is the bound itself.
-    The paper has no lower bound: `clip_low=1`.
+    Raises:
+        ValueError: naming row and token of the first one.
     """
-    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    return -weight * advantage * logp, weight != ratio.detach()
+    missing = (mask & ~logp.isfinite()).nonzero()
+    if len(missing):
+        row, token = missing[0].tolist()
+        raise ValueError(
+            f"{name} of row {row}, token {token} is {logp[row, token].item()}, and {len(missing)} tokens that are "
+            f"trained on have none that is finite; a ratio to nothing would be made up"
+        )
 
 
-def value_loss(
-    values: Float[Tensor, "B T"],
-    returns: Float[Tensor, "B T"],
-    values_old: Float[Tensor, "B T"],
-    *,
-    clip: float | None,
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Half the squared error of the value function, and where its clip was what bound (arXiv:1707.06347, PPO2's code).
-
-        max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2
-
-    `clip` None leaves it out. The half is that of verl, NeMo-RL and TRL.
-    """
-    error = (values - returns).square()
-    if clip is None:
-        return error / 2, torch.zeros_like(error, dtype=torch.bool)
-    moved = values_old + (values - values_old).clamp(-clip, clip)
-    held = (moved - returns).square()
-    return torch.maximum(error, held) / 2, held > error
+def _weights(names: tuple[str, ...], config: AdvantageConfig) -> list[float]:
+    if not names:
+        raise ValueError(
+            "normalize_each_reward compares rewards by name, and the environment names none; return "
+            "EnvironmentReturn.rewards, or combine reward functions into one environment"
+        )
+    if unknown := sorted(set(config.reward_weights) - set(names)):
+        raise ValueError(f"reward_weights names {', '.join(unknown)}; the environment's rewards are {', '.join(names)}")
+    return [config.reward_weights.get(name, 1.0) for name in names]

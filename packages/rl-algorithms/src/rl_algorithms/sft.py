@@ -22,8 +22,8 @@ from torch import Tensor
 from rl_algorithms.chat import Demonstration, TokenizedConversation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.examples import pad
-from rl_algorithms.policy_gradient import Counts, token_weights
+from rl_algorithms.losses import Counts, token_weights
+from rl_algorithms.padding import pad
 from rl_algorithms.stepping import PhaseTimer, batches_left, checked_batches, finite_step
 
 __all__ = ["Examples", "Lessons", "SFTConfig", "explain", "prepare", "step", "train"]

@@ -1,10 +1,10 @@
-"""STEPPING
+"""What the loops of all algorithms share: phases and their seconds, the batches that are left, a step and its figures.
 
-steps_taken     optimizer steps of the run, those that a batch without a signal stands for among them
+steps_taken     optimizer steps of the run; a batch without a signal counts as its steps
 version         optimizer steps that the weights have seen
 
-Sums are what a loss returns: numerators added up over rows, microbatches and ranks. Only once they are whole are they
-divided, so no figure depends on the cut; a mean of means would.
+A loss returns sums: numerators added up over rows, microbatches and ranks. They are divided only when they are whole,
+so no figure depends on how a step was cut; a mean of means would.
 """
 
 import itertools
@@ -12,9 +12,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, runtime_checkable
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from rl_algorithms.contracts import Policy, ScoreModel, Sums, ValueModel, WeightSync
+from torch import Tensor
+
+from rl_algorithms.contracts import Policy, ScoreModel, Sums, TokenBatch, ValueModel, WeightSync
 from rl_algorithms.data import batches
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "figures",
     "finite_step",
     "mean_of_steps",
+    "take_rows",
 ]
 
 
@@ -59,6 +63,7 @@ class PhaseTimer:
 
 
 BatchT = TypeVar("BatchT")
+ExamplesT = TypeVar("ExamplesT", bound=TokenBatch)
 
 
 @runtime_checkable
@@ -139,6 +144,15 @@ def checked_batches(given: Iterator[BatchT], *, name: str, wanted: int, size: in
         f"{name} ended after {number} batches, and the steps that are left want {wanted} or more; give batches that do "
         f"not end, as rl_algorithms.data.batches does, or take fewer steps"
     )
+
+
+def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
+    """The same dataclass with only `rows` (indices or a mask along B) of every tensor."""
+    instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
+    taken: ExamplesT = replace(
+        instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+    )
+    return taken
 
 
 def finite_step(model: Policy | ValueModel | ScoreModel, sums: Sums) -> float:

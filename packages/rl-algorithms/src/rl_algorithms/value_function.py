@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_algorithms import policy_gradient as losses
+from rl_algorithms import losses
 from rl_algorithms.advantages import gae, whiten
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Sums, TokenBatch, ValueModel

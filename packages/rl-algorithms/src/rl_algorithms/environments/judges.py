@@ -22,7 +22,7 @@ from rl_algorithms.chat.chat import TokenizedConversation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Conversation, Engine, EnvironmentReturn, Message, Rollout, ScoreModel
 from rl_algorithms.data import DataError, make_row
-from rl_algorithms.examples import pad
+from rl_algorithms.padding import pad
 
 __all__ = ["TEMPLATE", "EngineJudge", "JudgeError", "RewardModelJudge", "read_score"]
 

@@ -1,14 +1,4 @@
-"""RF
-
-On the main thread the call is interrupted at its deadline: a watching thread sends a signal, whose handler raises
-inside the call. It stays on the caller's thread, so breakpoints work and functions that use signals themselves do, and
-nothing is left behind. Python handles signals between two of its own instructions: a call that hangs inside C code
-without returning to the interpreter is not interrupted. Sleeping, waiting for a lock, a process or a socket is.
-
-On any other thread Python cannot interrupt a call. It runs on a daemon thread, which is abandoned at the deadline: it
-may go on in the background, and whatever it returns is dropped.
-
-What a function raised is returned instead of its rewards.
+"""The single-turn environment that plain reward functions make: one, or several by name and weight.
 
 A reward function is anything that can be called with keyword lists, one item per answer, as in TRL:
 
@@ -26,12 +16,17 @@ awaited together. For each answer a function returns
 
 An answer to which no function applies has no reward, and is reported as failed: it is not trained on.
 
-Every call has a deadline, `timeout_s`. On the main thread a plain function is interrupted at its deadline, wherever it
-sleeps or waits, and ends. On other threads, as in asynchronous GRPO, Python cannot interrupt it: it is abandoned on a
-daemon thread, where it may go on until the process ends; see `rl_algorithms.environments.reward_function`.
+Every call has a deadline, `timeout_s`. On the main thread a call is interrupted at its deadline: a watching thread
+sends a signal, whose handler raises inside the call. The call stays on the caller's thread, so breakpoints work,
+functions may use signals themselves, and nothing is left behind. Python handles signals between two of its own
+instructions: a call that hangs inside C code without returning to the interpreter is not interrupted; one that sleeps,
+or waits for a lock, a process or a socket, is. On any other thread, as in asynchronous GRPO, Python cannot interrupt a
+call. It then runs on a daemon thread that is abandoned at the deadline: it may go on until the process ends, and its
+result is dropped.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import signal
@@ -39,7 +34,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from numbers import Real
 from types import FrameType
@@ -50,106 +44,20 @@ from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.environments.deadlines import TimedOutError, Workers
 from rl_algorithms.environments.scores import CannotJudgeError, Score
 
-__all__ = [
-    "ALWAYS_GIVEN",
-    "NAMED",
-    "RewardError",
-    "RewardFunctionEnvironment",
-    "RewardTimeoutError",
-    "call_all",
-    "call_within",
-    "name_of",
-]
+__all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError", "call_within"]
 
-SIGNAL = signal.SIGVTALRM  # SIGALRM is what math-verify and others time themselves by
-REPEAT_S = 1.0  # a call that swallowed the interruption is interrupted again
+RewardFunction: TypeAlias = Callable[..., Any] | Environment
+"""A function of keyword lists, or a single-turn environment that stands for one."""
 
-
-def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
-    """Call `call` and return what it returns.
-
-    A debugger that is tracing the call suspends the deadline.
-
-    Args:
-        call: takes no arguments.
-        timeout_s: seconds; None waits for ever.
-
-    Raises:
-        TimedOutError: it was still running after `timeout_s`. On the main thread the cause, `__cause__`, has the frames
-            in which it was interrupted.
-        Exception: whatever the call raised.
-    """
-    if timeout_s is None:
-        return call()
-    if threading.current_thread() is not threading.main_thread() or not _handler_is_ours():
-        workers = Workers(max_workers=1)
-        try:
-            (outcome,) = workers.run([call], timeout_s=timeout_s)
-        finally:
-            workers.close()
-        return outcome.result()
-    deadline = _Deadline(time.monotonic() + timeout_s)
-    _deadlines.append(deadline)
-    threading.Thread(target=deadline.watch, name="rl-reward-deadline", daemon=True).start()
-    try:
-        return call()
-    except _InterruptedCall as interruption:
-        if interruption.deadline is not deadline:  # of a call around this one
-            raise
-        raise TimedOutError(f"it ran longer than timeout_s={timeout_s:g}") from interruption
-    finally:
-        deadline.over.set()
-        _deadlines.remove(deadline)
-
-
-class _Deadline:
-    """When a call of the main thread is interrupted."""
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self.over = threading.Event()
-        """Set when the call has returned."""
-
-    def watch(self) -> None:
-        wait_s = self.at - time.monotonic()
-        while not self.over.wait(max(0.0, wait_s)):
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, SIGNAL)
-            wait_s = REPEAT_S
-
-
-class _InterruptedCall(BaseException):  # no Exception: `except Exception` in a reward function must not swallow it
-    def __init__(self, deadline: _Deadline) -> None:
-        super().__init__("interrupted at its deadline")
-        self.deadline = deadline
-
-
-_deadlines: list[_Deadline] = []
-"""Of the calls that the main thread is in, the outermost first."""
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
-    if sys.gettrace() is not None:  # somebody is at a breakpoint
-        return
-    now = time.monotonic()
-    for deadline in _deadlines:
-        if now >= deadline.at and not deadline.over.is_set():
-            raise _InterruptedCall(deadline)
-
-
-def _handler_is_ours() -> bool:
-    """Install the handler once. It stays: a signal may still be on its way when a call has returned."""
-    current = signal.getsignal(SIGNAL)
-    if current == signal.SIG_DFL:
-        signal.signal(SIGNAL, _interrupt)
-    return current in {signal.SIG_DFL, _interrupt}  # another one's handler is left alone
-
+ONLY = ""
+"""The name of a function that is the only one: its number is the reward and has no parts."""
 
 ALWAYS_GIVEN = ("prompts", "completions")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-BLOCKED_S = 1.0
+SIGNAL = signal.SIGVTALRM  # SIGALRM is what math-verify and others time themselves by
+REPEAT_S = 1.0  # a call that swallowed the interruption is interrupted again
+BLOCKED_S = 1.0  # grace after the deadline of coroutines, before an event loop that is blocked is interrupted
 FOREVER_S = 1e9
 
 
@@ -157,13 +65,233 @@ class RewardError(ValueError):
     """A reward function raised or returned something that is not a finite number; the message names the sample."""
 
 
-def name_of(function: Callable[..., Any] | Environment) -> str:
+class RewardTimeoutError(RewardError):
+    """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardFunctionEnvironment:
+    """A single-turn environment made of reward functions; every conversation ends after one answer.
+
+    Raises, from `step`:
+        RewardTimeoutError: a function took longer than `timeout_s`, unless `on_error` says otherwise.
+        RewardError: a function raised, returned another number of rewards than it got answers, or a reward that is
+            neither finite nor None, unless `on_error` says otherwise; or the columns of the data do not fit.
+        CannotJudgeError: a verifier can judge nothing on this machine, whatever `on_error` says.
+    """
+
+    reward: RewardFunction | Mapping[str, RewardFunction] | Sequence[RewardFunction]
+    """The reward function; or several, by name or as a list under their own names, whose weighted rewards are the parts
+    of the reward (`EnvironmentReturn.rewards`). Numbers may be Python's, numpy's or one-element tensors."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """What the functions count for; 1 for those that are not named. At 0 a function is measured and not
+    rewarded: where it fails, the metric `NAME/failed` says so, and the answer is judged without it."""
+
+    on_error: Literal["stop", "zero", "fail"] = "stop"
+    """What becomes of an answer that cannot be judged: `"zero"` counts it as reward 0, `"fail"` leaves it out of
+    training and of every baseline; both add it to `errors`."""
+
+    timeout_s: float | None = 300.0
+    """Seconds that a function, plain or coroutine, may take for one batch; None waits for ever."""
+
+    errors: int = field(default=0, init=False)
+    """Answers that could not be judged, so far."""
+
+    _functions: Mapping[str, RewardFunction] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    _checked: frozenset[str] | None = field(default=None, init=False, repr=False, compare=False)
+    """The columns that `check` accepted last, so that equal ones are not checked in every step."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        self._functions = self._named_functions()
+        if unknown := sorted(set(self.weights) - set(self._functions)):
+            raise ValueError(
+                f"weights name {', '.join(map(repr, unknown))}, and the reward functions are "
+                f"{', '.join(map(repr, self._functions))}"
+            )
+        for name, weight in self.weights.items():
+            if not math.isfinite(weight):
+                raise ValueError(f"weights[{name!r}]={weight} must be finite")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s} must be > 0")
+
+    def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
+        """Judge every answer in one call of each function; one answer at a time only where that call failed."""
+        if not conversations:
+            return []
+        names = frozenset(name for conversation in conversations for name in conversation.row)
+        if names != self._checked:
+            self.check(names)
+            self._checked = names
+        called = call_all(list(self._functions.values()), conversations, timeout_s=self.timeout_s)
+        columns: list[list[float | None]] = []
+        for function, returned in zip(self._functions.values(), called, strict=True):
+            rewards = returned
+            if isinstance(returned, Exception):
+                rewards = self._one_by_one(function, returned, conversations)
+            scores: list[float | None] = []
+            for conversation, reward in zip(conversations, rewards, strict=True):
+                if reward is None or (isinstance(reward, Score) and reward.failed is not None):
+                    scores.append(reward)
+                    continue
+                number = math.nan
+                if isinstance(reward, Real) or hasattr(reward, "item"):
+                    # A tensor of several elements and 10**400 are no float.
+                    with contextlib.suppress(ValueError, TypeError, RuntimeError, OverflowError):
+                        number = float(reward)
+                if not math.isfinite(number):
+                    scores.append(self._unjudged(function, conversation, reward))
+                else:
+                    scores.append(reward if isinstance(reward, Score) else number)
+            columns.append(scores)
+        return [self._return(dict(zip(self._functions, scores, strict=True))) for scores in zip(*columns, strict=True)]
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse a function that requires an argument which data rows with these columns cannot give.
+
+        Raises:
+            RewardError: it does, whatever `on_error` says: such a function could never judge anything. Or a column has
+                the name of what is always given.
+        """
+        columns = {*columns}
+        given = {*columns, *ALWAYS_GIVEN}
+        functions = [each for each in self._functions.values() if not isinstance(each, Environment)]
+        if functions and (taken := [name for name in ALWAYS_GIVEN if name in columns]):
+            raise RewardError(
+                f"the data rows have a column {taken[0]!r}, and reward functions are given something else by that "
+                f"name; rename the column"
+            )
+        for function in functions:
+            parameters = inspect.signature(function).parameters.values()
+            required = [each.name for each in parameters if each.default is each.empty and each.kind in NAMED]
+            if missing := [name for name in required if name not in given]:
+                raise RewardError(
+                    f"the reward function {name_of(function)} requires {', '.join(missing)}, and the data rows have "
+                    f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
+                )
+
+    def _named_functions(self) -> Mapping[str, RewardFunction]:
+        """The functions by name; refuses what is no function, and a list in which two have the same name."""
+        if isinstance(self.reward, Mapping):
+            given = {f"reward[{name!r}]": function for name, function in self.reward.items()}
+        elif isinstance(self.reward, Sequence):
+            given = {f"reward[{index}]": function for index, function in enumerate(self.reward)}
+        else:
+            given = {"reward": self.reward}
+        if not given:
+            raise RewardError(f"reward={self.reward!r} has no function; give one, or several by name")
+        for place, function in given.items():
+            if not callable(function) and not isinstance(function, Environment):
+                raise RewardError(
+                    f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
+                    f"{function!r:.60}"
+                )
+        if isinstance(self.reward, Mapping):
+            return self.reward
+        if not isinstance(self.reward, Sequence):
+            return {ONLY: self.reward}
+        names = [str(getattr(function, "__name__", type(function).__name__)) for function in self.reward]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RewardError(f"reward has several functions named {', '.join(sorted(twice))}; give a dict by name")
+        return dict(zip(names, self.reward, strict=True))
+
+    def _one_by_one(
+        self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation]
+    ) -> list[Any]:
+        if isinstance(error, TimedOutError):  # calling again would wait as long again, for every answer
+            if self.on_error == "stop":
+                raise RewardTimeoutError(self._timed_out(function, conversations)) from error
+            return [error] * len(conversations)
+        alone: list[Any] = []
+        for conversation in conversations:
+            (returned,) = call_all([function], [conversation], timeout_s=self.timeout_s)
+            if isinstance(returned, Exception) and self.on_error == "stop":
+                raise RewardError(_describe(function, conversation, returned)) from returned
+            alone.append(returned if isinstance(returned, Exception) else returned[0])
+        if self.on_error == "stop":
+            raise RewardError(_describe(function, None, error)) from error
+        return alone
+
+    def _unjudged(self, function: RewardFunction, conversation: Conversation, reward: Any) -> Score:
+        """The score of an answer whose reward is no finite number, or an exception; raises by `on_error="stop"`."""
+        cause = reward if isinstance(reward, Exception) else None
+        what = cause if cause is not None else f"it returned {reward!r}, which is not a finite number"
+        reason = _describe(function, conversation, what)
+        if self.on_error == "stop":
+            raise RewardError(reason) from cause
+        self.errors += 1
+        return Score(0.0) if self.on_error == "zero" else Score.failure(reason)
+
+    def _timed_out(self, function: RewardFunction, conversations: Sequence[Conversation]) -> str:
+        first = conversations[0]
+        batch = f"a batch of {len(conversations)} answers, the first: " * (len(conversations) > 1)
+        return (
+            f"the reward function {name_of(function)} took longer than timeout_s={self.timeout_s:g} (env.timeout_s in "
+            f"a recipe) for {batch}prompt {first.messages[-1]['content']!r}, answer {first.answer!r}. Make it faster, "
+            f"raise timeout_s, or leave such answers out of training by on_error='fail' (env.on_error in a recipe)"
+        )
+
+    def _return(self, scores: Mapping[str, float | None]) -> EnvironmentReturn:
+        """What the scores of one answer, by function, come to."""
+        applied = {name: score for name, score in scores.items() if score is not None}
+        failed = {
+            name: score.failed
+            for name, score in applied.items()
+            if isinstance(score, Score) and score.failed is not None
+        }
+        measured = {name for name in scores if self.weights.get(name, 1.0) == 0.0}
+        reasons = [reason for name, reason in failed.items() if name not in measured]
+        if not applied or (scores.keys() > measured >= applied.keys()):
+            asked = [name_of(each) for name, each in self._functions.items() if name not in measured]
+            who = f"the reward function `{asked[0]}`" if len(asked) == 1 else f"each of {', '.join(asked)}"
+            reasons = [f"no reward function applies to this answer: {who} returned None for it"]
+        parts = {
+            name: 0.0 if reasons or name not in applied else self.weights.get(name, 1.0) * applied[name]
+            for name in scores
+            if name not in measured
+        }
+        # Each function's own number, unweighted, and the figures of its score; only where it applies.
+        metrics: dict[str, float] = {}
+        for name, score in applied.items():
+            if name != ONLY and name not in failed:
+                metrics[name] = float(score)
+            prefix = f"{name}/" if name != ONLY else ""
+            if name in measured:
+                metrics[f"{prefix}failed"] = float(name in failed)
+            if isinstance(score, Score):
+                metrics.update({f"{prefix}{key}": float(value) for key, value in score.metrics.items()})
+        return EnvironmentReturn(
+            reward=math.fsum(parts.values()),
+            terminated=True,
+            rewards={} if ONLY in parts else parts,
+            metrics=metrics,
+            failed="; ".join(reasons) or None,
+        )
+
+
+def _describe(function: RewardFunction, conversation: Conversation | None, error: Exception | str) -> str:
+    what = error if isinstance(error, str | RewardError) else f"it raised {type(error).__name__}: {error}"
+    sample = (
+        "the batch as a whole, though each answer alone"
+        if conversation is None
+        else f"prompt {conversation.messages[-1]['content']!r}, answer {conversation.answer!r}"
+    )
+    return (
+        f"the reward function {name_of(function)} cannot judge {sample}: {what}. "
+        f"Mend it, or count such answers as 0 by on_error='zero' (env.on_error in a recipe), or leave them out of "
+        f"training by 'fail'"
+    )
+
+
+def name_of(function: RewardFunction) -> str:
     """What the user calls this function."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def call_all(
-    functions: Sequence[Callable[..., Any] | Environment],
+    functions: Sequence[RewardFunction],
     conversations: Sequence[Conversation],
     *,
     timeout_s: float | None,
@@ -178,8 +306,35 @@ def call_all(
     Raises:
         CannotJudgeError: a function did.
     """
-    columns = _columns(conversations)
-    returned = [_started(function, conversations, columns, timeout_s=timeout_s) for function in functions]
+    names = dict.fromkeys(name for conversation in conversations for name in conversation.row)
+    columns: dict[str, list[object]] = {
+        name: [conversation.row.get(name) for conversation in conversations] for name in names
+    }
+    columns["prompts"] = [conversation.messages[-1]["content"] for conversation in conversations]
+    columns["completions"] = [conversation.answer for conversation in conversations]
+    returned: list[Any] = []  # of each function the rewards as a list, what it raised, or what has to be awaited
+    for function in functions:
+
+        def call(function: RewardFunction = function) -> Any:
+            if isinstance(function, Environment):
+                return _judged(function, conversations)
+            parameters = inspect.signature(function).parameters.values()
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                rewards = function(**columns)
+            else:
+                rewards = function(**{each.name: columns[each.name] for each in parameters if each.name in columns})
+            return rewards if inspect.isawaitable(rewards) else _listed(rewards, len(conversations))
+
+        try:
+            returned.append(call_within(call, timeout_s=timeout_s))
+        except CannotJudgeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller decides what becomes of it
+            returned.append(error)
+        except SystemExit as error:  # would end the run without a message
+            ended = RewardError(f"it raised SystemExit({error})")
+            ended.__cause__ = error
+            returned.append(ended)
     waiting = {index: item for index, item in enumerate(returned) if inspect.isawaitable(item)}
     if waiting:
         try:
@@ -187,45 +342,8 @@ def call_all(
         except TimedOutError as error:  # one of them blocks the event loop that they share
             awaited = [error] * len(waiting)
         for index, item in zip(waiting, awaited, strict=True):
-            returned[index] = _checked(item, len(conversations))
+            returned[index] = _listed(item, len(conversations))
     return returned
-
-
-def _columns(conversations: Sequence[Conversation]) -> dict[str, list[object]]:
-    names = dict.fromkeys(name for conversation in conversations for name in conversation.row)
-    columns: dict[str, list[object]] = {
-        name: [conversation.row.get(name) for conversation in conversations] for name in names
-    }
-    columns["prompts"] = [conversation.messages[-1]["content"] for conversation in conversations]
-    columns["completions"] = [conversation.answer for conversation in conversations]
-    return columns
-
-
-def _started(
-    function: Callable[..., Any] | Environment,
-    conversations: Sequence[Conversation],
-    columns: Mapping[str, list[object]],
-    *,
-    timeout_s: float | None,
-) -> Any:
-    """The rewards as a list, what was raised, or the coroutine that is to be awaited."""
-
-    def call() -> Any:
-        if isinstance(function, Environment):
-            return _judged(function, conversations)
-        returned = function(**{name: columns[name] for name in _accepted(function, columns)})
-        return returned if inspect.isawaitable(returned) else _checked(returned, len(conversations))
-
-    try:
-        return call_within(call, timeout_s=timeout_s)
-    except CannotJudgeError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the caller decides what becomes of it
-        return error
-    except SystemExit as error:  # would end the run without a word
-        ended = RewardError(f"it raised SystemExit({error})")
-        ended.__cause__ = error
-        return ended
 
 
 def _judged(environment: Environment, conversations: Sequence[Conversation]) -> list[Score]:
@@ -237,15 +355,8 @@ def _judged(environment: Environment, conversations: Sequence[Conversation]) -> 
     return [Score(item.reward, metrics=item.metrics, failed=item.failed) for item in returns]
 
 
-def _accepted(function: Callable[..., Any], columns: Mapping[str, object]) -> list[str]:
-    """The names in `columns` that `function` takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return list(columns)
-    return [parameter.name for parameter in parameters if parameter.name in columns]
-
-
-def _checked(returned: Any, number: int) -> list[Any] | Exception:
+def _listed(returned: Any, number: int) -> list[Any] | Exception:
+    """What a function returned as a list with `number` items, or the error that says why it is none."""
     if isinstance(returned, Exception):
         return returned
     if isinstance(returned, Mapping | str | bytes | set):
@@ -293,234 +404,84 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]], timeout_s: float | None) -> 
     return rewards
 
 
-class RewardTimeoutError(RewardError):
-    """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
+def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
+    """Call `call` and return what it returns.
 
+    A debugger that is tracing the call suspends the deadline.
 
-RewardFunction: TypeAlias = Callable[..., Any] | Environment
-"""A function of keyword lists, or a single-turn environment that stands for one."""
+    Args:
+        call: takes no arguments.
+        timeout_s: seconds; None waits for ever.
 
-ONLY = ""
-"""The name of a function that is the only one: its number is the reward and has no parts."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RewardFunctionEnvironment:
-    """A single-turn environment made of reward functions; every conversation ends after one answer.
-
-    Raises, from `step`:
-        RewardTimeoutError: a function took longer than `timeout_s`, unless `on_error` says otherwise.
-        RewardError: a function raised, returned another number of rewards than it got answers, or a reward that is
-            neither finite nor None, unless `on_error` says otherwise; or the columns of the data do not fit.
-        CannotJudgeError: a verifier can judge nothing on this machine, whatever `on_error` says.
+    Raises:
+        TimedOutError: it was still running after `timeout_s`. On the main thread the cause, `__cause__`, has the frames
+            in which it was interrupted.
+        Exception: whatever the call raised.
     """
-
-    reward: RewardFunction | Mapping[str, RewardFunction] | Sequence[RewardFunction]
-    """The reward function; or several, by name or as a list under their own names, whose weighted rewards are the parts
-    of the reward (`EnvironmentReturn.rewards`). Numbers may be Python's, numpy's or one-element tensors."""
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """What the functions count for; 1 for those that are not named. At 0 a function is measured and not
-    rewarded: where it fails, the metric `NAME/failed` says so, and the answer is judged without it."""
-
-    on_error: Literal["stop", "zero", "fail"] = "stop"
-    """What becomes of an answer that cannot be judged: `"zero"` counts it as reward 0, `"fail"` leaves it out of
-    training and of every baseline; both add it to `errors`."""
-
-    timeout_s: float | None = 300.0
-    """Seconds that a function, plain or coroutine, may take for one batch; None waits for ever."""
-
-    errors: int = field(default=0, init=False)
-    """Answers that could not be judged, so far."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        self._check_functions()
-        if unknown := sorted(set(self.weights) - set(self._functions())):
-            raise ValueError(
-                f"weights name {', '.join(map(repr, unknown))}, and the reward functions are "
-                f"{', '.join(map(repr, self._functions()))}"
-            )
-        for name, weight in self.weights.items():
-            if not math.isfinite(weight):
-                raise ValueError(f"weights[{name!r}]={weight} must be finite")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s} must be > 0")
-
-    def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
-        """Judge every answer in one call of each function; one answer at a time only where that call failed."""
-        if not conversations:
-            return []
-        self.check(name for conversation in conversations for name in conversation.row)
-        functions = self._functions()
-        called = call_all(list(functions.values()), conversations, timeout_s=self.timeout_s)
-        columns = [
-            self._settled(function, returned, conversations)
-            for function, returned in zip(functions.values(), called, strict=True)
-        ]
-        return [self._return(dict(zip(functions, scores, strict=True))) for scores in zip(*columns, strict=True)]
-
-    def check(self, columns: Iterable[str]) -> None:
-        """Refuse a function that requires an argument which data rows with these columns cannot give.
-
-        Raises:
-            RewardError: it does, whatever `on_error` says: such a function could never judge anything. Or a column has
-                the name of what is always given.
-        """
-        columns = {*columns}
-        given = {*columns, *ALWAYS_GIVEN}
-        functions = [each for each in self._functions().values() if not isinstance(each, Environment)]
-        if functions and (taken := [name for name in ALWAYS_GIVEN if name in columns]):
-            raise RewardError(
-                f"the data rows have a column {taken[0]!r}, and reward functions are given something else by that "
-                f"name; rename the column"
-            )
-        for function in functions:
-            parameters = inspect.signature(function).parameters.values()
-            required = [each.name for each in parameters if each.default is each.empty and each.kind in NAMED]
-            if missing := [name for name in required if name not in given]:
-                raise RewardError(
-                    f"the reward function {name_of(function)} requires {', '.join(missing)}, and the data rows have "
-                    f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
-                )
-
-    def _functions(self) -> Mapping[str, RewardFunction]:
-        if isinstance(self.reward, Mapping):
-            return self.reward
-        if isinstance(self.reward, Sequence):
-            return {_short_name(function): function for function in self.reward}
-        return {ONLY: self.reward}
-
-    def _check_functions(self) -> None:
-        """Refuse what is no function, and a list in which two have the same name."""
-        if isinstance(self.reward, Mapping):
-            given = {f"reward[{name!r}]": function for name, function in self.reward.items()}
-        elif isinstance(self.reward, Sequence):
-            given = {f"reward[{index}]": function for index, function in enumerate(self.reward)}
-        else:
-            given = {"reward": self.reward}
-        if not given:
-            raise RewardError(f"reward={self.reward!r} has no function; give one, or several by name")
-        for place, function in given.items():
-            if not callable(function) and not isinstance(function, Environment):
-                raise RewardError(
-                    f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
-                    f"{function!r:.60}"
-                )
-        names = [_short_name(function) for function in given.values()]
-        if not isinstance(self.reward, Mapping) and (twice := {name for name in names if names.count(name) > 1}):
-            raise RewardError(f"reward has several functions named {', '.join(sorted(twice))}; give a dict by name")
-
-    def _settled(
-        self,
-        function: RewardFunction,
-        returned: list[Any] | Exception,
-        conversations: Sequence[Conversation],
-    ) -> list[Score | None]:
-        """One score per answer, whatever the function did."""
-        if isinstance(returned, Exception):
-            returned = self._one_by_one(function, returned, conversations)
-        return [self._score(function, *pair) for pair in zip(conversations, returned, strict=True)]
-
-    def _one_by_one(
-        self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation]
-    ) -> list[Any]:
-        if isinstance(error, TimedOutError):  # calling again would wait as long again, for every answer
-            if self.on_error == "stop":
-                raise RewardTimeoutError(self._timed_out(function, conversations)) from error
-            return [error] * len(conversations)
-        alone: list[Any] = []
-        for conversation in conversations:
-            (returned,) = call_all([function], [conversation], timeout_s=self.timeout_s)
-            if isinstance(returned, Exception) and self.on_error == "stop":
-                raise RewardError(_describe(function, conversation, returned)) from returned
-            alone.append(returned if isinstance(returned, Exception) else returned[0])
-        if self.on_error == "stop":
-            raise RewardError(_describe(function, None, error)) from error
-        return alone
-
-    def _score(self, function: RewardFunction, conversation: Conversation, reward: Any) -> Score | None:
-        if reward is None:
-            return None
-        if isinstance(reward, Score) and reward.failed is not None:
-            return reward
-        if math.isfinite(number := _number(reward)):
-            return reward if isinstance(reward, Score) else Score(number)
-        cause = reward if isinstance(reward, Exception) else None
-        what = cause if cause is not None else f"it returned {reward!r}, which is not a finite number"
-        reason = _describe(function, conversation, what)
-        if self.on_error == "stop":
-            raise RewardError(reason) from cause
-        self.errors += 1
-        return Score(0.0) if self.on_error == "zero" else Score.failure(reason)
-
-    def _timed_out(self, function: RewardFunction, conversations: Sequence[Conversation]) -> str:
-        first = conversations[0]
-        batch = f"a batch of {len(conversations)} answers, the first: " * (len(conversations) > 1)
-        return (
-            f"the reward function {name_of(function)} took longer than timeout_s={self.timeout_s:g} (env.timeout_s in "
-            f"a recipe) for {batch}prompt {first.messages[-1]['content']!r}, answer {first.answer!r}. Make it faster, "
-            f"raise timeout_s, or leave such answers out of training by on_error='fail' (env.on_error in a recipe)"
-        )
-
-    def _return(self, scores: Mapping[str, Score | None]) -> EnvironmentReturn:
-        applied = {name: score for name, score in scores.items() if score is not None}
-        measured = {name for name in scores if self.weights.get(name, 1.0) == 0.0}
-        reasons = [score.failed for name, score in applied.items() if score.failed is not None and name not in measured]
-        if not applied or (scores.keys() > measured >= applied.keys()):
-            asked = [name_of(each) for name, each in self._functions().items() if name not in measured]
-            who = f"the reward function `{asked[0]}`" if len(asked) == 1 else f"each of {', '.join(asked)}"
-            reasons = [f"no reward function applies to this answer: {who} returned None for it"]
-        parts = {
-            name: 0.0 if reasons or name not in applied else self.weights.get(name, 1.0) * applied[name]
-            for name in scores
-            if name not in measured
-        }
-        return EnvironmentReturn(
-            reward=math.fsum(parts.values()),
-            terminated=True,
-            rewards={} if ONLY in parts else parts,
-            metrics=_metrics(applied, measured),
-            failed="; ".join(reasons) or None,
-        )
-
-
-def _short_name(function: RewardFunction) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _metrics(applied: Mapping[str, Score], measured: AbstractSet[str]) -> dict[str, float]:
-    """Each function's own number, unweighted, and what it says besides; only where it applies."""
-    metrics: dict[str, float] = {}
-    for name, score in applied.items():
-        if name != ONLY and score.failed is None:
-            metrics[name] = float(score)
-        prefix = f"{name}/" if name != ONLY else ""
-        if name in measured:
-            metrics[f"{prefix}failed"] = float(score.failed is not None)
-        metrics.update({f"{prefix}{key}": float(value) for key, value in score.metrics.items()})
-    return metrics
-
-
-def _describe(function: RewardFunction, conversation: Conversation | None, error: Exception | str) -> str:
-    what = error if isinstance(error, str | RewardError) else f"it raised {type(error).__name__}: {error}"
-    sample = (
-        "the batch as a whole, though each answer alone"
-        if conversation is None
-        else f"prompt {conversation.messages[-1]['content']!r}, answer {conversation.answer!r}"
-    )
-    return (
-        f"the reward function {name_of(function)} cannot judge {sample}: {what}. "
-        f"Mend it, or count such answers as 0 by on_error='zero' (env.on_error in a recipe), or leave them out of "
-        f"training by 'fail'"
-    )
-
-
-def _number(reward: Any) -> float:
-    """The reward as a float; NaN for what is no number."""
-    if not isinstance(reward, Real) and not hasattr(reward, "item"):
-        return math.nan
+    if timeout_s is None:
+        return call()
+    interruptible = threading.current_thread() is threading.main_thread()
+    if interruptible:
+        # The handler is installed once and stays: a signal may still be on its way when a call has returned.
+        current = signal.getsignal(SIGNAL)
+        if current == signal.SIG_DFL:
+            signal.signal(SIGNAL, _interrupt)
+        interruptible = current in {signal.SIG_DFL, _interrupt}  # somebody else's handler is left alone
+    if not interruptible:
+        workers = Workers(max_workers=1)
+        try:
+            (outcome,) = workers.run([call], timeout_s=timeout_s)
+        finally:
+            workers.close()
+        return outcome.result()
+    deadline = _Deadline(at=time.monotonic() + timeout_s)
+    _deadlines.append(deadline)
+    threading.Thread(target=deadline.watch, name="rl-reward-deadline", daemon=True).start()
     try:
-        return float(reward)
-    except (ValueError, TypeError, RuntimeError, OverflowError):  # a tensor of several elements, 10**400
-        return math.nan
+        return call()
+    except _InterruptedCall as interruption:
+        if interruption.deadline is not deadline:  # of a call around this one
+            raise
+        raise TimedOutError(f"it ran longer than timeout_s={timeout_s:g}") from interruption
+    finally:
+        deadline.over.set()
+        _deadlines.remove(deadline)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Deadline:
+    """When a call of the main thread is interrupted."""
+
+    at: float
+    """In seconds of `time.monotonic`."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when the call has returned."""
+
+    def watch(self) -> None:
+        """Interrupt the main thread at the deadline, and again until the call is over."""
+        wait_s = self.at - time.monotonic()
+        while not self.over.wait(max(0.0, wait_s)):
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, SIGNAL)
+            wait_s = REPEAT_S
+
+
+class _InterruptedCall(BaseException):  # no Exception: `except Exception` in a reward function must not swallow it
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__("interrupted at its deadline")
+        self.deadline = deadline
+
+
+_deadlines: list[_Deadline] = []
+"""Of the calls that the main thread is in, the outermost first."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
+    if sys.gettrace() is not None:  # somebody is at a breakpoint
+        return
+    now = time.monotonic()
+    for deadline in _deadlines:
+        if now >= deadline.at and not deadline.over.is_set():
+            raise _InterruptedCall(deadline)

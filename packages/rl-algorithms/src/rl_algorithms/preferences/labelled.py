@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_algorithms.chat import Chat
 from rl_algorithms.data import LabelledRow
-from rl_algorithms.examples import PaddedRows, pad
+from rl_algorithms.padding import PaddedRows, pad
 from rl_algorithms.preferences.pairs import tokenized_answer
 
 __all__ = ["LabelledAnswer", "answers_from_rows", "mismatched", "pad_answers", "require_both_labels"]

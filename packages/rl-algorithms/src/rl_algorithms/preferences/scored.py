@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_algorithms.contracts import Sums
-from rl_algorithms.examples import pad
+from rl_algorithms.padding import pad
 from rl_algorithms.preferences.pairs import Pair, pad_pairs
 
 __all__ = [
