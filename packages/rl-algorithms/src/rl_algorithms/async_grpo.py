@@ -24,8 +24,7 @@ from rl_algorithms.background_collection import Collectors, gated
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
-from rl_algorithms.grpo import GRPOConfig, minibatches, step
-from rl_algorithms.policy_gradient import prepare
+from rl_algorithms.grpo import GRPOConfig, minibatches, prepare, step
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
 from rl_algorithms.rollouts import Rollouts, collect, concatenate, describe, episode_seed, require_some_judged
 from rl_algorithms.staleness import batches_ahead, refuse_uncorrected

@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization, whole: from prompts to new weights in the engine. Its kin differ in `objective`.
 
-    A[g]   = (r[g] - mean(r)) / std(r)                      advantage, within one prompt's group      preparing
+    A[g]   = (r[g] - mean(r)) / std(r)                      advantage, within one prompt's group     advantages
     rho[t] = exp(logp[t] - logp_old[t])                     importance ratio, trainer over sampler
     L      = -sum_t min(rho A, clip(rho, 1 - low, 1 + high) A) / N                                    policy_gradient
 
@@ -104,8 +104,7 @@ def train(
 
     `version` is how many steps the weights have seen at the start, and the engine must already hold them. `prompts`
     yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights. To go on with a run,
-    give the `steps_taken` so far, and prompts from there on. `on_rollouts` is called with the rollouts of each batch
-    before they are trained on.
+    give the `steps_taken` so far, and prompts from there on. `on_rollouts` gets each batch before it is trained on.
     """
     timer = PhaseTimer()
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "environment": environment}

@@ -1,4 +1,4 @@
-"""Losses of one token, and how tokens are weighed in the loss of a step. Pure functions that `policy_gradient` composes.
+"""Losses of a token, and the weight of each token in the loss of a step: what `policy_gradient` composes.
 
     rho = exp(logp - logp_proximal)                                  importance ratio, of a token or of a whole answer
     REINFORCE   -A logp                                              Williams 1992

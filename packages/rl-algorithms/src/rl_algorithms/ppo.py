@@ -1,6 +1,6 @@
 """PPO with a value function, whole: a critic learns what each state is worth, and every token has its own advantage.
 
-    r[t]     = reward of the answer that ends at t, else 0, less beta k1[t]        KL in the reward      preparing
+    r[t]     = reward of the answer that ends at t, else 0, less beta k1[t]        KL in the reward policy_gradient
     delta[t] = r[t] + gamma V[t+1] - V[t];  A[t] = delta[t] + gamma lambda A[t+1]  GAE                  advantages
     R[t]     = A[t] + V[t], by the critic's lambda                                 what it learns   value_function
     L        = clip(rho, whitened A) of the policy, and half the squared error of the critic        policy_gradient

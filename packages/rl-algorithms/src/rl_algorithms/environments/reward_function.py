@@ -128,9 +128,10 @@ class RewardFunctionEnvironment:
         called = call_all(list(self._functions.values()), conversations, timeout_s=self.timeout_s)
         columns: list[list[float | None]] = []
         for function, returned in zip(self._functions.values(), called, strict=True):
-            rewards = returned
             if isinstance(returned, Exception):
                 rewards = self._one_by_one(function, returned, conversations)
+            else:
+                rewards = returned
             scores: list[float | None] = []
             for conversation, reward in zip(conversations, rewards, strict=True):
                 if reward is None or (isinstance(reward, Score) and reward.failed is not None):
