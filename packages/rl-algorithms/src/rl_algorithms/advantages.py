@@ -1,4 +1,4 @@
-"""Advantages: how much better an answer, or a token, was than expected. Knows rewards and groups, no loss.
+"""Advantages: how much better an answer, or a token, was than expected.
 
     group mean       r_i - mean_g r                                      GRPO, Dr.GRPO (arXiv:2402.03300, 2503.20783)
     leave one out    r_i - mean of the others = n/(n-1) (r_i - mean_g r)    RLOO (arXiv:2402.14740)

@@ -1,4 +1,4 @@
-"""Threads that collect rollouts while the caller trains. Knows no loss, and of weights only their version.
+"""Threads that collect rollouts while the caller trains.
 
 `Collectors` keep a replay buffer filled, some groups a call. `Gate` lets either many calls of an engine or one refit
 through: for engines that take new weights only between two calls. Nothing here outlives its caller unseen: an error in

@@ -221,7 +221,7 @@ class Objective:
     """What long answers lose."""
 
     aggregation: Aggregation = "token-mean"
-    """How tokens and answers are weighed against one another; see `rl_algorithms.policy_gradient`."""
+    """How tokens and answers are weighed against one another; see `rl_algorithms.losses`."""
 
     max_length: int | None = None
     """The constant of `seq-mean-token-sum-norm`: the longest answer that the run allows, in tokens."""

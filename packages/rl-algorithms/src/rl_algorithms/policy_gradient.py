@@ -69,80 +69,6 @@ class Examples:
     """The reference's; needed for a KL, and to report it."""
 
 
-def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Counts) -> tuple[Tensor, Sums]:
-    """The part of the step's loss that these rows contribute, and sums of their metrics over tokens.
-
-    Args:
-        output: log-probabilities [B, T], or stacked with entropies [B, T, 2] where the objective has an entropy bonus.
-        examples: rows of the step, each whole.
-        objective: what is minimised.
-        counts: of the whole step.
-    """
-    mask, config = examples.trainable, objective.ratio
-    logp, entropy = (output, None) if output.ndim == 2 else output.unbind(-1)
-    logp = torch.where(mask, logp, 0.0)
-    logp_old = torch.where(mask, examples.logp_old.to(logp.dtype), 0.0)
-    advantage = torch.where(mask, examples.advantage.to(logp.dtype), 0.0)
-
-    # The importance ratio, to the proximal policy.
-    if config.proximal == "sampler":
-        logp_proximal = logp_old
-    elif config.proximal == "current":
-        logp_proximal = logp.detach()
-    else:
-        logp_proximal = torch.where(mask, examples.logp_proximal.to(logp.dtype), 0.0)
-    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=config.level)
-
-    # The surrogate, and where its clip was what bound.
-    if config.surrogate == "reinforce":
-        per_token, clipped = losses.reinforce(logp, advantage), torch.zeros_like(mask)
-    elif config.surrogate == "cispo":
-        per_token, clipped = losses.cispo(logp, ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
-    else:
-        per_token, clipped = losses.clipped_surrogate(
-            ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high
-        )
-        if config.dual_clip is not None:
-            per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
-            clipped = clipped | bound
-
-    with torch.no_grad():
-        gap = torch.where(mask, logp_old - logp, 0.0)
-        sums = {
-            "clip_fraction": (clipped & mask).sum(),
-            "ratio": torch.where(mask, ratio, 0.0).sum(),
-            "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
-            "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
-            "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # the sampler's: the mean of -logp over its samples
-        }
-
-    # The correction. Where the sampler is the proximal policy there is none: every weight would be 1.
-    if config.proximal != "sampler" and objective.correction.active:
-        weight = corrections.token_factors(logp_proximal, logp_old, mask, config=objective.correction)
-        per_token = torch.where(weight == 0, 0.0, per_token * weight)  # what is rejected may be infinite
-        masked = torch.where(mask, weight, 0.0)
-        sums |= {
-            "importance_weight": masked.sum(),
-            "importance_weight_squared": masked.square().sum(),
-            "rejected_fraction": ((masked == 0) & mask).sum(),
-        }
-
-    if objective.kl.weight > 0:
-        logp_ref = torch.where(mask, examples.logp_ref.to(logp.dtype), 0.0)
-        if objective.kl.place == "loss":
-            kl = kl_estimate(logp, logp_ref, estimator=objective.kl.estimator, ratio=ratio)
-            per_token = per_token + objective.kl.weight * kl
-        sums["kl_reference"] = kl_estimate(logp.detach(), logp_ref, estimator="k3").sum()  # both are 0 off the mask
-
-    weights = token_weights(mask, objective.aggregation, counts, max_length=objective.max_length).to(logp.dtype)
-    total = (weights * torch.where(mask, per_token, 0.0)).sum()
-    if entropy is not None:
-        entropy = torch.where(mask, entropy, 0.0).sum()
-        total = total - objective.entropy_weight * entropy / max(counts.tokens, 1)
-        sums["entropy"] = entropy.detach()
-    return total, {"loss": total.detach(), **sums}
-
-
 def prepare(
     rollouts: Rollouts, objective: Objective, *, policy: Reference | None = None, reference: Reference | None = None
 ) -> Examples:
@@ -246,6 +172,80 @@ def reward_tokens(
     if objective.selection.mask_truncated:
         examples = replace(examples, trainable=examples.trainable & ~kept.truncated[:, None])
     return kept, examples, rewards
+
+
+def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Counts) -> tuple[Tensor, Sums]:
+    """The part of the step's loss that these rows contribute, and sums of their metrics over tokens.
+
+    Args:
+        output: log-probabilities [B, T], or stacked with entropies [B, T, 2] where the objective has an entropy bonus.
+        examples: rows of the step, each whole.
+        objective: what is minimised.
+        counts: of the whole step.
+    """
+    mask, config = examples.trainable, objective.ratio
+    logp, entropy = (output, None) if output.ndim == 2 else output.unbind(-1)
+    logp = torch.where(mask, logp, 0.0)
+    logp_old = torch.where(mask, examples.logp_old.to(logp.dtype), 0.0)
+    advantage = torch.where(mask, examples.advantage.to(logp.dtype), 0.0)
+
+    # The importance ratio, to the proximal policy.
+    if config.proximal == "sampler":
+        logp_proximal = logp_old
+    elif config.proximal == "current":
+        logp_proximal = logp.detach()
+    else:
+        logp_proximal = torch.where(mask, examples.logp_proximal.to(logp.dtype), 0.0)
+    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=config.level)
+
+    # The surrogate, and where its clip was what bound.
+    if config.surrogate == "reinforce":
+        per_token, clipped = losses.reinforce(logp, advantage), torch.zeros_like(mask)
+    elif config.surrogate == "cispo":
+        per_token, clipped = losses.cispo(logp, ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
+    else:
+        per_token, clipped = losses.clipped_surrogate(
+            ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high
+        )
+        if config.dual_clip is not None:
+            per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
+            clipped = clipped | bound
+
+    with torch.no_grad():
+        gap = torch.where(mask, logp_old - logp, 0.0)
+        sums = {
+            "clip_fraction": (clipped & mask).sum(),
+            "ratio": torch.where(mask, ratio, 0.0).sum(),
+            "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
+            "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
+            "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # the sampler's: the mean of -logp over its samples
+        }
+
+    # The correction. Where the sampler is the proximal policy there is none: every weight would be 1.
+    if config.proximal != "sampler" and objective.correction.active:
+        weight = corrections.token_factors(logp_proximal, logp_old, mask, config=objective.correction)
+        per_token = torch.where(weight == 0, 0.0, per_token * weight)  # what is rejected may be infinite
+        masked = torch.where(mask, weight, 0.0)
+        sums |= {
+            "importance_weight": masked.sum(),
+            "importance_weight_squared": masked.square().sum(),
+            "rejected_fraction": ((masked == 0) & mask).sum(),
+        }
+
+    if objective.kl.weight > 0:
+        logp_ref = torch.where(mask, examples.logp_ref.to(logp.dtype), 0.0)
+        if objective.kl.place == "loss":
+            kl = kl_estimate(logp, logp_ref, estimator=objective.kl.estimator, ratio=ratio)
+            per_token = per_token + objective.kl.weight * kl
+        sums["kl_reference"] = kl_estimate(logp.detach(), logp_ref, estimator="k3").sum()  # both are 0 off the mask
+
+    weights = token_weights(mask, objective.aggregation, counts, max_length=objective.max_length).to(logp.dtype)
+    total = (weights * torch.where(mask, per_token, 0.0)).sum()
+    if entropy is not None:
+        entropy = torch.where(mask, entropy, 0.0).sum()
+        total = total - objective.entropy_weight * entropy / max(counts.tokens, 1)
+        sums["entropy"] = entropy.detach()
+    return total, {"loss": total.detach(), **sums}
 
 
 def check_finite(name: str, logp: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:

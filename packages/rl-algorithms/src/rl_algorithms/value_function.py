@@ -1,4 +1,4 @@
-"""The critic of PPO: what it is asked, what its values make of rewards, and how it learns. Knows no policy's loss.
+"""The critic of PPO: what it is asked, what its values make of rewards, and how it learns.
 
     A, R    = GAE(rewards, V)                                        advantages.gae; R = A + V is what is learnt
     L_value = sum_t max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2 / N

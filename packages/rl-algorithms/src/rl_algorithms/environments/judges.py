@@ -1,6 +1,6 @@
 """Models as judges: an engine that is asked for a score, or a reward model that reads one off the last token.
 
-Knows no tokenizer and no model. Both are single-turn environments; each may also stand for a reward function among the
+Both are single-turn environments; each may also stand for a reward function among the
 parts of a `RewardFunctionEnvironment`. A judge's reply that is no score is never a 0: it says nothing of the policy.
 
 An answer can talk to a judge that reads it. It is never read as a score itself, and special tokens that it spells are

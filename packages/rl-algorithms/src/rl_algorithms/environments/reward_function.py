@@ -99,6 +99,7 @@ class RewardFunctionEnvironment:
     """Answers that could not be judged, so far."""
 
     _functions: Mapping[str, RewardFunction] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """`reward` by name; a function that is the only one is called `ONLY`."""
 
     _checked: frozenset[str] | None = field(default=None, init=False, repr=False, compare=False)
     """The columns that `check` accepted last, so that equal ones are not checked in every step."""

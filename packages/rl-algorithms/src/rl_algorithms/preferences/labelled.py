@@ -1,4 +1,4 @@
-"""Single answers, each good or bad: from data to padded rows, and each prompt with another's answer. Knows no loss.
+"""Single answers, each good or bad: from data to padded rows, and each prompt with another's answer.
 
 KTO learns from them.
 """

@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred to the other: from rollouts or from data, to padded rows. Knows no loss.
+"""Pairs of answers, one preferred to the other: from rollouts or from data, to padded rows.
 
 DPO, ORPO and the reward model learn from them; each makes its own examples of the padded rows.
 

@@ -1,4 +1,4 @@
-"""What a reward model learns from, as padded rows: pairs with margins, and answers with scores. Knows no loss.
+"""What a reward model learns from, as padded rows: pairs with margins, and answers with scores.
 
 The score of a row is read at its last token: give every answer the end that it will have when it is judged.
 
