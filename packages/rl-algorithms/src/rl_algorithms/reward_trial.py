@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from rl_algorithms.advantages import group_advantage, has_signal
 from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.collecting import collect
 from rl_algorithms.contracts import Engine, Environment
 from rl_algorithms.objective import AdvantageConfig
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.rollouts import collect
+from rl_algorithms.stepping import PhaseTimer
 
 __all__ = ["TrialResult", "TrialRollout", "try_reward"]
 

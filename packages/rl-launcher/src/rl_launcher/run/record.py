@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.stepping import PhaseTimer
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import Keeper, Progress
 from rl_launcher.errors import ConditionError, user_location
