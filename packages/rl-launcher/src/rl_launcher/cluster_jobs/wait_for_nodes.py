@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "wait_for_nodes"]
-
 POLL_S = 1.0
 
 
