@@ -15,8 +15,6 @@ from rl_launcher.errors import Refusal
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory
 
-__all__ = ["DiskSpaceError", "SharedFolder", "check_space", "claimed", "describe_space", "sees"]
-
 STATE_PER_WEIGHT = 3
 """A checkpoint has at least the weights and AdamW's two moments, in the dtype of the weights."""
 CLAIM_FILE = ".claimed"

@@ -28,8 +28,6 @@ from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory
 
-__all__ = ["SavesPretrained", "export", "fill_folder"]
-
 
 class SavesPretrained(Protocol):
     """A policy."""

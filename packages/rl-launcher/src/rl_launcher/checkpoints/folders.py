@@ -23,16 +23,6 @@ from typing import Any
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "appearing",
-    "find_latest",
-    "list_checkpoints",
-    "unfinished_of",
-    "write_text",
-]
-
 POLICY, MARKER, STAGE_START = "policy", "complete.json", "stage_start"
 FORMAT, FORMAT_VERSION = "rl-launcher checkpoint", 1
 _NAME = re.compile(r"step_\d{8,}")

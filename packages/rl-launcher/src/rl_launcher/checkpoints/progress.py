@@ -21,8 +21,6 @@ from rl_launcher.checkpoints.folders import POLICY
 from rl_launcher.errors import Refusal
 from rl_launcher.run_parts import Parts
 
-__all__ = ["NUMBER_FIELDS", "Progress", "data_digest", "pack", "unpack"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Progress:

@@ -35,8 +35,6 @@ from rl_launcher.run_parts import Parts
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory, read_metrics
 
-__all__ = ["Keeper", "cut_history", "due", "load_progress", "save_in_a_step", "to_keep"]
-
 NUMBERS, TENSORS = "progress.json", "progress.safetensors"
 LOGS = ("metrics.jsonl", "samples.jsonl", "spans.jsonl", "refits.jsonl")
 """The files that a resumed run appends to. `events.jsonl` is never cut, since the events did happen."""

@@ -21,8 +21,6 @@ from rich.text import Text
 from rl_launcher.checks import doctor_findings
 from rl_launcher.checks.doctor_findings import Finding
 
-__all__ = ["Diagnosis", "Match", "Verdict", "diagnose", "doctor", "installed_versions", "match", "matrix", "verdicts"]
-
 # Importing vLLM takes 20 s on two busy cores, and starting Ray takes as long.
 TIMEOUT_S = 120.0
 CONCURRENT_CHECKS = 2  # each imports torch or more, which is CPU-bound, and there may be few cores

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Finding", "ProbeResult", "State", "run_probe"]
-
 State = Literal["works", "limited", "absent", "broken"]
 """`limited` works but is less than some runs need; `broken` is installed and does not work; `absent` is not there."""
 

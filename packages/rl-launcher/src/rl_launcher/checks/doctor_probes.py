@@ -12,8 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROBES", "main"]
-
 TIMEOUT = timedelta(seconds=30)  # of a collective or a task; the process has its own, longer deadline
 ELEMENTS = 1024
 

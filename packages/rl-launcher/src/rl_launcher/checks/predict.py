@@ -20,8 +20,6 @@ from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 
-__all__ = ["Prediction", "predict_run"]
-
 GIB = 2**30
 
 

@@ -38,8 +38,6 @@ from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, named_c
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 
-__all__ = ["KnownModel", "MemoryNeeds", "check", "check_all_but_memory", "check_rows", "lacking_memory", "taken"]
-
 GIB = 2**30
 FLOAT32_BYTES = 4
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

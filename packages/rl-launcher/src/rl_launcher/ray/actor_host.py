@@ -17,8 +17,6 @@ from typing import Any
 from rl_launcher.gc_freeze import freeze
 from rl_launcher.ray.worker_failures import Failure, ProcessInfo
 
-__all__ = ["ActorHost", "write_processes", "write_stacks"]
-
 
 class ActorHost:
     """What becomes a Ray actor; the object inside does the work.

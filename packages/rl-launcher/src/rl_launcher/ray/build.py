@@ -25,8 +25,6 @@ from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import RunDirectory
 from rl_observe.health import EventQueue
 
-__all__ = ["build_on_ray"]
-
 
 def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS) -> Parts:
     """Make every part; if one refuses or fails, all processes are ended.

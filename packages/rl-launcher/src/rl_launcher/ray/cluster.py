@@ -27,8 +27,6 @@ from rl_launcher.ray.worker_failures import ProcessInfo, RemoteError
 from rl_launcher.run.signals import keep_signals
 from rl_launcher.schema import ClusterConfig
 
-__all__ = ["ClusterError", "Node", "Place", "RayRuntime", "Role"]
-
 LOOPBACK = "127.0.0.1"
 
 Role = Literal["trainer", "engine"]

@@ -20,8 +20,6 @@ from rl_launcher.ray.remote_methods import POLICY_METHODS, Phase
 from rl_launcher.schema import Recipe
 from rl_refit import RefitError
 
-__all__ = ["ColocatedModel", "Colocation", "check_colocation"]
-
 WEIGHTS = ("weights",)
 NOT_WEIGHTS = ("gradients", "optimizer")
 

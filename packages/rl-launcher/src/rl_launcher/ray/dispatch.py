@@ -25,8 +25,6 @@ from rl_launcher.ray.engine_pool import EngineDiedError, EnginePool, RunningEngi
 from rl_launcher.ray.engine_worker import GenerateReply
 from rl_launcher.ray.worker_failures import RemoteDiedError
 
-__all__ = ["RayEngine", "split_prompts"]
-
 FIRST_SHARE = 0.75
 """Share of the work that is dealt out at once. More leaves less to balance with, less makes batches smaller."""
 

@@ -25,8 +25,6 @@ from rl_launcher.ray.engine_worker import ChildProcess, EngineInfo, EngineWorker
 from rl_launcher.ray.remote_calls import Actor, Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 
-__all__ = ["LOOPBACK", "EngineDiedError", "EngineLimits", "EnginePool", "OnEvent", "RunningEngine", "ignore_event"]
-
 LOOPBACK = "127.0.0.1"
 """The address of a run's only node."""
 

@@ -21,8 +21,6 @@ from rl_launcher.errors import Refusal
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
 
-__all__ = ["ChildProcess", "EngineInfo", "EngineWorker", "GenerateReply", "end_process"]
-
 T = TypeVar("T")
 
 

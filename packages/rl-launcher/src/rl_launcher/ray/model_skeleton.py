@@ -12,8 +12,6 @@ from rl_backends import check_vocabulary, load_tokenizer, open_model
 from rl_launcher.load_model import NamedModel, load_model
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 
-__all__ = ["ModelSkeleton", "read_skeleton"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSkeleton:

@@ -13,8 +13,6 @@ from rl_backends import MegatronConfig, select_backend
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import Recipe
 
-__all__ = ["EnginePlace", "Placement", "PlacementError", "RankPlace", "plan_placement"]
-
 
 class PlacementError(Refusal):
     """Ranks and engines that do not fit on the nodes of the recipe, or into one another."""

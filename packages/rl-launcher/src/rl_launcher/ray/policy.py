@@ -17,8 +17,6 @@ from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMet
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
 from rl_launcher.ray.worker_failures import RemoteError
 
-__all__ = ["RayModel", "RayPolicy", "start_trainers", "who_sees"]
-
 
 class RayPolicy:
     """A `TrainedPolicy` over Ray actors that hold one rank each. Its methods are the rows of `POLICY_METHODS`.

@@ -14,8 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["host_store", "interface_of", "join"]
-
 SIOCGIFADDR = 0x8915
 """Linux's ioctl number for an interface's address."""
 

@@ -20,8 +20,6 @@ from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 from rl_refit import RefitConfig, RefitError, RefitReport
 from rl_refit.parties import Parties, choose_transport
 
-__all__ = ["RayWeightSync"]
-
 
 class RayWeightSync:
     """A `WeightSync` from the trainer's ranks to all engines of a pool.

@@ -20,8 +20,6 @@ from rl_launcher.ray.worker_failures import (
     first_cause,
 )
 
-__all__ = ["GRACE_S", "Actor", "Pending", "gather", "last_lines", "wait_any"]
-
 GRACE_S = 10.0
 """Seconds that the others get to return once one has failed, so that they notice it and stay usable."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from rl_launcher.ray.remote_calls import GRACE_S
 
-__all__ = ["POLICY_METHODS", "PackedBatch", "Phase", "RemoteCall", "RemoteMethod", "Reply", "pack", "unpack"]
-
 Phase = Literal["generating", "refitting", "training"]
 """What is in the memory of devices that trainer and engine share; see `rl_launcher.ray.colocation`."""
 

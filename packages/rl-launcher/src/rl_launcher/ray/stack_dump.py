@@ -11,8 +11,6 @@ from pathlib import Path
 
 from rl_launcher.ray.worker_failures import ProcessInfo
 
-__all__ = ["collect_stacks", "describe_stacks", "innermost_calls"]
-
 MAX_PROCESSES = 64
 """Processes whose stacks are collected, each by a task on its node; `describe_stacks` counts the others."""
 

@@ -15,8 +15,6 @@ from rl_launcher.ray.remote_calls import Actor
 from rl_launcher.run_parts import TrainedPolicy, WeightSync
 from rl_launcher.schema import Recipe
 
-__all__ = ["StartedEngines", "start_engines"]
-
 THREADS = 64
 """Methods of an engine's actor that run at the same time: calls that wait in line, and checks whether it is alive."""
 

@@ -24,8 +24,6 @@ from rl_parallel_plans import TopKLogp
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
 
-__all__ = ["POLICY", "TrainerSpec", "TrainingWorker"]
-
 POLICY = 0
 """The number of the model that is trained; references and teachers have others."""
 

@@ -15,18 +15,6 @@ from typing import Any
 
 from rl_launcher.errors import RestartableError
 
-__all__ = [
-    "Failure",
-    "ProcessInfo",
-    "RemoteDiedError",
-    "RemoteError",
-    "RemoteFailedError",
-    "RemoteTimeoutError",
-    "TrainerDiedError",
-    "died",
-    "first_cause",
-]
-
 FRAMES = 3
 """Innermost frames of a traceback that a message shows."""
 
