@@ -10,8 +10,7 @@ from rl_generation.commands.console import CommandError
 from rl_generation.commands.prompt_rows import check_limits, read_rows
 from rl_generation.commands.run_record import RunRecord, read_record, record_path, write_record
 from rl_generation.commands.sampling_flags import CHECKS, FLAGS
-from rl_generation.requests import Limits
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Sampling
 
 BASE = Sampling(max_new_tokens=4, seed=3)
 

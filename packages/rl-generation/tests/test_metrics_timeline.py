@@ -13,7 +13,7 @@ from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError
 from rl_generation.metrics_sample import MetricsSample, MetricsSummary
 from rl_generation.metrics_timeline import MetricsTimeline, to_prometheus
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 from rl_generation.transformers_engine import TransformersEngine
 
 COUNTS = st.integers(0, 10_000)

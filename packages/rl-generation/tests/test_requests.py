@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from rl_generation.errors import PromptError
-from rl_generation.requests import Limits, make_requests
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Sampling, make_requests
 
 LIMITS = Limits(vocab_size=40, max_length=64)
 SAMPLING = Sampling(max_new_tokens=4)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_generation.sampling import MAX_SEED, Sampling
+from rl_generation.requests import MAX_SEED, Sampling
 
 
 @pytest.mark.parametrize(

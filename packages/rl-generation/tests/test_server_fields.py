@@ -13,8 +13,7 @@ pytest.importorskip("starlette", reason="the server needs rl-generation[server]"
 import speaking
 
 from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError, TimedOutSample
-from rl_generation.requests import Limits
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Sampling
 from rl_generation.server.errors import HttpError, from_engine
 from rl_generation.server.fields import Fields
 from rl_generation.server.generation_request import read_chat, read_completion

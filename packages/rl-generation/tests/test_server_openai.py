@@ -18,7 +18,7 @@ import openai
 import serving
 
 from rl_generation.chat import encode_chat
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 QUESTION = {"role": "user", "content": "hello there"}
 FOLLOW_UP = {"role": "user", "content": "how?"}

@@ -11,8 +11,8 @@ from stepwise import Stepwise
 
 from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
 from rl_generation.errors import EngineDeadError, LogpError, PromptError
+from rl_generation.requests import Sampling
 from rl_generation.rollout import VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.streaming import Streamer
 from rl_generation.transformers_engine import TransformersEngine
 

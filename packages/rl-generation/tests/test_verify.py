@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from rl_generation.errors import LogpError, ModelError
-from rl_generation.requests import make_requests
+from rl_generation.requests import Sampling, make_requests
 from rl_generation.rollout import VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.transformers_engine import TransformersEngine
 from rl_generation.verify import compare_logp, verify_logp
 

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
-from rl_generation.requests import Limits, Request
+from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import RolloutTiming, VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.vllm import runtime
 from rl_generation.vllm.checkpoint import has_tokenizer, load_format_of, read_config, stop_token_ids_of
 from rl_generation.vllm.explanation import explain

@@ -240,10 +240,19 @@ def test_all_logits_never_exist(chunk_size, chunk_rows, k, given_words):
 
 @pytest.mark.parametrize(
     ("num_rows", "words", "expected"),
-    [(100, 1000, 256), (4096, 16032, 512), (65536, 16032, 1024), (65536, 256_000, 262), (10, 10**9, 1)],
+    [
+        (100, 1000, 100),
+        (1000, 1000, 256),
+        (4096, 16032, 512),
+        (65536, 16032, 1024),
+        (65536, 256_000, 262),
+        (10, 10**9, 1),
+    ],
 )
 def test_default_chunk_is_an_eighth_of_the_rows_within_bounds(num_rows, words, expected):
-    assert Options().rows_at_a_time(num_rows, words, torch.float32) == expected
+    chunks = Options().chunks(num_rows, words, torch.float32)
+    assert chunks[0] == slice(0, expected)
+    assert [row for chunk in chunks for row in range(num_rows)[chunk]] == list(range(num_rows))
 
 
 @pytest.mark.parametrize("ignore_index", [-100, None])

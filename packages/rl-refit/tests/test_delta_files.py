@@ -20,9 +20,9 @@ from rl_refit.delta import transport as delta_transport
 from rl_refit.delta.base_copy import BaseCopy
 from rl_refit.delta.transport import DeltaFiles
 from rl_refit.errors import AbortedError
+from rl_refit.transports.base import Watch
 from rl_refit.transports.offline import read_version
 from rl_refit.transports.safetensors_file import SafetensorsFile
-from rl_refit.watch import Watch
 
 LAYOUTS = {
     "one to one": ((1, None), (1, None)),

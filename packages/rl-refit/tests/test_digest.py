@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_refit import Digest, digest_tensor
-from rl_refit.digest import ROW_WORDS, _row_sums, _weights
+from rl_refit.digest import ROW_WORDS, _weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]
 DTYPES += [torch.float8_e4m3fn, torch.complex64, torch.uint8]
@@ -48,9 +48,9 @@ def test_the_digest_is_the_formula(size):
     assert digest_tensor(tensor) == digest_in_python(bytes(tensor.tolist()))
 
 
-def test_devices_without_an_integer_product_get_the_same_sums(monkeypatch):
+def test_devices_without_an_integer_product_get_the_same_sums():
     words = torch.randint(-(2**63), 2**63 - 1, (5, ROW_WORDS))
-    assert torch.equal((words * _weights(words.device)).sum(dim=1), _row_sums(words))
+    assert torch.equal((words * _weights(words.device)).sum(dim=1), torch.mv(words, _weights(words.device)))
 
 
 def random(dtype, shape=(40, 30)):

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rl_refit import RefitError
+from rl_refit.transports.base import Watch
 from rl_refit.transports.file_writer import FileWriter
 from rl_refit.transports.safetensors_file import SafetensorsFile, lay_out, write_header
-from rl_refit.watch import Watch
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64]

@@ -12,13 +12,12 @@ from rl_refit.buckets import Piece
 from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Stream
-from rl_refit.transports.base import Channel, Transport
+from rl_refit.transports.base import Channel, Transport, Watch
 from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.groups import Address, backend_for
 from rl_refit.transports.point_to_point import PointToPoint
 from rl_refit.transports.seating import Seating, hop_of, take_seats
 from rl_refit.transports.wire import check_header, slots_of, write_header
-from rl_refit.watch import Watch
 
 TRANSPORTS = ("point_to_point", "broadcast")
 NCCL_PROCESSES = 2

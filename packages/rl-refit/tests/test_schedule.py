@@ -17,8 +17,7 @@ from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import plan_refit
 from rl_refit.schedule import make_schedule
 from rl_refit.topology import Topology
-from rl_refit.transports.base import Inbox, Outbox
-from rl_refit.watch import Watch
+from rl_refit.transports.base import Inbox, Outbox, Watch
 
 seeds = st.integers(0, 2**32 - 1)
 routings = st.sampled_from(["unicast", "multicast"])

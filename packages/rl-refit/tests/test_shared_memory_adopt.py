@@ -11,9 +11,8 @@ from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, RefitError, plan_refit
 from rl_refit.schedule import make_schedule
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.shared_memory import SharedMemory
-from rl_refit.watch import Watch
 
 
 def policy():

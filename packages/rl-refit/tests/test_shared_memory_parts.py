@@ -13,11 +13,10 @@ from torch.distributed import HashStore
 
 from rl_refit import DeadlineError, Layout, Manifest, RefitError, TensorMeta, plan_refit
 from rl_refit.schedule import make_schedule
-from rl_refit.transports.base import Channel, Transport
+from rl_refit.transports.base import Channel, Transport, Watch
 from rl_refit.transports.cuda_ipc import CudaIpc, _from_plain, _to_plain
 from rl_refit.transports.segment import Segment
 from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
-from rl_refit.watch import Watch
 
 
 def channel(*, source_rank=None, sink_rank=None, store=None, slots=2, elements=100):

@@ -16,8 +16,8 @@ from rl_refit.errors import AbortedError, DeadlineError, DigestError, PeerError
 from rl_refit.layout import Region
 from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
+from rl_refit.transports.base import Watch
 from rl_refit.transports.shared_memory import SharedMemoryRing
-from rl_refit.watch import Watch
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import HANG_S, World, all_well, controls, rendezvous, same_weights, together
@@ -229,7 +229,7 @@ def test_a_party_is_silent_after_just_liveness_s_without_a_count(monkeypatch):
 
 def test_each_phase_has_its_deadline_from_its_own_beginning(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("rl_refit.watch.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rl_refit.transports.base.monotonic", lambda: clock[0])
     watch = Watch(deadline_s=10.0)
     with watch.phase("prepare"):
         clock[0] = 8.0
@@ -251,7 +251,7 @@ def test_tensors_that_stay_are_not_copied_before_the_commit():
 
 def test_a_transfer_in_process_ends_at_the_piece_that_took_too_long(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("rl_refit.watch.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rl_refit.transports.base.monotonic", lambda: clock[0])
     sink, staged = ModuleSink(nn.Linear(4, 4)), []
 
     def slow(region, tensor, *, stays=False):

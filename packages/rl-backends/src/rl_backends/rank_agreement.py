@@ -1,9 +1,8 @@
 """What ranks agree on: the same batch everywhere, errors raised together, sums over ranks.
 
-Knows process groups; does not know what is done. Nothing is pickled: text crosses between ranks as bytes.
-
-Ranks of different weights would train a mixture of them, and ranks of different batches would each train on a part of
-its own; both silently. CRC-32 of the bytes finds any accident. Nothing is pickled.
+Ranks with different weights would train a mixture of them, and ranks with different batches would each train on a part
+of its own, both silently; comparing CRC-32 of the bytes finds any accident. Nothing is pickled: text crosses between
+ranks as bytes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +44,7 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None = 
 
     Raises:
         BaseException: this rank's own.
-        RankError: other ranks', told in words.
+        RankError: other ranks', in words.
     """
     result: T | None = None
     error: BaseException | None = None
@@ -53,11 +52,7 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None = 
         result = action()
     except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
         error = caught
-    texts = gather_text("" if error is None else f"{type(error).__name__}: {error}", group=group)
-    if error is not None:
-        raise error
-    if failed := [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text]:
-        raise RankError("; ".join(failed))
+    raise_together(error, group=group)
     return result  # type: ignore[return-value]
 
 
@@ -68,13 +63,12 @@ def on_rank_0(action: Callable[[], object], *, group: dist.ProcessGroup | None =
 
 
 def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank where one of them has an error, as `on_every_rank` would have."""
-
-    def raise_it() -> None:
-        if error is not None:
-            raise error
-
-    on_every_rank(raise_it, group=group)
+    """Raise on every rank if one of them has an error: this rank's own, or a RankError. All of `group` must call it."""
+    texts = gather_text("" if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    if failed := [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text]:
+        raise RankError("; ".join(failed))
 
 
 def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -132,7 +126,7 @@ def require_same_model(model: nn.Module) -> None:
     Raises:
         ModelError: on every rank; ranks have other weights, or other models.
     """
-    if not _several_ranks():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if _differ(crc32("\n".join(map(_described, tensors, tensors.values())).encode())):
@@ -156,7 +150,7 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
     Raises:
         BatchError: on every rank; the ranks have other batches.
     """
-    if not _several_ranks():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = [examples.tokens, examples.lengths, examples.trainable]
     if with_token_ids and (token_ids := token_ids_of(examples)) is not None:
@@ -169,10 +163,6 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
             f"every rank must be given the whole batch, and the ranks were given different ones ({batches}): leave out "
             f"a DistributedSampler, since the backend deals the rows to the ranks itself, and shuffle by the same seed"
         )
-
-
-def _several_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _differ(digest: int) -> bool:

@@ -1,6 +1,6 @@
-"""What is read from hidden states: log-probabilities, entropies, the most probable tokens, values. Never logits.
+"""Readers: log-probabilities, entropies, the most probable tokens or values from hidden states, without whole logits.
 
-A reader is called inside the model's forward, where FSDP has gathered the head; it sees the hidden states of the asked
+A reader is called inside the model's forward, where FSDP has gathered the head, on the hidden states of the asked
 places alone.
 
 Axes: n asked places, H hidden, V vocabulary, k words.
@@ -25,8 +25,6 @@ __all__ = [
     "has_language_model_head",
     "read_entropy",
     "read_logp",
-    "read_logp_and_entropy",
-    "read_logp_of_token_ids",
     "read_top_k",
     "read_value",
     "token_logp_reader",
@@ -69,19 +67,41 @@ class Head:
         return cls(logit_scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
 
     def options(self, temperature: float) -> dict[str, Any]:
-        """As `linear_logp` and `top_k_logp` take them."""
+        """The keyword arguments of `linear_logp`, `logp_of_token_ids` and `top_k_logp`."""
         return {"temperature": temperature, "logit_scale": self.logit_scale, "softcap": self.softcap}
+
+
+def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
+    """Reads the `output` of a language model that a loss asks for, float32 of each asked token.
+
+    "logp" [n], its log-probability; "logp_and_entropy" [n, 2], with the entropy in nats of the distribution that it was
+    drawn from; "logp_of_token_ids" [n, k], the log-probabilities of the k words asked about in its place.
+
+    Raises:
+        ValueError: it is no output of a language model.
+    """
+    if output not in {"logp", "logp_and_entropy", "logp_of_token_ids"}:
+        raise ValueError(f"output={output!r} must be one of {', '.join(map(repr, get_args(Output)))}")
+    options = head.options(temperature)
+
+    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Tensor:
+        lm_head = model.get_output_embeddings()
+        if output == "logp_of_token_ids":
+            assert inputs.words is not None
+            logp: Tensor = logp_of_token_ids(hidden, lm_head, inputs.words, **options)
+        elif output == "logp_and_entropy":
+            both = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, **options)
+            logp = torch.stack(both, dim=-1)
+        else:
+            logp = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, **options)
+        return logp
+
+    return read
 
 
 def read_logp(head: Head, temperature: float) -> Reader:
     """Log-probability of each asked token: float32 [n]."""
-
-    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
-        options, lm_head = head.options(temperature), model.get_output_embeddings()
-        logp: Tensor = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, **options)
-        return logp
-
-    return read
+    return token_logp_reader("logp", head, temperature)
 
 
 def read_entropy(head: Head, temperature: float) -> Reader:
@@ -95,45 +115,6 @@ def read_entropy(head: Head, temperature: float) -> Reader:
         return entropy
 
     return read
-
-
-def read_logp_and_entropy(head: Head, temperature: float) -> Reader:
-    """Both of the above of each asked token, side by side: float32 [n, 2]."""
-
-    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, "n 2"]:
-        options, lm_head = head.options(temperature), model.get_output_embeddings()
-        both = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, **options)
-        return torch.stack(both, dim=-1)
-
-    return read
-
-
-def read_logp_of_token_ids(head: Head, temperature: float) -> Reader:
-    """Log-probability of each of the words asked for in each asked token's place: float32 [n, k]."""
-
-    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, "n k"]:
-        assert inputs.words is not None
-        lm_head = model.get_output_embeddings()
-        logp: Tensor = logp_of_token_ids(hidden, lm_head, inputs.words, **head.options(temperature))
-        return logp
-
-    return read
-
-
-def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
-    """What reads the `output` of a language model that a loss asks for.
-
-    Raises:
-        ValueError: it is no output of a language model.
-    """
-    readers = {
-        "logp": read_logp,
-        "logp_and_entropy": read_logp_and_entropy,
-        "logp_of_token_ids": read_logp_of_token_ids,
-    }
-    if output not in readers:
-        raise ValueError(f"output={output!r} must be one of {', '.join(map(repr, get_args(Output)))}")
-    return readers[output](head, temperature)
 
 
 def read_top_k(head: Head, temperature: float, k: int) -> Reader:

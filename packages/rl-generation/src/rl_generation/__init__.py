@@ -19,9 +19,8 @@ from rl_generation.loading import EngineSpec, load_engine, load_transformers_eng
 from rl_generation.memory import EngineMemory, estimate_memory
 from rl_generation.metrics_timeline import MetricsTimeline
 from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
-from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import Rollout, RolloutTiming, VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.streaming import Streamer
 from rl_generation.training_engine import TrainingEngineSpec, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 __all__ = ["SamplingTensors", "choose", "draw", "exact_dtype", "raw_logp", "sampled_logits", "take_best", "uniforms"]
 
@@ -162,11 +162,17 @@ MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 def uniforms(seeds: Int[Tensor, "*shape"], steps: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return a number in [0, 1) for each pair of a seed and a step, in `exact_dtype`. `steps` counts from 0."""
-    bits = _mix(_mix(seeds) + (steps + 1) * GAMMA)
+    bits = seeds
+    for offset in (0, (steps + 1) * GAMMA):
+        bits = bits + offset
+        # splitmix64's finaliser. `>>` of int64 copies the sign, hence the masks: no bit comes in from the left.
+        bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * MULTIPLIERS[0]
+        bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * MULTIPLIERS[1]
+        bits ^= bits >> 31 & (1 << 33) - 1
     dtype = exact_dtype(seeds.device)
     # As many bits as the mantissa holds: one more could round up to 1.
     kept = 53 if dtype == torch.float64 else 24
-    return _shift(bits, 64 - kept).to(dtype) * 2.0**-kept
+    return (bits >> 64 - kept & (1 << kept) - 1).to(dtype) * 2.0**-kept
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
@@ -175,14 +181,3 @@ def exact_dtype(device: torch.device) -> torch.dtype:
     float32 sums round away tokens rarer than 6e-8; Apple's mps has nothing wider.
     """
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _mix(bits: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    bits = (bits ^ _shift(bits, 30)) * MULTIPLIERS[0]
-    bits = (bits ^ _shift(bits, 27)) * MULTIPLIERS[1]
-    return bits ^ _shift(bits, 31)
-
-
-def _shift(bits: Int[Tensor, "*shape"], count: int) -> Int[Tensor, "*shape"]:
-    """Shift right without the sign."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)

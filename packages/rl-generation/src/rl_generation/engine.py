@@ -4,9 +4,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
-from rl_generation.requests import Limits
+from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import LogpOf, Rollout
-from rl_generation.sampling import Sampling
 
 __all__ = ["Engine", "EngineMetrics", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
 

@@ -1,14 +1,139 @@
-"""What a call asks for, checked before anything runs. Does not know models: their limits come as numbers."""
+"""What an engine is called with: a `Sampling`, the engine's `Limits`, and the `Request`s checked against them.
 
+Everything here is checked before anything runs.
+"""
+
+import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
 
 from rl_generation.errors import PromptError
-from rl_generation.sampling import Sampling
 
-__all__ = ["Limits", "Prompt", "Request", "check_token_ids", "make_requests"]
+__all__ = ["MAX_SEED", "MIN_TEMPERATURE", "Limits", "Prompt", "Request", "Sampling", "check_token_ids", "make_requests"]
+
+MAX_SEED = 2**63
+MIN_TEMPERATURE = 0.01
+"""Below it, and above 0, vLLM puts this value in place of the one that was asked for; every engine refuses it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the answers to a prompt are sampled, in every engine alike.
+
+    Tokens that would end a bad word are excluded first; then logits are divided by the temperature, then cut by min-p,
+    by top-k and by top-p, in this order, which is vLLM's.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    max_new_tokens: int
+    """Tokens after which an answer is cut off, its stop token included; more costs time and cache memory."""
+
+    n: int = 1
+    """Answers to each prompt, which share its prefill where the engine can; sample j of them draws with `seed + j`."""
+
+    temperature: float = 1.0
+    """Divides the logits: below 1 the likely becomes likelier, above 1 rarer; 0 is greedy, whatever the cuts below."""
+
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together reach this probability (nucleus); 1 draws from all of them."""
+
+    top_k: int = 0
+    """Draw from this many likeliest tokens, and those tied with the last of them; 0 draws from all of them."""
+
+    min_p: float = 0.0
+    """Draw from the tokens at least this likely relative to the likeliest one; 0 draws from all of them."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, besides the engine's own; an answer includes the one that ended it."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer as soon as its text holds one; the tokens that completed it are kept. Asks for a
+    tokenizer."""
+
+    bad_words: tuple[str, ...] = ()
+    """Words whose last token is never drawn where it would complete one. Asks for a tokenizer."""
+
+    ignore_eos: bool = False
+    """True generates past the engine's own stop tokens; `stop_token_ids` and `stop` still end an answer."""
+
+    seed: int | None = None
+    """Makes answers repeatable whatever was generated before; None continues the engine's running generator."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "stop", "bad_words"):
+            if isinstance(getattr(self, name), list):  # else it could not be hashed, and be changed behind our back
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        # True is an int to Python, and no count.
+        counts: list[tuple[str, object, int, str]] = [
+            ("max_new_tokens", self.max_new_tokens, 1, ""),
+            ("n", self.n, 1, ""),
+            ("top_k", self.top_k, 0, " (0 is off)"),
+        ]
+        for name, value, least, hint in counts:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}{hint}; got {name}={value!r}")
+        # The distribution.
+        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or finite and at least {MIN_TEMPERATURE}; "
+                f"got temperature={self.temperature!r}"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1] (1 is off); got top_p={self.top_p!r}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1] (0 is off); got min_p={self.min_p!r}")
+        # What ends a response, and what may not be in it.
+        stops: object = self.stop_token_ids
+        if not isinstance(stops, tuple) or not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in stops
+        ):
+            raise ValueError(
+                f"stop_token_ids must be a tuple of token ids, 0 or more; got stop_token_ids={self.stop_token_ids!r}"
+            )
+        for name in ("stop", "bad_words"):
+            words: object = getattr(self, name)
+            if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
+                example = words if isinstance(words, str) and words else "END"
+                raise ValueError(
+                    f"{name} must be a tuple of strings that are not empty, as {name}=({example!r},); "
+                    f"got {name}={words!r}"
+                )
+        seed: object = self.seed
+        if seed is not None and (
+            not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= MAX_SEED - self.n
+        ):
+            raise ValueError(
+                f"seed must be None or an integer of at least 0 with seed + n <= 2**63; got seed={self.seed!r}, "
+                f"n={self.n}"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    def spread(self, count: int) -> "list[Sampling]":
+        """Return one Sampling for each of `count` prompts, whose seeds differ; the first is this one itself.
+
+        This is what a single Sampling for many prompts means: without it, two equal prompts would get equal answers.
+        """
+        if self.seed is None:
+            return [self] * count
+        room = MAX_SEED - self.n + 1
+        spread = [self]
+        for index in range(1, count):
+            # splitmix64's finaliser (Steele et al. 2014): the bits of any two indices differ in about half of them.
+            bits = index * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+            bits ^= bits >> 31
+            spread.append(replace(self, seed=(self.seed ^ bits) % room))
+        return spread[:count]
+
 
 Prompt = tuple[int, ...]
 """Token ids."""
@@ -62,10 +187,50 @@ def make_requests(
         raise PromptError(
             f"a sequence of Sampling holds one for each prompt; got {len(samplings)} for {len(prompts)} prompts"
         )
-    return [
-        _check(Request(prompt=_tokens(index, prompt), sampling=how, prompt_index=index), limits)
-        for index, (prompt, how) in enumerate(zip(prompts, samplings, strict=True))
-    ]
+    requests: list[Request] = []
+    given: Any
+    for index, (given, each) in enumerate(zip(prompts, samplings, strict=True)):
+        # The prompt is a sequence of token ids, all of them in the vocabulary.
+        if isinstance(given, str):
+            raise PromptError(
+                f"prompt {index} is text, {given!r:.60}, and engines take token ids: encode_text(tokenizer, text) or "
+                f"encode_chat(tokenizer, messages) makes them"
+            )
+        if isinstance(given, int):
+            raise PromptError(
+                f"prompt {index} is the number {given}; prompts are a list of lists of token ids: [[5, 6, 7]]"
+            )
+        try:
+            prompt: Prompt = tuple(map(operator.index, given))
+        except TypeError as error:
+            raise PromptError(f"prompt {index} must be a sequence of integer token ids; {error}") from None
+        if not prompt:
+            raise PromptError(f"prompt {index} is empty: a model continues at least one token, such as the bos token")
+        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+            position, token = next((p, t) for p, t in enumerate(prompt) if not 0 <= t < limits.vocab_size)
+            raise PromptError(
+                f"prompt {index} has token id {token} at position {position}; "
+                f"the model's vocabulary is [0, {limits.vocab_size}): is this the model's own tokenizer?"
+            )
+        # The longest response fits behind it.
+        if limits.max_length is not None and len(prompt) + each.max_new_tokens > limits.max_length:
+            room = limits.max_length - len(prompt)
+            remedy = f"or lower max_new_tokens to {room} or less" if room > 0 else "which leaves no room for an answer"
+            raise PromptError(
+                f"prompt {index} has {len(prompt)} tokens, and with max_new_tokens={each.max_new_tokens} passes the "
+                f"model's {limits.max_length_name}={limits.max_length}: shorten the prompt, {remedy}"
+            )
+        # Stop tokens are in the vocabulary too, and text is only asked for where a tokenizer can read it.
+        if each.stop_token_ids:
+            check_token_ids(each.stop_token_ids, vocab_size=limits.vocab_size, name="stop_token_ids")
+        for name in ("stop", "bad_words"):
+            if getattr(each, name) and limits.tokenizer is None:
+                raise PromptError(
+                    f"prompt {index} asks for {name}={getattr(each, name)!r}, which are text, and the engine has no "
+                    f"tokenizer: make it with tokenizer=…, or use stop_token_ids"
+                )
+        requests.append(Request(prompt=prompt, sampling=each, prompt_index=index))
+    return requests
 
 
 def check_token_ids(token_ids: Iterable[int], *, vocab_size: int, name: str) -> None:
@@ -73,46 +238,3 @@ def check_token_ids(token_ids: Iterable[int], *, vocab_size: int, name: str) -> 
     for token in token_ids:
         if not 0 <= token < vocab_size:
             raise PromptError(f"{name} must hold ids in [0, {vocab_size}), the model's vocabulary; got {token}")
-
-
-def _tokens(index: int, prompt: Any) -> Prompt:
-    if isinstance(prompt, str):
-        raise PromptError(
-            f"prompt {index} is text, {prompt!r:.60}, and engines take token ids: encode_text(tokenizer, text) or "
-            f"encode_chat(tokenizer, messages) makes them"
-        )
-    if isinstance(prompt, int):
-        raise PromptError(
-            f"prompt {index} is the number {prompt}; prompts are a list of lists of token ids: [[5, 6, 7]]"
-        )
-    try:
-        return tuple(map(operator.index, prompt))
-    except TypeError as error:
-        raise PromptError(f"prompt {index} must be a sequence of integer token ids; {error}") from None
-
-
-def _check(request: Request, limits: Limits) -> Request:
-    prompt, sampling, index = request.prompt, request.sampling, request.prompt_index
-    if not prompt:
-        raise PromptError(f"prompt {index} is empty: a model continues at least one token, such as the bos token")
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-        position, token = next((p, t) for p, t in enumerate(prompt) if not 0 <= t < limits.vocab_size)
-        raise PromptError(
-            f"prompt {index} has token id {token} at position {position}; "
-            f"the model's vocabulary is [0, {limits.vocab_size}): is this the model's own tokenizer?"
-        )
-    if limits.max_length is not None and len(prompt) + sampling.max_new_tokens > limits.max_length:
-        room = limits.max_length - len(prompt)
-        remedy = f"or lower max_new_tokens to {room} or less" if room > 0 else "which leaves no room for an answer"
-        raise PromptError(
-            f"prompt {index} has {len(prompt)} tokens, and with max_new_tokens={sampling.max_new_tokens} passes the "
-            f"model's {limits.max_length_name}={limits.max_length}: shorten the prompt, {remedy}"
-        )
-    check_token_ids(sampling.stop_token_ids, vocab_size=limits.vocab_size, name="stop_token_ids")
-    for name in ("stop", "bad_words"):
-        if getattr(sampling, name) and limits.tokenizer is None:
-            raise PromptError(
-                f"prompt {index} asks for {name}={getattr(sampling, name)!r}, which are text, and the engine has no "
-                f"tokenizer: make it with tokenizer=…, or use stop_token_ids"
-            )
-    return request

@@ -1,8 +1,9 @@
-"""One answer, with what is needed to train on it. Does not know its prompt, only its place in the call."""
+"""`Rollout`: one response with its log-probabilities, the versions of the weights that made it, and why it ended."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, final
 
 __all__ = ["FinishReason", "LogpOf", "Rollout", "RolloutTiming", "VersionSpan", "in_order"]
@@ -107,4 +108,4 @@ class Rollout:
 
 def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Sort by prompt, then by sample: the order in which every engine's `generate` returns."""
-    return sorted(rollouts, key=lambda rollout: (rollout.prompt_index, rollout.sample_index))
+    return sorted(rollouts, key=attrgetter("prompt_index", "sample_index"))

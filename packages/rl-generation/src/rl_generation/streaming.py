@@ -14,7 +14,7 @@ from typing import Self, TypeVar, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 __all__ = ["Streamer"]
 

@@ -1,7 +1,7 @@
 """The embedded engine: a Hugging Face model in the caller's process.
 
-Does not know text beyond stop strings and bad words, rewards or training; how new weights arrive is its caller's
-affair, who writes them into `model` between two calls or steps and says so with `commit_version`.
+New weights are written into `model` in place by the caller, between two calls or steps, who then calls
+`commit_version`.
 
 Randomness: each answer has a seed, and its token t is drawn by a number that is a function of that seed and t alone. An
 answer to a seeded request therefore depends on the weights, its prompt and its Sampling; not on `max_batch_size`, on
@@ -10,9 +10,7 @@ about 1e-6 in a logit. Answers without a seed take one each from the engine's ge
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
@@ -20,14 +18,12 @@ import torch
 from torch import Tensor
 
 from rl_generation.embedded.choice import ContinuousBatchingChoice, make_runner
+from rl_generation.embedded.continuous_batching import Profile, Progress, Row, make_texts
 from rl_generation.embedded.inspection import inspect_model
-from rl_generation.embedded.rows import Row, make_rows, make_texts
-from rl_generation.embedded.runner import Progress
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.requests import Limits, Request, check_token_ids, make_requests
+from rl_generation.requests import MAX_SEED, Limits, Sampling, check_token_ids, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
-from rl_generation.sampling import MAX_SEED, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,8 +73,16 @@ class TransformersEngine:
         version: int = 0,
         ready: Callable[[], None] | None = None,
     ) -> None:
-        _check_sizes(max_batch_size=max_batch_size, max_cache_tokens=max_cache_tokens)
-        _check_choices(logp_of=logp_of, continuous_batching=continuous_batching)
+        for name, size in (("max_batch_size", max_batch_size), ("max_cache_tokens", max_cache_tokens)):
+            if size is not None and size < 1:
+                raise EngineOptionError(f"{name} must be at least 1; got {name}={size}")
+        if logp_of not in {"sampled", "raw"}:
+            raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
+        if continuous_batching not in {"auto", "required", "off"}:
+            raise EngineOptionError(
+                f"continuous_batching must be 'auto', 'required' or 'off'; "
+                f"got continuous_batching={continuous_batching!r}"
+            )
         self._support = inspect_model(model)
         check_token_ids(stop_token_ids, vocab_size=self._support.vocab_size, name="stop_token_ids")
         check_token_ids([pad_token_id], vocab_size=self._support.vocab_size, name="pad_token_id")
@@ -90,7 +94,6 @@ class TransformersEngine:
         self._finished: Counter[str] = Counter()
         self._unfinished: Counter[str] = Counter()
         self._aborted: list[Progress] = []
-        self._version = _checked_version(version)
         self._runner = make_runner(
             model,
             support=self._support,
@@ -99,8 +102,8 @@ class TransformersEngine:
             max_batch_size=max_batch_size,
             max_cache_tokens=max_cache_tokens,
             logp_of=logp_of,
-            version=version,
         )
+        self.commit_version(version)
 
     @property
     def version(self) -> int:
@@ -133,7 +136,9 @@ class TransformersEngine:
         Raises:
             ValueError: `version` is negative.
         """
-        self._version = _checked_version(version)
+        if version < 0:
+            raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
+        self._version = version
         self._runner.commit_version(version)
 
     def get_rng_state(self) -> Tensor:
@@ -155,21 +160,29 @@ class TransformersEngine:
             ModelError: The model was put into training mode.
             RuntimeError: Requests that `add_request` brought are unfinished.
         """
-        if self.has_unfinished_requests():
+        if self._unfinished:
             raise RuntimeError(
                 f"generate was called while {len(self._unfinished)} requests of add_request are unfinished: step until "
                 f"has_unfinished_requests() is False, or abort them"
             )
-        self._refuse_unready()
-        requests = make_requests(prompts, sampling, self.limits)
-        answers = list(zip(requests, self._rows("", requests), strict=True))
+        answers = self._make_rows("", prompts, sampling)
         # Longest first: what does not fit into memory shows at once. Equal prompts end up side by side.
-        answers.sort(key=lambda answer: (-answer[1][0].longest, -len(answer[0].prompt), answer[0].prompt))
+        firsts = [rows[0].request for rows in answers]
+        keys = [
+            (-len(first.prompt) - first.sampling.max_new_tokens, -len(first.prompt), first.prompt) for first in firsts
+        ]
+        queue = [row for index in sorted(range(len(answers)), key=keys.__getitem__) for row in answers[index]]
         rollouts: list[Rollout] = []
-        with self._clearing():
-            self._runner.add(list(chain.from_iterable(rows for _, rows in answers)))
-            while self._runner.running or self._runner.waiting:
-                rollouts += self._ended(self._runner.advance(stream=False))
+        try:
+            self._runner.add(queue)
+            while len(rollouts) < len(queue):
+                news = self._runner.advance(stream=False)
+                ended = [item.rollout for item in news if item.rollout is not None]
+                self._finished.update([rollout.finish_reason for rollout in ended])
+                rollouts += ended
+        except BaseException:
+            self.close()  # leave nothing of a call that failed
+            raise
         return in_order(rollouts)
 
     # -- a token at a time
@@ -184,9 +197,7 @@ class TransformersEngine:
         """
         if request_id in self._unfinished:
             raise ValueError(f"request_id={request_id!r} is of a request that is unfinished: give each its own")
-        self._refuse_unready()
-        (request,) = make_requests([prompt], sampling, self.limits)
-        (rows,) = self._rows(request_id, [request])
+        (rows,) = self._make_rows(request_id, [prompt], sampling)
         self._unfinished[request_id] = len(rows)
         self._runner.add(rows)
 
@@ -197,14 +208,17 @@ class TransformersEngine:
             LogpError: The logits of a generated token are not finite; every request is lost.
         """
         aborted, self._aborted = self._aborted, []
-        with self._clearing():
+        try:
             news = [*aborted, *self._runner.advance(stream=True)]
+        except BaseException:
+            self.close()
+            raise
         for item in news:
             if item.rollout is not None:
+                self._finished[item.rollout.finish_reason] += 1
                 self._unfinished[item.row.request_id] -= 1
                 if not self._unfinished[item.row.request_id]:
                     del self._unfinished[item.row.request_id]
-        self._ended(news)
         return [
             (
                 item.row.request_id,
@@ -261,53 +275,17 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Drop every request, and give the cache back; the engine can go on afterwards, and be closed again."""
-        self._forget()
-
-    # -- inside
-
-    def _rows(self, request_id: str, requests: Sequence[Request]) -> list[list[Row]]:
-        """Return the answers of each request; where one is refused, none has drawn a seed."""
-        vocab_size = self._support.vocab_size
-        texts = [make_texts(request, tokenizer=self._tokenizer, vocab_size=vocab_size) for request in requests]
-        return [
-            make_rows(
-                request_id,
-                request,
-                texts=read,
-                seeds=self._seeds(request.sampling),
-                stop_token_ids=self._stop_token_ids,
-            )
-            for request, read in zip(requests, texts, strict=True)
-        ]
-
-    def _seeds(self, sampling: Sampling) -> list[int]:
-        if sampling.greedy:
-            return [0] * sampling.n
-        if sampling.seed is not None:
-            return [sampling.seed + index for index in range(sampling.n)]
-        seeds: list[int] = torch.randint(MAX_SEED - 1, (sampling.n,), generator=self._generator).tolist()
-        return seeds
-
-    def _ended(self, news: Sequence[Progress]) -> list[Rollout]:
-        rollouts = [item.rollout for item in news if item.rollout is not None]
-        self._finished.update(rollout.finish_reason for rollout in rollouts)
-        return rollouts
-
-    @contextmanager
-    def _clearing(self) -> Iterator[None]:
-        """Leave nothing of a call that failed."""
-        try:
-            yield
-        except BaseException:
-            self._forget()
-            raise
-
-    def _forget(self) -> None:
         self._runner.clear()
         self._unfinished.clear()
         self._aborted.clear()
 
-    def _refuse_unready(self) -> None:
+    # -- inside
+
+    def _make_rows(
+        self, request_id: str, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> list[list[Row]]:
+        """Return the rows of each prompt, `n` of them; where one is refused, none has drawn a seed."""
+        # Refuse to generate with torn weights, or with a model that somebody trains.
         if self._ready is not None:
             self._ready()
         training = next((name for name, module in self.model.named_modules() if module.training), None)
@@ -316,24 +294,38 @@ class TransformersEngine:
                 f"the engine's model is in training mode (module {training!r}): something else uses this model. "
                 f"Give the engine a model of its own, or call model.eval() before generate"
             )
-
-
-def _check_sizes(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise EngineOptionError(f"{name} must be at least 1; got {name}={value}")
-
-
-def _check_choices(*, logp_of: str, continuous_batching: str) -> None:
-    if logp_of not in {"sampled", "raw"}:
-        raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
-    if continuous_batching not in {"auto", "required", "off"}:
-        raise EngineOptionError(
-            f"continuous_batching must be 'auto', 'required' or 'off'; got continuous_batching={continuous_batching!r}"
-        )
-
-
-def _checked_version(version: int) -> int:
-    if version < 0:
-        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
-    return version
+        requests = make_requests(prompts, sampling, self.limits)
+        # Only responses with stop strings or bad words are read while they are generated.
+        texts = [
+            make_texts(request, tokenizer=self._tokenizer, vocab_size=self._support.vocab_size)
+            if request.sampling.stop or request.sampling.bad_words
+            else [None] * request.sampling.n
+            for request in requests
+        ]
+        answers: list[list[Row]] = []
+        for request, read in zip(requests, texts, strict=True):
+            how = request.sampling
+            stops = how.stop_token_ids if how.ignore_eos else self._stop_token_ids + how.stop_token_ids
+            if how.greedy:
+                profile, seeds = Profile(0.0, 0, 1.0, 0.0, stops), [0] * how.n
+            else:
+                profile = Profile(how.temperature, how.top_k, how.top_p, how.min_p, stops)
+                if how.seed is not None:
+                    seeds = list(range(how.seed, how.seed + how.n))
+                else:
+                    seeds = torch.randint(MAX_SEED - 1, (how.n,), generator=self._generator).tolist()
+            answers.append(
+                [
+                    Row(
+                        request_id=request_id,
+                        request=request,
+                        sample_index=index,
+                        seed=seed,
+                        profile=profile,
+                        text=text,
+                        context=request.prompt,
+                    )
+                    for index, (seed, text) in enumerate(zip(seeds, read, strict=True))
+                ]
+            )
+        return answers

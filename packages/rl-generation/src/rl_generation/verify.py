@@ -19,9 +19,8 @@ from rl_generation.agreement import LogpAgreement, TokenDifference
 from rl_generation.distribution import SamplingTensors, raw_logp, sampled_logits
 from rl_generation.engine import Engine
 from rl_generation.errors import LogpError, ModelError
-from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout
-from rl_generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from footprint import Footprint, footprint, mapped_by_family, threads
 
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 PROMPTS = [[1, 5, 6], [1, 7, 8, 9, 10]]
 SAMPLING = Sampling(max_new_tokens=8, n=2, ignore_eos=True)

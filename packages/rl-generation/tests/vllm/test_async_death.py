@@ -16,8 +16,8 @@ import tiny
 from watching import Call, folder, left_of, living, shared_memory, taken, until
 
 from rl_generation.errors import EngineDeadError
+from rl_generation.requests import Sampling
 from rl_generation.rollout import VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 
 DEADLINE_S = 60.0  # for a machine that is busy; a second on one that is not

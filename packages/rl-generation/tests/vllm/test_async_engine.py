@@ -24,8 +24,8 @@ from rl_generation.errors import (
     SampleTimeoutError,
     TimedOutSample,
 )
+from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 
 TOLERANCE = 1e-4

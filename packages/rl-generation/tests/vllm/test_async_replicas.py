@@ -16,7 +16,7 @@ import torch
 from watching import left_of, living, shared_memory, taken
 
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 from rl_generation.vllm.lora import LoraAdapter
 

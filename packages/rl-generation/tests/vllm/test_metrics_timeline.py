@@ -11,7 +11,7 @@ import tiny
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_generation.metrics_timeline import MetricsTimeline, to_prometheus
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 from rl_generation.vllm import VllmEngine
 
 

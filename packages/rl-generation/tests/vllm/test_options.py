@@ -16,7 +16,7 @@ import tiny
 import torch
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 from rl_generation.vllm import VllmEngine, VllmOptions
 from rl_generation.vllm.lora import LoraAdapter
 from rl_generation.vllm.runtime import environment

@@ -13,7 +13,7 @@ for name in ("vllm", "ray"):
 import tiny
 from watching import living
 
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 INHERITED = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)

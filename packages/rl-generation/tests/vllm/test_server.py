@@ -13,7 +13,7 @@ import openai
 import tiny
 from transformers import AutoTokenizer
 
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 from rl_generation.server import Server
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 

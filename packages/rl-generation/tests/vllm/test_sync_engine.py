@@ -14,8 +14,8 @@ import torch
 
 from rl_generation.engine import SteppingEngine
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, PromptError
+from rl_generation.requests import Sampling
 from rl_generation.rollout import VersionSpan
-from rl_generation.sampling import Sampling
 from rl_generation.vllm import VllmEngine
 
 TOLERANCE = 1e-4

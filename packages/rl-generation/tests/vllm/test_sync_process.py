@@ -15,7 +15,7 @@ import tiny
 from watching import left_of, living, shared_memory
 
 from rl_generation.errors import EngineDeadError
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 from rl_generation.vllm import VllmEngine
 
 GREEDY = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)

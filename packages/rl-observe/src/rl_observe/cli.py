@@ -15,8 +15,6 @@ from rl_observe.health import CONDITIONS, Watch, conditions_table
 from rl_observe.log_files import read_events, read_metrics
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["app", "main"]
-
 T = TypeVar("T")
 EXIT_CODES = "Exit codes: 0 it holds; 1 it does not hold; 2 refused or misused."
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]

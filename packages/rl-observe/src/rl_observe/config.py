@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-__all__ = ["HealthConfig", "LoggerConfig", "MlflowConfig", "ProfilerConfig", "TrackioConfig", "WandbConfig"]
-
 # For programs that validate these dataclasses with pydantic, as rl-launcher does.
 STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from rl_observe.json_lines import finite_number
 
-__all__ = ["FAMILIES", "METRICS", "PHASES", "PHASE_PREFIX", "Metric", "Phase", "metric_of", "phase_seconds"]
-
 PHASE_PREFIX = "phase_s/"
 """A metric with this prefix holds the seconds that one logged step spent in a phase."""
 

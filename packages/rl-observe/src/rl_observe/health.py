@@ -16,21 +16,6 @@ from rl_observe.log_files import read_events
 from rl_observe.run_directory import RunDirectory, RunDirectoryError
 from rl_observe.samples import ScoredResponse
 
-__all__ = [
-    "CONDITIONS",
-    "Condition",
-    "Event",
-    "EventQueue",
-    "HealthError",
-    "Noticed",
-    "Reporter",
-    "Watch",
-    "conditions_table",
-    "count_events",
-    "is_disk_full",
-    "name_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Condition:

@@ -12,8 +12,6 @@ from typing import Self, TypeAlias
 
 from rl_observe.run_directory import RunDirectoryError, describe
 
-__all__ = ["Closing", "JsonLines", "JsonLinesWriter", "JsonValue", "finite_number", "read_json_lines", "read_rows"]
-
 JsonValue: TypeAlias = "str | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
 """A value that JSON can hold."""
 

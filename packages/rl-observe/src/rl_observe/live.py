@@ -23,8 +23,6 @@ from rich.text import Text
 from rl_observe.glossary import METRICS, PHASES, phase_seconds
 from rl_observe.number_format import format_bytes, format_clock, format_count, format_duration, format_value
 
-__all__ = ["LineWriter", "LiveView", "RunProgress", "StageProgress", "StageTotal", "render", "resampled"]
-
 _MIN_INTERVAL_S = 1 / 8
 # The panel is drawn so rarely that drawing takes at most this share of the time.
 _SHARE_OF_TIME = 0.005

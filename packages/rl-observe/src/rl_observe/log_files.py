@@ -26,20 +26,6 @@ from rl_observe.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter
 
-__all__ = [
-    "TRAINER",
-    "EventLog",
-    "MetricError",
-    "MetricsLog",
-    "RefitFigures",
-    "RefitLog",
-    "SpanLog",
-    "read_events",
-    "read_metrics",
-    "read_refits",
-    "read_spans",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["format_bytes", "format_clock", "format_count", "format_duration", "format_percent", "format_value"]
-
 
 def format_value(value: float, unit: str) -> str:
     """Write a number in one of the units of `glossary.Metric`; an unknown unit is written as a plain number."""

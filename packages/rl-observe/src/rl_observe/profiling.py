@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from rl_observe.config import ProfilerConfig
 
-__all__ = ["Profiler", "memory_metrics"]
-
 
 class Profiler(Closing):
     """Record the steps that `config` names, once, into one file that opens in ui.perfetto.dev.

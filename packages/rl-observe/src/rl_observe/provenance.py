@@ -18,8 +18,6 @@ from pathlib import Path
 from rl_observe.redaction import Secrets
 from rl_observe.run_directory import RunDirectory, write_text
 
-__all__ = ["collect_versions", "write_origins"]
-
 _LIBRARIES = ("torch", "transformers", "tokenizers", "vllm", "ray", "megatron-core")
 _PACKAGES = ("launcher", "observe", "algorithms", "generation", "backends", "refit", "parallel-plans")
 

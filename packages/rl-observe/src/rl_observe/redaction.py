@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote, quote_plus, unquote
 
-__all__ = ["REDACTED", "Secrets", "redact", "redacted_keys"]
-
 T = TypeVar("T")
 
 REDACTED = "<redacted>"

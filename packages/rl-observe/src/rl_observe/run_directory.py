@@ -8,8 +8,6 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["RunDirectory", "RunDirectoryError", "describe", "write_text"]
-
 _REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "operation not permitted",

@@ -25,8 +25,6 @@ from rl_observe.trace import write_trace
 from rl_observe.trackers import Delivery, enabled_trackers, start_tracker
 from rl_observe.trackers.base import Status
 
-__all__ = ["RunLog"]
-
 # How long the end of a run waits for each tracker.
 _FINISH_TIMEOUT_S = 90.0
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NotRequired, TypedDict
 
-__all__ = ["Sample", "SampleTokens", "ScoredResponse", "text_pieces", "token_sample"]
-
 
 class ScoredResponse(TypedDict):
     """A response and its reward. Every `Sample` is one."""

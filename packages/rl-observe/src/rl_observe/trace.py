@@ -15,8 +15,6 @@ from rl_observe.json_lines import JsonValue, finite_number
 from rl_observe.log_files import TRAINER, read_events, read_metrics, read_spans
 from rl_observe.run_directory import RunDirectory, write_text
 
-__all__ = ["trace_events", "write_trace"]
-
 Row = dict[str, JsonValue]
 _COUNTERS = ("reward", "tokens_per_s", "memory_rss_bytes", "memory_gpu_bytes", "buffer_groups", "staleness")
 

@@ -45,14 +45,39 @@ def get_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
         return torch.zeros(())
     device = to_local_if_dtensor(parameters[0]).device
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    gradients = [p.grad for p in parameters]
+    if any(is_dtensor(gradient) for gradient in gradients if gradient is not None):
+        _place_as_parameters_(gradients, parameters)
+
+    # This rank's pieces of the gradients, together with those that the same axes shard.
     groups: dict[Axis, dist.ProcessGroup] = {}
     pieces: dict[tuple[Axis, ...], list[Tensor]] = {}
-    for parameter, gradient in zip(parameters, _whole_gradients(parameters), strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         # A rank without this gradient must still take part in its axes' collectives.
-        same = pieces.setdefault(_sharded_axes(parameter, groups), [])
+        same = pieces.setdefault(_sharded_axes(parameter, groups) if is_dtensor(parameter) else (), [])
         if gradient is not None and gradient.numel():
             same.append(gradient)
-    powers = {axes: _power(same, norm_type, device) for axes, same in pieces.items()}
+
+    # Of each set: the sum of |g|^p over this rank's pieces, or their largest |g|.
+    # fp64 holds the square of every fp32 norm; Apple's GPUs do not have it.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    powers: dict[tuple[Axis, ...], Tensor] = {}
+    for axes, same in pieces.items():
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for piece in same:
+            by_device.setdefault(piece.device, []).append(piece)
+        norms = []
+        for there in by_device.values():
+            # fp32 at least; `wide` for powers that leave the range of fp32 sooner than 2 does.
+            exact = norm_type in {1.0, 2.0, math.inf} and all(piece.dtype != torch.float64 for piece in there)
+            each = torch._foreach_norm(there, norm_type, dtype=torch.float32 if exact else wide)  # noqa: SLF001 - no public one
+            norms.append(torch.stack(list(each)).to(device=device, dtype=wide, non_blocking=device.type != "cpu"))
+        if not norms:
+            powers[axes] = torch.zeros((), device=device, dtype=wide)
+            continue
+        together = torch.cat(norms)
+        powers[axes] = together.amax() if math.isinf(norm_type) else (together**norm_type).sum()
+
     for axis, group in groups.items():
         _reduce_({axes: power for axes, power in powers.items() if axis in axes}, group, norm_type)
     total = torch.stack(list(powers.values()))
@@ -76,10 +101,8 @@ def clip_grad_by_total_norm_(parameters: Iterable[Tensor], max_norm: float, tota
         torch._foreach_mul_(same, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _sharded_axes(parameter: Tensor, groups: "dict[Axis, dist.ProcessGroup]") -> tuple[Axis, ...]:
-    """The axes that cut a parameter; `groups` learns the process group of each."""
-    if not is_dtensor(parameter):
-        return ()
+def _sharded_axes(parameter: "DTensor", groups: "dict[Axis, dist.ProcessGroup]") -> tuple[Axis, ...]:
+    """The axes that shard a parameter; the process group of each is added to `groups`."""
     import torch.distributed as dist
 
     mesh, axes = parameter.device_mesh, []
@@ -95,7 +118,7 @@ def _sharded_axes(parameter: Tensor, groups: "dict[Axis, dist.ProcessGroup]") ->
 
 
 def _reduce_(powers: dict[tuple[Axis, ...], Tensor], group: "dist.ProcessGroup", norm_type: float) -> None:
-    """Reduce these numbers over one axis, all together, in their place."""
+    """Reduce these numbers over one axis, all together, in place."""
     import torch.distributed as dist
 
     together = torch.stack(list(powers.values()))
@@ -111,50 +134,27 @@ def _device_of(group: "dist.ProcessGroup", device: torch.device) -> torch.device
     return device if device.type in {one.type for one in able} else able[0]
 
 
-def _power(pieces: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over this rank's pieces, or their largest |g|."""
-    # fp64 holds the square of every fp32 norm; Apple's GPUs have none.
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for piece in pieces:
-        by_device.setdefault(piece.device, []).append(piece)
-    norms = [
-        torch.stack(_norms(same, norm_type, wide)).to(device=device, dtype=wide, non_blocking=device.type != "cpu")
-        for same in by_device.values()
-    ]
-    if not norms:
-        return torch.zeros((), device=device, dtype=wide)
-    together = torch.cat(norms)
-    return together.amax() if math.isinf(norm_type) else (together**norm_type).sum()
-
-
-def _norms(pieces: list[Tensor], norm_type: float, wide: torch.dtype) -> list[Tensor]:
-    """Each piece's norm, accumulated in fp32 at least; in `wide` for powers that leave its range sooner than 2 does."""
-    exact = norm_type in {1.0, 2.0, math.inf} and all(piece.dtype != torch.float64 for piece in pieces)
-    return list(torch._foreach_norm(pieces, norm_type, dtype=torch.float32 if exact else wide))  # noqa: SLF001 - no public one
-
-
-def _whole_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The local gradient of each parameter, placed as the parameter is."""
-    gradients: list[Tensor | None] = []
+def _place_as_parameters_(gradients: list[Tensor | None], parameters: Sequence[Tensor]) -> None:
+    """Replace each DTensor in `gradients` by its local tensor, once it is placed as its parameter is."""
     pending: dict[tuple[object, ...], list[tuple[int, DTensor, int]]] = {}
     for number, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is not None and is_dtensor(gradient) and is_dtensor(parameter):
+        gradient = gradients[number]
+        if gradient is None:
+            continue
+        if is_dtensor(gradient) and is_dtensor(parameter):
             axis = _only_partial_axis(gradient, parameter)
             if axis is not None:
                 key = (axis, gradient.device_mesh, gradient.dtype, gradient.to_local().device)
                 pending.setdefault(key, []).append((number, gradient, axis))
             elif gradient.placements != parameter.placements:
                 gradient = gradient.redistribute(placements=parameter.placements)
-        gradients.append(None if gradient is None else to_local_if_dtensor(gradient))
+        gradients[number] = to_local_if_dtensor(gradient)
     for same in pending.values():
         _, gradient, axis = same[0]
         group = gradient.device_mesh.get_group(axis)
         summed = _summed([one.to_local() for _, one, _ in same], group)
         for (number, _, _), whole in zip(same, summed, strict=True):
             gradients[number] = whole
-    return gradients
 
 
 def _only_partial_axis(gradient: "DTensor", parameter: "DTensor") -> int | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rl_refit.refit import Refit
-from rl_refit.report import RefitReport
+from rl_refit.refit import Refit, RefitReport
 
 __all__ = ["CountedRefit"]
 

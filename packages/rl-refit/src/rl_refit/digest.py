@@ -17,10 +17,9 @@ tensors of the same digest will construct them easily.
 The weights are the outputs of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), made odd.
 
-Knows no tensors: a pure function that both sides compute. A chunk is at most a MiB, and chunks are counted through all
-boxes; the first of them moves on with the phase, so that k refits in a row see every byte.
-
-Knows seconds only. What it chooses changes a report, never a result.
+A `Sample` is a share of the chunks of all boxes, which both sides compute alike. A chunk is at most a MiB; the phase
+says which comes first, so that `stride` refits in a row see every byte. `VerificationShare` chooses the sample by the
+seconds that digests took: what it chooses changes a report, never a result.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -112,32 +111,22 @@ def digest_tensor(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=16)
     whole = data.numel() // (8 * ROW_WORDS) * (8 * ROW_WORDS)
-    for words in _blocks(data[:whole]):
-        total.update(_bytes(_row_sums(words)))
-        total.update(_bytes(words.sum(dim=0)))
-    total.update(_bytes(data[whole:]))
+    weights = _weights(data.device)
+    for start in range(0, whole, _BLOCK_BYTES):
+        block = data[start : min(start + _BLOCK_BYTES, whole)]
+        if data.storage_offset() % 8:  # int64 views start on a multiple of 8 bytes
+            block = block.clone()
+        words = block.view(torch.int64).view(-1, ROW_WORDS)
+        if data.device.type == "cpu":
+            row_sums = torch.mv(words, weights)  # one pass, no temporary
+        else:
+            row_sums = (words * weights).sum(dim=1)  # other devices have no product of integer matrices
+        sums = torch.cat((row_sums, words.sum(dim=0))).cpu()
+        total.update(ctypes.string_at(sums.data_ptr(), sums.nbytes))  # without NumPy torch has no shorter way to bytes
+    if whole < data.numel():
+        rest = data[whole:].cpu()
+        total.update(ctypes.string_at(rest.data_ptr(), rest.nbytes))
     return total.hexdigest()
-
-
-def _blocks(data: Tensor) -> Iterator[Tensor]:
-    """Whole rows of bytes as blocks of int64 [rows, ROW_WORDS]; copied only where they do not start on a whole word."""
-    aligned = data.storage_offset() % 8 == 0
-    for start in range(0, data.numel(), _BLOCK_BYTES):
-        block = data[start : start + _BLOCK_BYTES]
-        yield (block if aligned else block.clone()).view(torch.int64).view(-1, ROW_WORDS)
-
-
-def _row_sums(words: Tensor) -> Tensor:
-    weights = _weights(words.device)
-    if words.device.type == "cpu":
-        return torch.mv(words, weights)  # one pass, no temporary
-    return (words * weights).sum(dim=1)  # other devices have no product of integer matrices
-
-
-def _bytes(values: Tensor) -> bytes:
-    """The memory of a contiguous tensor; torch alone has no shorter way to it without NumPy."""
-    values = values.cpu()
-    return ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
 
 
 @lru_cache(maxsize=8)
@@ -197,11 +186,6 @@ class Sample:
         if self.stride == 0:
             return ()
         return boxes.whole if self.stride == 1 else boxes.chunks[self.phase % self.stride :: self.stride]
-
-    @property
-    def text(self) -> str:
-        """For reports: "every byte", "1/8 of the chunks", "nothing"."""
-        return {0: "nothing", 1: "every byte"}.get(self.stride, f"1/{self.stride} of the chunks")
 
 
 COST = 0.25

@@ -1,7 +1,4 @@
-"""What one side of a refit holds: an ordered list of tensors by Hugging Face name, with a hash both sides can compare.
-
-Knows no tensor data: it is metadata, and small.
-"""
+"""What one side of a refit holds: its tensors in order, by Hugging Face name, with a hash that both sides compare."""
 
 from __future__ import annotations
 
@@ -48,6 +45,12 @@ class TensorMeta:
     feeding: Feeding = "fed"
     """In a sink: "derived" where the engine recomputes it from others, "constant" where it never changes."""
 
+    torch_dtype: torch.dtype = dataclasses.field(init=False, repr=False, compare=False)
+    """The dtype as torch's own object."""
+
+    travels: bool = dataclasses.field(init=False, repr=False, compare=False)
+    """Whether bytes of it are sent: it is fed, and tied to no other."""
+
     def __post_init__(self) -> None:
         if type(getattr(torch, self.dtype, None)) is not torch.dtype:
             raise ValueError(f"{self.dtype!r} is no torch dtype; {self.name!r} needs one, such as 'bfloat16'")
@@ -55,22 +58,13 @@ class TensorMeta:
             raise ValueError(f"a shape has no negative size; {self.name!r} has {self.shape}")
         if self.feeding not in get_args(Feeding):
             raise ValueError(f"feeding is one of {get_args(Feeding)}; {self.name!r} has {self.feeding!r}")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's own object."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        object.__setattr__(self, "torch_dtype", getattr(torch, self.dtype))  # the way around `frozen`
+        object.__setattr__(self, "travels", self.feeding == "fed" and self.tied_to is None)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the global tensor, counted once."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def travels(self) -> bool:
-        """Whether bytes of it are sent: it is fed, and tied to no other."""
-        return self.feeding == "fed" and self.tied_to is None
 
     def regions(self) -> dict[int, tuple[Region, ...]]:
         """The boxes that each rank holds, none of them empty."""
@@ -106,7 +100,7 @@ class Manifest:
         """Bytes of all tensors, ties counted once, replicas not counted."""
         return sum(meta.total_bytes for meta in self.tensors if meta.tied_to is None)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Every rank that holds anything, ascending."""
         return tuple(sorted({rank for layout in {meta.layout for meta in self.tensors} for rank in layout.ranks}))

@@ -1,6 +1,6 @@
 """The tensors of an `nn.Module` as both sides of a refit see them: every parameter and every buffer, persistent or not.
 
-Knows no transaction. DTensors appear as their local tensor, without a gather; names that share memory are ties.
+DTensors appear as their local tensor, without a gather; names that share memory are ties.
 Bindings put names to storage that has other names, or several, in the module.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -111,10 +111,41 @@ class ModuleReader:
                 or a pattern fits no name.
             CoverageError: Of a sink, elements that no binding feeds and no pattern declares constant or derived.
         """
-        _reshard(self._module)
-        tensors = self._named_tensors()
-        parts = {name: _local_part(tensor) for name, tensor in tensors.items()}
-        identity = tuple(_identity(name, tensor, parts[name]) for name, tensor in tensors.items())
+        if "torch.distributed.fsdp" in sys.modules:
+            # After a forward without backward the root of FSDP2 keeps the gathered parameters: a copy, in the compute
+            # dtype, and not what the optimizer updates. Have the sharded ones put back.
+            from torch.distributed.fsdp import FSDPModule
+
+            for submodule in self._module.modules():
+                if isinstance(submodule, FSDPModule):
+                    submodule.reshard()
+
+        # The named tensors, and this rank's part of each: detached, in the same memory.
+        # Where DTensor is not imported no tensor is one, and importing it would take a second.
+        dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        tensors: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
+        marks: list[object] = []
+        for own_name, tensor in itertools.chain(
+            self._module.named_parameters(remove_duplicate=False), self._module.named_buffers(remove_duplicate=False)
+        ):
+            name = self._rename(own_name) if self._rename else own_name
+            if name in tensors:
+                raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
+            if tensor.is_meta:
+                raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
+            tensors[name], local, placements = tensor, tensor, None
+            if isinstance(tensor, dtensor):
+                placements = tensor.placements
+                with torch.no_grad():
+                    local = tensor.to_local()
+            local = parts[name] = local.detach()
+            # Equal as long as a tensor is the same object, in the same memory, and lies on the same ranks.
+            marks.append((name, id(tensor), tensor.shape, placements, local.data_ptr(), local.shape, local.stride()))
+            marks.append((local.dtype, local.device))
+        identity = tuple(marks)
+
+        # What is known of these tensors from one of the latest reads, or is found out now.
         known = self._known.pop(identity, None) or self._describe(tensors, parts)
         self._known[identity] = known
         if len(self._known) > _BANKS:
@@ -125,19 +156,6 @@ class ModuleReader:
         }
         return ModuleTensors(held, known.manifest, tensors, identity)
 
-    def _named_tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for own_name, tensor in itertools.chain(
-            self._module.named_parameters(remove_duplicate=False), self._module.named_buffers(remove_duplicate=False)
-        ):
-            name = self._rename(own_name) if self._rename else own_name
-            if name in tensors:
-                raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
-            if tensor.is_meta:
-                raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
-            tensors[name] = tensor
-        return tensors
-
     def _describe(self, tensors: dict[str, Tensor], parts: dict[str, Tensor]) -> _Description:
         held: dict[str, list[Holding]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -147,7 +165,7 @@ class ModuleReader:
         fed_by_bindings = set(held)
         for name, tensor in tensors.items():
             if name not in bound:
-                layouts[name] = Layout.from_tensor(tensor) if _is_dtensor(tensor) else Layout.whole(rank)
+                layouts[name] = Layout.from_tensor(tensor)
                 shapes[name] = tuple(tensor.shape)
                 mine = layouts[name].regions(name, shapes[name]).get(rank, ())
                 held[name] = [(region, parts[name]) for region in mine]
@@ -251,12 +269,6 @@ def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool =
     return found
 
 
-def _identity(name: str, tensor: Tensor, local: Tensor) -> tuple[object, ...]:
-    """Equal as long as a tensor is the same object, in the same memory, and lies on the same ranks."""
-    layout = (tensor.shape, getattr(tensor, "placements", None))
-    return name, id(tensor), *layout, local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
-
-
 def _layout_of(holdings: list[Holding], rank: int) -> Layout:
     return Layout.from_boxes({rank: dict.fromkeys(region for region, _ in holdings)})
 
@@ -266,25 +278,6 @@ def _dtype(holdings: list[Holding], tensor: Tensor | None) -> str:
     if len(dtypes) > 1:
         raise RefitError(f"{holdings[0][0].name!r} is bound to memory of several dtypes: {sorted(map(str, dtypes))}")
     return str(dtypes.pop()).removeprefix("torch.")
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, detached, in the same memory."""
-    if _is_dtensor(tensor):
-        from torch.distributed.tensor import DTensor
-
-        assert isinstance(tensor, DTensor)
-        with torch.no_grad():
-            tensor = tensor.to_local()
-    return tensor.detach()
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    if "torch.distributed.tensor" not in sys.modules:  # then there is none, and importing it would take a second
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 def _memory(holdings: list[Holding]) -> object:
@@ -297,18 +290,3 @@ def _memory(holdings: list[Holding]) -> object:
 def _place(view: Tensor) -> tuple[object, ...]:
     """Equal for views that are the same elements of a storage, in the same order."""
     return view.untyped_storage().data_ptr(), view.storage_offset(), view.shape, view.stride()
-
-
-def _reshard(module: nn.Module) -> None:
-    """Have FSDP2 put its sharded parameters back.
-
-    After a forward without backward the root keeps the gathered ones in their place, which are a copy, in the compute
-    dtype, and not what the optimizer updates.
-    """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()

@@ -1,6 +1,6 @@
 """A plan cut into buckets, in the one order in which every party works through its share: a pure function of the plan.
 
-Knows no memory and no transport. A *stream* is what one source rank sends over one way: the same buckets to all of its
+A *stream* is what one source rank sends over one way: the same buckets to all of its
 sink ranks. Two ways to cut a plan:
 
     unicast      a stream for each (source rank, sink ranks of a route): every sink rank receives what it needs
@@ -62,7 +62,7 @@ class Schedule:
         """The streams that sink rank `rank` takes part in, in order."""
         return tuple(stream for stream in self.streams if rank in stream.sink_ranks)
 
-    @property
+    @cached_property
     def num_buckets(self) -> int:
         """Buckets of all streams."""
         return sum(len(stream.buckets) for stream in self.streams)

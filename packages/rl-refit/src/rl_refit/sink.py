@@ -1,6 +1,6 @@
 """An `nn.Module` as the sink of weights, in one of four modes.
 
-Knows nothing of the source. What the modes do with new weights until all of them have arrived:
+What the modes do with new weights until all of them have arrived:
 
     staged      a copy of their own (or the transport's memory, where that stays); commit copies it into the module
     swap        a second set of tensors; commit gives the module these and keeps the old ones for the next refit
@@ -15,22 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final, get_args
+from typing import Literal, NoReturn, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions, digest_tensor
+from rl_refit.digest import Digest, combine_digests, digest_tensor
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns
-from rl_refit.refit import CommittedVersion
 from rl_refit.writable import check_writable
 
-__all__ = ["CommitMode", "ModuleSink"]
+__all__ = ["CommitMode", "CommittedVersion", "ModuleSink"]
 
 CommitMode = Literal["staged", "swap", "in_place", "shadow"]
 
@@ -97,6 +96,8 @@ class ModuleSink:
         if mode == "swap" and bindings is not None:
             raise ValueError("mode='swap' exchanges whole tensors, which bindings look into; use mode='staged'")
         self._mode = mode
+        self.verifies_only = mode == "shadow"
+        """Whether a commit leaves the module as it is."""
         self._bound = bindings is not None
         self._on_commit = on_commit
         self._bank: dict[str, list[Holding]] = {}
@@ -111,11 +112,6 @@ class ModuleSink:
     def device(self) -> torch.device:
         """Where the module is."""
         return self._reader.device
-
-    @property
-    def verifies_only(self) -> bool:
-        """Whether a commit leaves the module as it is."""
-        return self._mode == "shadow"
 
     @property
     def version(self) -> int | None:
@@ -174,12 +170,16 @@ class ModuleSink:
         live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
         if tensors.identity not in self._checked:
             check_writable(live, tensors=tensors, bound=self._bound, swap=self._mode == "swap")
-            self._needed = {name: _needed(held) for name, held in live.items()}
+            self._needed = {name: sum(box.numel for box in {box for box, _ in held}) for name, held in live.items()}
             self._checked = [tensors.identity, *self._checked[:1]]  # "swap" has two, in turn
-        self._memory = {_storage(view) for held in live.values() for _, view in held if view.numel()}
-        self._version.begin()
+        self._memory = {
+            (view.device, view.untyped_storage().data_ptr())
+            for held in live.values()
+            for _, view in held
+            if view.numel()
+        }
         self._open = _Transaction(tensors, live, dict(self._needed))
-        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version.floor)
+        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version.begin())
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Take `tensor` as the new values of `region`; without a copy where it `stays` and the mode allows it.
@@ -187,21 +187,23 @@ class ModuleSink:
         Raises:
             RefitError: No transaction is open, the sink has no such box, or `tensor` is of another dtype or shape.
         """
-        transaction = self._transaction("stage")
+        transaction = self._open
+        if transaction is None:
+            raise RefitError("cannot stage: no transaction is open; prepare comes first")
         live = transaction.live.get(region.name)
         if live is None:
             raise RefitError(
                 f"cannot stage {region}: the sink has no such tensor", phase="transfer", tensor=region.name
             )
-        inside = [holding for holding in live if _holds(holding[0], region)]
-        if not inside or tensor.shape != region.shape or tensor.dtype != inside[0][1].dtype:
+        places = _places(live, region)
+        if not places or tensor.shape != region.shape or tensor.dtype != places[0].dtype:
             raise RefitError(
                 f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: the sink has "
                 f"{[list(box.shape) for box, _ in live]} in {live[0][1].dtype if live else 'nothing'}",
                 phase="transfer",
                 tensor=region.name,
             )
-        if _storage(tensor) in self._memory:
+        if (tensor.device, tensor.untyped_storage().data_ptr()) in self._memory:
             raise RefitError(
                 f"the new values of {region} lie in the sink's own memory: trainer and engine share their weights; "
                 f"give the engine a model of its own",
@@ -211,11 +213,11 @@ class ModuleSink:
         if region in transaction.seen:
             raise RefitError(f"{region} is staged a second time", phase="transfer", tensor=region.name)
         transaction.seen.add(region)
-        transaction.missing[region.name] -= region.numel
+        transaction.missing[region.name] -= tensor.numel()
         if self._mode == "in_place":
             transaction.touched = True
             with torch.no_grad():
-                _write(inside, region, tensor)
+                _overwrite(live, region, tensor)
         elif stays and self._mode != "swap":
             transaction.kept.setdefault(region.name, []).append((region, tensor))
         else:
@@ -233,16 +235,24 @@ class ModuleSink:
             self.check()
             tensors = self._reader.read()
             live = {meta.name: tensors.held[meta.name] for meta in tensors.manifest.tensors if meta.travels}
-            staged: dict[str, Sequence[Holding]] = dict(live)
         else:
             live = transaction.live
-            staged = {}
         if regions is None:
             regions = [region for held in live.values() for region in dict.fromkeys(region for region, _ in held)]
         regions = tuple(regions)
-        if transaction is not None:
-            staged = {name: self._staged(name, transaction) for name in {region.name for region in regions}}
-        return digest_regions(regions, lambda region: _read(staged[region.name], region))
+        held_of: dict[str, Sequence[Holding]] = {}
+        for name in {region.name for region in regions}:
+            held_of[name] = live[name] if transaction is None else self._staged(name, transaction)
+        digests: dict[Region, str | None] = {}
+        for region in regions:
+            places = _places(held_of[region.name], region)
+            found = {digest_tensor(place) for place in places} or {
+                digest_tensor(_assemble(held_of[region.name], region))
+            }
+            if len(found) > 1:
+                raise DigestError(f"{region} lies in {len(places)} places, and they differ", tensors=(region.name,))
+            digests[region] = found.pop()
+        return combine_digests(regions, digests)
 
     def commit(self, version: int) -> None:
         """Give the module the staged weights, as its mode says, then call `on_commit(version)`.
@@ -251,17 +261,23 @@ class ModuleSink:
             RefitError: Nothing was touched: no transaction is open, `version` is not newer than the committed one, or
                 some tensor was not staged exactly once.
         """
-        transaction = self._transaction("commit")
-        incomplete = [f"{name} ({missing:+,} elements)" for name, missing in transaction.missing.items() if missing]
-        if incomplete:
-            raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
+        transaction = self._open
+        if transaction is None:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        if any(transaction.missing.values()):
+            _refuse_incomplete(transaction.missing)
         self._version.require_newer(version)
         if self._mode == "shadow":
             self._open = None
             return
         try:
             with torch.no_grad():
-                self._move(transaction)
+                if self._mode == "swap":
+                    self._swap(transaction)
+                elif self._mode == "staged":
+                    for name, live in transaction.live.items():
+                        for region, piece in self._staged(name, transaction):
+                            _overwrite(live, region, piece)
             if self._on_commit is not None:
                 self._on_commit(version)
             self._version.commit(version)
@@ -276,28 +292,21 @@ class ModuleSink:
             self._poison = self._poison or "a refit in place was given up after its first byte"
         self._open = None
 
-    def _move(self, transaction: _Transaction) -> None:
-        if self._mode == "staged":
-            for name, live in transaction.live.items():
-                for region, piece in self._staged(name, transaction):
-                    _overwrite(live, region, piece)
-        elif self._mode == "swap":
-            for name, held in transaction.live.items():
-                for (region, old), (_, fresh) in zip(held, self._banked(name, held), strict=True):
-                    transaction.tensors.objects[name].data = fresh
-                    self._bank[name] = [(region, old)]
+    def _swap(self, transaction: _Transaction) -> None:
+        for name, live in transaction.live.items():
+            for (region, old), (_, fresh) in zip(live, self._banked(name, live), strict=True):
+                transaction.tensors.objects[name].data = fresh
+                self._bank[name] = [(region, old)]
 
     def _staged(self, name: str, transaction: _Transaction) -> Sequence[Holding]:
+        """Where the new values of a tensor are, until they are committed."""
+        live, kept = transaction.live[name], transaction.kept.get(name)
         if self._mode == "in_place":
-            return transaction.live[name]
-        kept = transaction.kept.get(name)
-        if kept is None:
-            return self._banked(name, transaction.live[name])
-        covered = sum(region.numel for region, _ in kept)
-        if covered == self._needed[name]:
+            return live
+        if kept is not None and sum(piece.numel() for _, piece in kept) == self._needed[name]:
             return kept
-        bank = self._banked(name, transaction.live[name])  # part of it stays, part was copied
-        for region, piece in kept:
+        bank = self._banked(name, live)
+        for region, piece in kept or ():  # part of it stays, part was copied
             _overwrite(bank, region, piece)
         return bank
 
@@ -316,42 +325,29 @@ class ModuleSink:
             self._bank[name] = bank
         return bank
 
-    def _transaction(self, action: str) -> _Transaction:
-        if self._open is None:
-            raise RefitError(f"cannot {action}: no transaction is open; prepare comes first")
-        return self._open
+
+def _refuse_incomplete(missing: dict[str, int]) -> NoReturn:
+    incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
+    raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
 
 
-def _storage(view: Tensor) -> tuple[torch.device, int]:
-    return view.device, view.untyped_storage().data_ptr()
+def _places(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
+    """A view of `region` in each of the holdings that have all of it."""
+    return [
+        memory if box == region else memory[region.index_within(box)]
+        for box, memory in holdings
+        if box == region or (len(box.shape) == len(region.shape) and box.intersect(region) == region)
+    ]
 
 
-def _needed(held: tuple[Holding, ...]) -> int:
-    return sum(region.numel for region in {region for region, _ in held})
-
-
-def _overwrite(live: Iterable[Holding], region: Region, piece: Tensor) -> None:
-    _write([holding for holding in live if _holds(holding[0], region)], region, piece)
-
-
-def _holds(box: Region, region: Region) -> bool:
-    return box == region or (len(box.shape) == len(region.shape) and box.intersect(region) == region)
-
-
-def _write(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
+def _overwrite(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
     """Copy `tensor` to every place of `region`."""
-    for box, memory in holdings:
-        place = memory if box == region else memory[region.index_within(box)]
+    for place in _places(holdings, region):
         place.copy_(tensor)
 
 
-def _read(holdings: Iterable[Holding], region: Region) -> Tensor:
-    """The values of `region`: a view where one holding has all of it, assembled from several otherwise."""
-    whole_in = [memory[region.index_within(box)] for box, memory in holdings if _holds(box, region)]
-    if len(whole_in) > 1 and len({digest_tensor(view) for view in whole_in}) > 1:
-        raise DigestError(f"{region} lies in {len(whole_in)} places, and they differ", tensors=(region.name,))
-    if whole_in:
-        return whole_in[0]
+def _assemble(holdings: Iterable[Holding], region: Region) -> Tensor:
+    """A copy of `region`, of which each holding has a part."""
     parts: list[tuple[Region, Region, Tensor]] = []
     for box, memory in holdings:
         shared = region.intersect(box)
@@ -359,7 +355,52 @@ def _read(holdings: Iterable[Holding], region: Region) -> Tensor:
             parts.append((shared, box, memory))
     if sum(shared.numel for shared, _, _ in parts) != region.numel:
         raise RefitError(f"{region} is not staged", phase="verify", tensor=region.name)
-    whole = torch.empty(region.shape, dtype=parts[0][2].dtype, device=parts[0][2].device)
+    copy = torch.empty(region.shape, dtype=parts[0][2].dtype, device=parts[0][2].device)
     for shared, box, memory in parts:
-        whole[shared.index_within(region)].copy_(memory[shared.index_within(box)])
-    return whole
+        copy[shared.index_within(region)].copy_(memory[shared.index_within(box)])
+    return copy
+
+
+@final
+class CommittedVersion:
+    """The version that a sink has committed, and the one that the next must be newer than.
+
+    A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use, here or at
+    another rank of the sink, may be committed once more.
+    """
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+        """The version last committed; None before the first."""
+        self.floor: int | None = None
+        """What the next version must be newer than; None before the first."""
+        self._before: int | None = None
+
+    def begin(self) -> int | None:
+        """A transaction opens, and to withdraw is to go back to what holds now; returns `floor`."""
+        self._before = self.floor
+        return self.floor
+
+    def require_newer(self, version: int) -> None:
+        """Pass if `version` may be committed.
+
+        Raises:
+            RefitError: It is not newer than `floor`.
+        """
+        if self.floor is not None and version <= self.floor:
+            raise RefitError(
+                f"version {version} is not newer than the committed {self.floor}; a version counts optimizer steps",
+                phase="commit",
+            )
+
+    def commit(self, version: int) -> None:
+        """From now on it is `version`."""
+        self._before, self.value, self.floor = self.floor, version, version
+
+    def withdraw(self) -> None:
+        """What was committed last does not count."""
+        self.value = self.floor = self._before
+
+    def repeat(self) -> None:
+        """What was committed last counts, and may be committed once more."""
+        self.floor = self._before

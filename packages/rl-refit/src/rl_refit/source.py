@@ -23,7 +23,6 @@ from rl_refit.module_tensors import ModuleReader, Rename, as_patterns
 __all__ = ["ModuleSource", "StateDictSource"]
 
 
-@final
 class ModuleSource:
     """Every parameter and every buffer of `module`, persistent or not. A `WeightSource`.
 
@@ -55,11 +54,8 @@ class ModuleSource:
         self._buffers = {rename(name) if rename else name for name, _ in module.named_buffers(remove_duplicate=False)}
         self._read: Manifest | None = None
         self._sent: Manifest | None = None
-
-    @property
-    def tensors_stay(self) -> bool:
+        self.tensors_stay = not self._cast
         """Whether what `shards` yields is the module's own memory; converted copies are not."""
-        return not self._cast
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +88,7 @@ class ModuleSource:
 
 
 @final
-class StateDictSource:
+class StateDictSource(ModuleSource):
     """The tensors of a mapping from Hugging Face names. A `WeightSource`, of what the mapping holds when it is read.
 
     Args:
@@ -110,9 +106,8 @@ class StateDictSource:
         bindings: Bindings | None = None,
         cast: Mapping[str, torch.dtype] | torch.dtype | None = None,
     ) -> None:
-        self._tensors = tensors
         patterns = {"*": cast} if isinstance(cast, torch.dtype) else cast
-        self._source = ModuleSource(_Shelf(tensors), bindings=bindings, cast=patterns)
+        super().__init__(_Shelf(tensors), bindings=bindings, cast=patterns)
 
     @classmethod
     def from_shards(
@@ -153,24 +148,6 @@ class StateDictSource:
                     yield Binding(region, shape=shard.shape, tensor=box.of_local(shard.local))
 
         return cls(laid_out | storage | replicated, bindings=bindings if boxed else None, cast=cast)
-
-    @property
-    def tensors_stay(self) -> bool:
-        """Whether what `shards` yields is the mapping's own memory."""
-        return self._source.tensors_stay
-
-    @property
-    def device(self) -> torch.device:
-        """Where the first tensor is."""
-        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-
-    def manifest(self) -> Manifest:
-        """What the mapping holds now."""
-        return self._source.manifest()
-
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
-        """The boxes of each tensor of `names` that this rank holds."""
-        return self._source.shards(names)
 
 
 def cast_manifest(

@@ -11,8 +11,7 @@ from torch.distributed import HashStore
 from rl_refit import Coverage, Layout, Manifest, Region, TensorMeta, digest_regions, plan_refit
 from rl_refit.errors import AbortedError, RefitError
 from rl_refit.schedule import make_schedule
-from rl_refit.transports.base import Channel, Inbox, Outbox
-from rl_refit.watch import Watch
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 
 TENSORS = {
     "wide": (torch.bfloat16, (6, 5)),

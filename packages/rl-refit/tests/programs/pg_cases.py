@@ -29,10 +29,9 @@ from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource
 from rl_refit.topology import Topology
 from rl_refit.transaction.liveness import Heartbeat
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.point_to_point import PointToPoint
-from rl_refit.watch import Watch
 
 TRANSPORTS = {"broadcast": Broadcast, "point_to_point": PointToPoint}
 NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports

@@ -28,10 +28,9 @@ from rl_refit.layout import Layout
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import plan_refit
 from rl_refit.schedule import make_schedule
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.cuda_ipc import CudaIpc
 from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
-from rl_refit.watch import Watch
 
 TRANSPORTS = {"SharedMemory": SharedMemory, "SharedMemoryRing": SharedMemoryRing, "CudaIpc": CudaIpc}
 PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is

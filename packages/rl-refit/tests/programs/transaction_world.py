@@ -11,8 +11,8 @@ from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, Refit, Rendezvous
 from rl_refit.transaction.control import Control
+from rl_refit.transports.base import Watch
 from rl_refit.transports.shared_memory import SharedMemoryRing
-from rl_refit.watch import Watch
 
 PATIENCE_S = 120.0  # what must succeed may take as long as this, however busy the machine is
 HANG_S = 2 * PATIENCE_S

@@ -1,39 +1,23 @@
 """Cut the examples of a step over ranks and microbatches, and make the model inputs of each.
 
-    padded    units of like length, so that little padding is computed: neighbours in the order of lengths
-    packed    any units, filled up to the bound on tokens: best fit, longest first
+`cut_all` gives every rank equally many microbatches, because the collectives of a sharded model must be entered by all
+ranks equally often: a rank with too few rows repeats the shortest one of the batch and does not count it. First as few
+microbatches as the bounds allow; then, of as many as all ranks must have, alike ones, because the largest decides the
+memory of a step. Every rank computes the whole cut from the same lengths and takes its own part: ties go by index, and
+costs are integers.
 
-First as few microbatches as the bounds allow, then, of as many as all ranks must have, alike ones: the largest decides
-the memory that a step takes.
+`make_inputs` lays the b rows of a microbatch, of which the longest has w tokens, out in one of two layouts:
 
-Two layouts of the same rows, of b rows and their longest w:
+    padded    [b, w]       rows of like length, right-padded: under a causal mask no token sees the padding after it
+    packed    [1, sum]     rows one after the other; `cu_seq_lens` says where each begins
 
-    padded    [b, w]       one row each, right-padded: under a causal mask no token sees the padding after it
-    packed    [1, sum]     rows one after the other, `cu_seq_lens` telling where each begins
+Every index is computed here, on the host, from the examples alone: nothing in the forward depends on values, so that it
+can run on fake tensors, be compiled, and be entered by all ranks alike. Under context parallelism a rank holds two of
+2·cp chunks of each row, as `rl_parallel_plans.shard_sequence` cuts them, and predicts the asked tokens that follow one
+of its own. Packed rows are padded to 2·cp equal chunks each and cut one by one; padded ones all to the longest.
 
-Every index is computed here, on the host, from the examples alone: nothing in the forward depends on numbers, so that
-it can be run on fake tensors, compiled, and entered by all ranks alike.
-
-Under context parallelism a rank holds two of 2·cp chunks of each row, as `rl_parallel_plans.shard_sequence` cuts them,
-and predicts the asked tokens that follow one of its own. Packed rows are padded to 2·cp equal chunks each, and cut one
-by one; padded ones all to the longest.
-
-Axes: b rows of a microbatch, w tokens of its longest, t tokens that the model reads at a time, n asked tokens, k words.
-
-Axes: B rows of the batch, b of the microbatch, T tokens of the longest row of the batch.
-
-Every rank works this out by itself, from the same lengths, and all must find the same: ties go by index, and costs are
-whole numbers.
-
-A row of T tokens costs T (for all that is linear in tokens) plus T² / 24576 (for attention). In a decoder layer of H
-features, projections and feed-forward take about 24·H² operations a token and causal attention 2·H·T, so that attention
-costs as much as everything else at T = 12·H: 24576 tokens for H = 2048.
-
-Every rank works out the whole cut from the same lengths, and takes its own part. All ranks get equally many
-microbatches, because the collectives of a sharded model must be entered by all of them equally often: a rank with too
-few units repeats the shortest one of the batch, and does not count it.
-
-Axes: B rows of the batch, T tokens of its longest row. A unit is `rows_per_unit` consecutive rows, never parted.
+Axes: B rows of the batch, T tokens of its longest row, b rows of a microbatch, w tokens of its longest, t tokens that
+the model reads at a time, n asked tokens, k words. A unit is `rows_per_unit` consecutive rows, never parted.
 """
 
 import heapq
@@ -83,36 +67,41 @@ class Bounds:
     """Most tokens, as the model reads them."""
 
 
-def padded_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Callable[[int], Groups]:
-    """How to cut a rank's units, most tokens first; the result cuts into at least the number that it is given.
+def padded_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int = 0) -> Groups:
+    """Cut a rank's units into neighbours in the order of lengths: as few groups as `bounds` allow, at least `number`.
 
     units: unit numbers, in descending order of `tokens`.
     tokens: of each unit (by its number), padded to its own longest row.
     """
     ordered = [tokens[unit] for unit in units]
-    fewest = len(_starts(ordered, bounds.units, bounds.tokens))
+    wanted = max(number, len(_starts(ordered, bounds.units, bounds.tokens)))
+    # The smallest bound on tokens that still gives that number of runs makes them alike.
+    most_tokens = None
+    if ordered:
+        most_tokens, high = ordered[0], ordered[0] * bounds.units
+        if bounds.tokens is not None:
+            high = max(most_tokens, min(high, bounds.tokens))
+        while most_tokens < high:
+            middle = (most_tokens + high) // 2
+            if len(_starts(ordered, bounds.units, middle)) <= wanted:
+                high = middle
+            else:
+                most_tokens = middle + 1
+    starts = _starts(ordered, bounds.units, most_tokens)
+    groups = [list(units[start:end]) for start, end in zip(starts, [*starts, len(units)][1:], strict=True)]
+    if len(groups) < wanted:
+        groups = _split_up(groups, lambda group: tokens[group[0]] * len(group), wanted)
+    return sorted(groups, key=lambda group: (-tokens[group[0]] * len(group), group))
 
-    def into(number: int) -> Groups:
-        wanted = max(number, fewest)
-        starts = _starts(ordered, bounds.units, _smallest_bound(ordered, bounds, wanted))
-        groups = [list(units[start:end]) for start, end in zip(starts, [*starts, len(units)][1:], strict=True)]
-        return _split_up(groups, lambda group: tokens[group[0]] * len(group), wanted)
 
-    return into
-
-
-def packed_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Callable[[int], Groups]:
+def packed_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int = 0) -> Groups:
     """As `padded_groups`, for rows without padding: the tokens of a microbatch are the sum of its units'."""
     fitted = _best_fit(units, tokens, bounds)
-
-    def into(number: int) -> Groups:
-        wanted = max(number, len(fitted))
-        spread = _spread(units, tokens, bounds, number=min(wanted, len(units)))
-        if spread is None:
-            spread = _split_up(fitted, lambda group: sum(tokens[unit] for unit in group), wanted)
-        return sorted(spread, key=lambda group: (-sum(tokens[unit] for unit in group), group))
-
-    return into
+    wanted = max(number, len(fitted))
+    groups = _spread(units, tokens, bounds, number=min(wanted, len(units)))
+    if groups is None:
+        groups = _split_up(fitted, lambda group: sum(tokens[unit] for unit in group), wanted)
+    return sorted(groups, key=lambda group: (-sum(tokens[unit] for unit in group), group))
 
 
 def _starts(ordered: Sequence[int], most_units: int, most_tokens: int | None) -> list[int]:
@@ -122,22 +111,6 @@ def _starts(ordered: Sequence[int], most_units: int, most_tokens: int | None) ->
         starts.append(at)
         at += most_units if most_tokens is None else max(1, min(most_units, most_tokens // ordered[at]))
     return starts
-
-
-def _smallest_bound(ordered: Sequence[int], bounds: Bounds, number: int) -> int | None:
-    """The smallest bound on tokens that still gives `number` runs."""
-    if not ordered:
-        return None
-    low, high = ordered[0], ordered[0] * bounds.units
-    if bounds.tokens is not None:
-        high = max(low, min(high, bounds.tokens))
-    while low < high:
-        middle = (low + high) // 2
-        if len(_starts(ordered, bounds.units, middle)) <= number:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _split_up(groups: Groups, size: Callable[[list[int]], int], number: int) -> Groups:
@@ -153,7 +126,7 @@ def _split_up(groups: Groups, size: Callable[[list[int]], int], number: int) -> 
         half = len(group) // 2
         for part, rows in enumerate((group[:half], group[half:])):
             heapq.heappush(heap, (-size(rows), 2 * index + part + len(groups), rows))
-    return sorted([group for _, group in whole] + [group for _, _, group in heap], key=lambda g: (-size(g), g))
+    return [group for _, group in whole] + [group for _, _, group in heap]
 
 
 def _best_fit(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Groups:
@@ -219,13 +192,13 @@ class SequenceShard:
 
         A row of which it holds fewer than of another ends before the last column.
         """
-        columns, chunk = torch.arange(int(held.max())), _half(held)[:, None]
+        columns, chunk = torch.arange(int(held.max())), -(-held // 2)[:, None]
         last = 2 * self.num_ranks - 1 - self.rank
         return torch.where(columns < chunk, columns + chunk * self.rank, columns + chunk * (last - 1))
 
     def columns(self, positions: Int[Tensor, " n"], held: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """The reverse, of one position a row: in which column it is there; -1 where another rank has it."""
-        chunk = _half(held)
+        chunk = -(-held // 2)
         number, within = positions // chunk, positions % chunk
         last = 2 * self.num_ranks - 1 - self.rank
         return torch.where(number == self.rank, within, torch.where(number == last, within + chunk, -1))
@@ -320,7 +293,7 @@ def make_inputs(
         tokens: token ids.
         lengths: tokens of each row that are not padding.
         asked: the tokens that something is wanted of; none beyond its row's length.
-        layout: see the head of this file.
+        layout: see above, at the top of this file.
         offset: 1 to read at the hidden state before each asked token, which predicts it; 0 to read at its own, as a
             value head does.
         shard: this rank's part of the rows.
@@ -329,21 +302,36 @@ def make_inputs(
         pad_token_id: what stands for padding; it is seen by nothing that counts.
         words: ids that are asked about in each asked token's place, besides its own.
     """
-    width = tokens.shape[1]
-    held = _held(lengths, width, layout=layout, shard=shard, multiple=multiple)
+    num_rows, width = tokens.shape
     whole = SequenceShard(0, 1) if shard is None else shard
+    packed = layout == "packed"
+
+    # Tokens of each row that one rank reads, padding included. A shard is two equal chunks of every row.
+    chunks = 1 if shard is None else 2
+    multiple = math.lcm(multiple, chunks)
+    if packed:
+        held = chunks * -(-lengths // (chunks * whole.num_ranks))
+        if missing := -int(held.sum()) % multiple:
+            held = torch.cat([held, held.new_tensor([missing])])  # one more row, of padding alone
+    else:
+        held = torch.full_like(lengths, multiple * -(-width // (multiple * whole.num_ranks)))
+
+    # The asked tokens that follow one of this rank's own, and where that one is.
     rows, columns = asked.nonzero(as_tuple=True)
     place = whole.columns(columns - offset, held[rows])
     own = place >= 0
     rows, columns, place = rows[own], columns[own], place[own]
 
+    # Ids at this rank's positions: padding beyond a row's length, and in the row of padding alone.
     positions = whole.positions_of_rows(held)
-    ids = _ids_at(positions, tokens, lengths, pad_token_id=pad_token_id)
-    ends = held.cumsum(0)
-    packed = layout == "packed"
+    read = positions[:num_rows]
+    ids = positions.new_full(positions.shape, pad_token_id)
+    ids[:num_rows] = tokens.gather(1, read.clamp(max=width - 1)).where(read < lengths[:, None], pad_token_id)
     if packed:
-        read = torch.arange(positions.shape[1]) < held[:, None]
-        ids, positions = ids[read][None], positions[read][None]
+        kept = torch.arange(positions.shape[1]) < held[:, None]
+        ids, positions = ids[kept][None], positions[kept][None]
+
+    ends = held.cumsum(0)
     return ModelInputs(
         tokens=ids,
         position_ids=positions[:1] if packed or shard is not None else None,
@@ -354,33 +342,6 @@ def make_inputs(
         into=rows * width + columns,
         words=None if words is None else words[rows, columns],
     )
-
-
-def _held(lengths: Tensor, width: int, *, layout: Layout, shard: SequenceShard | None, multiple: int) -> Tensor:
-    """Tokens of each row that the model reads on one rank, padding included; of packed rows maybe one more, of padding.
-
-    A shard is two equal chunks, of every row.
-    """
-    chunks, ranks = (1, 1) if shard is None else (2, shard.num_ranks)
-    multiple = math.lcm(multiple, chunks)
-    if layout == "padded":
-        return torch.full_like(lengths, multiple * -(-width // (multiple * ranks)))
-    held = chunks * -(-lengths // (chunks * ranks))
-    missing = -int(held.sum()) % multiple
-    return torch.cat([held, held.new_tensor([missing])]) if missing else held
-
-
-def _ids_at(positions: Tensor, tokens: Tensor, lengths: Tensor, *, pad_token_id: int) -> Tensor:
-    """Ids at `positions` [b or b + 1, t] of rows [b, w]: padding beyond a row's length, and in the row after all."""
-    num_rows, width = tokens.shape
-    own = positions[:num_rows]
-    ids = positions.new_full(positions.shape, pad_token_id)
-    ids[:num_rows] = tokens.gather(1, own.clamp(max=width - 1)).where(own < lengths[:, None], pad_token_id)
-    return ids
-
-
-def _half(held: Tensor) -> Tensor:
-    return -(-held // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,11 +360,11 @@ class Microbatch:
     def of(self, examples: BatchT, *, device: str) -> BatchT:
         """These rows of `examples`, on no more columns than they fill, on `device`."""
         instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
-        length = instance.tokens.shape[1]
-        taken = {
-            field.name: _take(getattr(instance, field.name), self.rows, width=self.width, length=length).to(device)
-            for field in fields(instance)
-        }
+        length, taken = instance.tokens.shape[1], {}
+        for field in fields(instance):
+            tensor = getattr(instance, field.name)
+            along_tokens = tensor.ndim > 1 and tensor.shape[1] == length
+            taken[field.name] = (tensor[self.rows, : self.width] if along_tokens else tensor[self.rows]).to(device)
         cut: BatchT = replace(instance, **taken)
         return cut
 
@@ -418,16 +379,15 @@ def moved(examples: BatchT, *, device: str) -> BatchT:
     return there
 
 
-def _take(tensor: Tensor, rows: Tensor, *, width: int, length: int) -> Tensor:
-    along_tokens = tensor.ndim > 1 and tensor.shape[1] == length
-    return tensor[rows, :width] if along_tokens else tensor[rows]
-
-
 _TOKENS_AT_WHICH_ATTENTION_IS_HALF = 24576
 
 
 def row_cost(length: int) -> int:
-    """What a row costs, in 1/24576 of a token's linear part."""
+    """What a row costs, in 1/24576 of a token's linear part: T tokens cost T + T² / 24576, the square for attention.
+
+    In a decoder layer of H features, projections and feed-forward take about 24·H² operations a token and causal
+    attention 2·H·T, so attention costs as much as everything else at T = 12·H: 24576 tokens for H = 2048.
+    """
     return length * (_TOKENS_AT_WHICH_ATTENTION_IS_HALF + length)
 
 
@@ -486,8 +446,7 @@ def cut(
     examples: TokenBatch, *, limits: MicrobatchLimits, rank: int, num_ranks: int, token_multiple: int = 1
 ) -> list[Microbatch]:
     """The microbatches of one rank; see `cut_all`."""
-    lengths, planned = _planned(examples, limits, num_ranks=num_ranks, token_multiple=token_multiple)
-    return _microbatches(planned, rank, lengths=lengths, rows_per_unit=examples.rows_per_unit)
+    return cut_all(examples, limits=limits, num_ranks=num_ranks, token_multiple=token_multiple)[rank]
 
 
 def cut_all(
@@ -510,139 +469,110 @@ def cut_all(
     Raises:
         BatchError: no rows, rows that no model can compute, or a unit that is too large for a microbatch.
     """
-    lengths, planned = _planned(examples, limits, num_ranks=num_ranks, token_multiple=token_multiple)
-    if vocabulary_size is not None:
-        _check_ids(examples, vocabulary_size)
-    return [
-        _microbatches(planned, rank, lengths=lengths, rows_per_unit=examples.rows_per_unit) for rank in range(num_ranks)
-    ]
+    lengths: list[int] = examples.lengths.tolist()
+    check_examples(examples, lengths, limits, vocabulary_size=vocabulary_size)
 
+    # Tokens that the model reads of each unit, where it is alone in a microbatch.
+    unit, packed = examples.rows_per_unit, limits.layout == "packed"
+    units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)]
+    if packed:
+        tokens = [sum(token_multiple * -(-length // token_multiple) for length in rows) for rows in units]
+    else:
+        tokens = [unit * token_multiple * -(-max(rows) // token_multiple) for rows in units]
+    if limits.tokens is not None and max(tokens) > limits.tokens:
+        worst = max(range(len(tokens)), key=tokens.__getitem__)
+        row = max(range(worst * unit, (worst + 1) * unit), key=lengths.__getitem__)
+        together = "" if unit == 1 else f", and the {unit} rows that belong together"
+        raise BatchError(
+            f"row {row} has {lengths[row]} tokens{together}: {tokens[worst]} as the model reads them, more than "
+            f"micro_batch_tokens={limits.tokens}; raise it to {tokens[worst]}, or shorten the row"
+        )
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    ranks: list[list[list[int]]]
-    """Units of each microbatch of each rank."""
-
-    shortest: int
-    """The unit to repeat."""
-
-
-def _planned(
-    examples: TokenBatch, limits: MicrobatchLimits, *, num_ranks: int, token_multiple: int
-) -> tuple[list[int], _Plan]:
-    lengths = examples.lengths.tolist()
-    _check_rows(examples, lengths)
-    unit = examples.rows_per_unit
-    _check_units(len(lengths), unit, limits)
-    packed = limits.layout == "packed"
-    units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)] if unit > 1 else None
-    tokens = _tokens_read(lengths, units, packed=packed, unit=unit, multiple=token_multiple)
-    _check_tokens(tokens, lengths, limits, unit=unit)
-    costs = list(map(row_cost, lengths)) if units is None else [sum(map(row_cost, rows)) for rows in units]
-    bounds = Bounds(limits.rows // unit, limits.tokens)
-    group = packed_groups if packed else padded_groups
-    cutters = []
-    for share in share_out(costs, num_ranks=num_ranks):
+    # The units of each rank, dealt by what they cost; one rank has them all.
+    shares = [list(range(len(units)))]
+    if num_ranks > 1:
+        shares = share_out([sum(map(row_cost, rows)) for rows in units], num_ranks=num_ranks)
+    for share in shares:
         share.sort()
         share.sort(key=tokens.__getitem__, reverse=True)  # stable: ties stay in the order of the batch
-        cutters.append(group(share, tokens, bounds))
-    number = max(len(into(0)) for into in cutters)
-    shortest = min(range(len(tokens)), key=lambda unit: (tokens[unit], unit))
-    return lengths, _Plan([into(number) for into in cutters], shortest)
+
+    # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
+    group, bounds = packed_groups if packed else padded_groups, Bounds(limits.rows // unit, limits.tokens)
+    ranks = [group(share, tokens, bounds) for share in shares]
+    number = max(map(len, ranks))
+    ranks = [
+        own if len(own) == number else group(share, tokens, bounds, number=number)
+        for share, own in zip(shares, ranks, strict=True)
+    ]
+    number = max(map(len, ranks))
+
+    # A rank with fewer repeats the shortest unit, uncounted.
+    shortest = min(range(len(units)), key=lambda index: (tokens[index], index))
+    cut: list[list[Microbatch]] = []
+    for own in ranks:
+        cut.append([])
+        for index in range(number):
+            counted = index < len(own)
+            rows = [each * unit + row for each in (own[index] if counted else [shortest]) for row in range(unit)]
+            cut[-1].append(Microbatch(torch.tensor(rows), max(lengths[row] for row in rows), counted))
+    return cut
 
 
-def _tokens_read(
-    lengths: list[int], units: list[list[int]] | None, *, packed: bool, unit: int, multiple: int
-) -> list[int]:
-    """Tokens that the model reads of each unit, where it is alone in a microbatch."""
-    if packed:
-        read = lengths if multiple == 1 else [multiple * -(-length // multiple) for length in lengths]
-        return read if units is None else [sum(read[start : start + unit]) for start in range(0, len(read), unit)]
-    longest = lengths if units is None else [max(rows) for rows in units]
-    return longest if unit == multiple == 1 else [unit * multiple * -(-length // multiple) for length in longest]
+def check_examples(
+    examples: TokenBatch, lengths: list[int], limits: MicrobatchLimits, *, vocabulary_size: int | None
+) -> None:
+    """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `cut_all`.
 
+    lengths: `examples.lengths`, on the host.
 
-def _microbatches(plan: _Plan, rank: int, *, lengths: list[int], rows_per_unit: int) -> list[Microbatch]:
-    own = plan.ranks[rank]
-    number = max(map(len, plan.ranks))
-    out = []
-    for index in range(number):
-        counted = index < len(own)
-        units = own[index] if counted else [plan.shortest]
-        rows = [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
-        out.append(Microbatch(torch.tensor(rows), max(lengths[row] for row in rows), counted))
-    return out
-
-
-def _check_rows(examples: TokenBatch, lengths: list[int]) -> None:
+    Raises:
+        BatchError: it names the row and what to do.
+    """
     if not lengths:
         raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")
-    num_tokens = examples.tokens.shape[1]
+    tokens, trainable = examples.tokens, examples.trainable
+    num_tokens = tokens.shape[1]
     for row, length in enumerate(lengths):
         if not 1 <= length <= num_tokens:
             raise BatchError(
                 f"row {row} has length {length}, where tokens hold {num_tokens}: lengths must be from 1 to that; "
                 f"leave out rows without tokens"
             )
-    trainable = examples.trainable
+
+    # Nothing precedes the first token to predict it from, and padding must not train. Rows of like length at a time:
+    # columns that are padding to all of them need no comparison.
     if bool(trainable[:, 0].any()):
         row = int(trainable[:, 0].int().argmax())
         raise BatchError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
-    if (place := _trained_padding(trainable, examples.lengths.to(trainable.device))) is not None:
-        row, column = place
-        raise BatchError(
-            f"row {row}: token {column} is marked trainable, and its length is {lengths[row]}: "
-            f"padding is nothing to train on"
-        )
-
-
-def _trained_padding(trainable: Tensor, lengths: Tensor) -> tuple[int, int] | None:
-    """A place beyond its row's length that is marked trainable.
-
-    Rows of like length at a time: columns that are padding to all of them need no comparison.
-    """
-    for rows in torch.split(lengths.argsort(), _ROWS_CHECKED_AT_A_TIME):
-        shortest, longest = int(lengths[rows[0]]), int(lengths[rows[-1]])
-        padding = torch.arange(shortest, longest, device=lengths.device) >= lengths[rows, None]
+    of_rows = examples.lengths.to(trainable.device)
+    for rows in torch.split(of_rows.argsort(), _ROWS_CHECKED_AT_A_TIME):
+        shortest, longest = int(of_rows[rows[0]]), int(of_rows[rows[-1]])
+        padding = torch.arange(shortest, longest, device=of_rows.device) >= of_rows[rows, None]
         if bool(trainable[rows, longest:].any()) or bool((trainable[rows, shortest:longest] & padding).any()):
-            beyond = torch.arange(trainable.shape[1], device=lengths.device) >= lengths[rows, None]
-            row, column = (trainable[rows] & beyond).nonzero()[0].tolist()
-            return int(rows[row]), column
-    return None
+            beyond = torch.arange(num_tokens, device=of_rows.device) >= of_rows[rows, None]
+            within, column = (trainable[rows] & beyond).nonzero()[0].tolist()
+            row = int(rows[within])
+            raise BatchError(
+                f"row {row}: token {column} is marked trainable, and its length is {lengths[row]}: "
+                f"padding is nothing to train on"
+            )
 
-
-def _check_ids(examples: TokenBatch, vocabulary_size: int) -> None:
-    """Of tokens that are not padding; all are looked at, and rows one by one only where something is wrong."""
-    tokens = examples.tokens
-    if int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary_size:
-        return
-    real = torch.arange(tokens.shape[1], device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
-    wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
-    if len(wrong):
-        row, column = wrong[0].tolist()
-        raise BatchError(
-            f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
-            f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
-        )
-
-
-def _check_units(num_rows: int, unit: int, limits: MicrobatchLimits) -> None:
-    if num_rows % unit:
-        raise BatchError(f"{num_rows} rows, of which {unit} belong together each: B must be a multiple of {unit}")
+    unit = examples.rows_per_unit
+    if len(lengths) % unit:
+        raise BatchError(f"{len(lengths)} rows, of which {unit} belong together each: B must be a multiple of {unit}")
     if unit > limits.rows:
         raise BatchError(
             f"{unit} rows belong together, and a microbatch holds {limits.rows}; micro_batch_size must be at "
             f"least {unit}"
         )
 
-
-def _check_tokens(tokens: list[int], lengths: list[int], limits: MicrobatchLimits, *, unit: int) -> None:
-    if limits.tokens is None or not tokens or max(tokens) <= limits.tokens:
-        return
-    worst = max(range(len(tokens)), key=tokens.__getitem__)
-    row = max(range(worst * unit, (worst + 1) * unit), key=lengths.__getitem__)
-    together = "" if unit == 1 else f", and the {unit} rows that belong together"
-    raise BatchError(
-        f"row {row} has {lengths[row]} tokens{together}: {tokens[worst]} as the model reads them, more than "
-        f"micro_batch_tokens={limits.tokens}; raise it to {tokens[worst]}, or shorten the row"
-    )
+    # Ids of tokens that are not padding; rows are looked at one by one only where some id is wrong.
+    if vocabulary_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
+        real = torch.arange(num_tokens, device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
+        wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise BatchError(
+                f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
+                f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
+            )

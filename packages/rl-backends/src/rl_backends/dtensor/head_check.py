@@ -34,7 +34,7 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
         return
     inputs = _inputs(sharded)
-    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0, inputs.into]
+    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
     theirs = _from_logits(sharded, inputs)
     sharded.reshard()
     apart = _largest_on_any_rank((ours - theirs).abs().max())

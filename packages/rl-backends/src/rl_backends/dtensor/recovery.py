@@ -15,6 +15,7 @@ def forget_pass(model: nn.Module) -> None:
     """Clear every gradient of `model`, plain or under FSDP2, wherever a failed forward or backward has left it."""
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _forget_gathered_gradients(module)

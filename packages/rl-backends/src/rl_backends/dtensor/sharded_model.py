@@ -1,7 +1,5 @@
 """A Hugging Face model laid out over a mesh, and how rows of a batch go through it.
 
-Knows meshes, microbatches and readers; no loss, no optimizer, no files.
-
     sizes of the config -> mesh -> plan -> experts, tensors, rows, recomputation, compilation, FSDP -> read(rows)
 
 Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of the batch's.
@@ -109,29 +107,31 @@ class ShardedModel:
         self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
         setattr(self.model, METHOD, MethodType(_read, self.model))
         register_fsdp_forward_method(self.model, METHOD)
-        self._rows = rows_of(self.mesh)
-        self._context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
+        self.rows = rows_of(self.mesh)
+        """The ranks among which rows are dealt."""
+        self.rank_of_rows: int = self.rows.get_local_rank()
+        """This rank's place in what `cut` returns."""
+        context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
+        self._context = context
+        self.sequence_shard = None if context is None else SequenceShard(context.get_local_rank(), context.size())
+        """This rank's part of every row; None without context parallelism."""
+        self.token_multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
+        """What the length of padded rows is rounded up to."""
+        self._limits = MicrobatchLimits(
+            rows=config.micro_batch_size,
+            tokens=config.micro_batch_tokens,
+            layout="packed" if config.sequence_packing else "padded",
+        )
 
     @property
     def under_fsdp(self) -> bool:
         """Whether parameters are gathered around each layer; on one rank in float32 there is nothing to gather."""
         return isinstance(self.model, FSDPModule)
 
-    @property
-    def rows_group(self) -> dist.ProcessGroup:
-        """The ranks among which rows are dealt."""
-        return self._rows.get_group()
-
     def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
         """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
-        mesh = self._rows if axis == "rows" else self._context
+        mesh = self.rows if axis == "rows" else self._context
         return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-
-    @property
-    def sequence_shard(self) -> SequenceShard | None:
-        """This rank's part of every row; None without context parallelism."""
-        context = self._context
-        return None if context is None else SequenceShard(context.get_local_rank(), context.size())
 
     def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
         """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
@@ -147,29 +147,13 @@ class ShardedModel:
         require_same_batch(examples, with_token_ids=with_token_ids)
         if with_token_ids:
             require_token_ids(examples, vocabulary_size=self._vocabulary_size)
-        config = self.config
-        limits = MicrobatchLimits(
-            rows=config.micro_batch_size,
-            tokens=config.micro_batch_tokens,
-            layout="packed" if config.sequence_packing else "padded",
-        )
         return cut_all(
             examples,
-            limits=limits,
-            num_ranks=self._rows.size(),
+            limits=self._limits,
+            num_ranks=self.rows.size(),
             token_multiple=self.token_multiple,
             vocabulary_size=self._vocabulary_size,
         )
-
-    @property
-    def token_multiple(self) -> int:
-        """What the length of padded rows is rounded up to."""
-        return 2 * self.config.context_parallel_size if self.config.context_parallel_size > 1 else 1
-
-    @property
-    def rank_of_rows(self) -> int:
-        """This rank's place in what `cut` returns."""
-        return self._rows.get_local_rank()
 
     def inputs(
         self,
@@ -187,19 +171,23 @@ class ShardedModel:
             rows.tokens,
             rows.lengths,
             asked,
-            layout="packed" if self.config.sequence_packing else "padded",
+            layout=self._limits.layout,
             offset=offset,
             shard=self.sequence_shard,
             words=words,
         )
         return made.to(self.config.device)
 
-    def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> Any:
+    def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-        read = getattr(self.model, METHOD)(inputs, reader, num_places=shape[0] * shape[1])
-        if isinstance(read, Tensor):
-            return self._in_rows(read, shape)
-        return tuple(self._in_rows(each, shape) for each in read)
+        read: tuple[Tensor, ...] = getattr(self.model, METHOD)(inputs, reader, num_places=shape[0] * shape[1])
+        if self._context is not None:
+            # Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own.
+            from torch.distributed.tensor import DTensor, Partial, Replicate
+
+            partial_sums = [DTensor.from_local(each, self._context, [Partial()], run_check=False) for each in read]
+            read = tuple(each.redistribute(placements=[Replicate()]).to_local() for each in partial_sums)
+        return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
     @torch.no_grad()
     def read_all(
@@ -212,20 +200,15 @@ class ShardedModel:
             rows = microbatch.of(examples, device="cpu")
             inputs = self.inputs(rows, wanted[microbatch.rows, : microbatch.width].cpu(), offset=offset)
             read = self.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))
-            for number, each in enumerate([read] if isinstance(read, Tensor) else read):
+            for number, each in enumerate(read):
                 whole = out.setdefault(number, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
                 if microbatch.counted:
                     whole[microbatch.rows.to(whole.device), : microbatch.width] = each
         self.reshard()
         for whole in out.values():
-            if self._rows.size() > 1:
-                dist.all_reduce(whole, group=self.rows_group)
+            if self.rows.size() > 1:
+                dist.all_reduce(whole, group=self.rows.get_group())
         return {number: whole.to(examples.tokens.device) for number, whole in out.items()}
-
-    def reduce_gradients(self, *, now: bool) -> None:
-        """Whether the next backward sums gradients over data-parallel ranks, or keeps them for one that does."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(now)
 
     def reshard(self) -> None:
         """Free what a forward without a backward, or a failure, has left gathered."""
@@ -244,21 +227,8 @@ class ShardedModel:
             self.close()
             raise
 
-    def _in_rows(self, read: Tensor, shape: tuple[int, int]) -> Tensor:
-        return self._of_all_tokens(read).view(*shape, *read.shape[1:])
 
-    def _of_all_tokens(self, partial: Tensor) -> Tensor:
-        """Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own."""
-        context = self._context
-        if context is None:
-            return partial
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        placed = DTensor.from_local(partial, context, [Partial()], run_check=False)
-        return placed.redistribute(placements=[Replicate()]).to_local()
-
-
-def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -> Any:
+def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -> tuple[Tensor, ...]:
     """What the reader reads, each in its place of [num_places, ...].
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
@@ -266,13 +236,8 @@ def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -
     decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
     hidden = decoder(**inputs.as_arguments(), use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
-    if isinstance(read, Tensor):
-        return _placed(read, inputs, num_places)
-    return tuple(_placed(each, inputs, num_places) for each in read)
-
-
-def _placed(read: Tensor, inputs: ModelInputs, num_places: int) -> Tensor:
-    return read.new_zeros(num_places, *read.shape[1:]).index_copy(0, inputs.into, read)
+    several = (read,) if isinstance(read, Tensor) else read
+    return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
 
 
 def _vocabulary_size(model: nn.Module) -> int:

@@ -1,8 +1,8 @@
 """What a training step did and how fast: a meter that the backend wraps around its work, and the figures that it gives.
 
-Knows tokens, FLOPs and seconds; no loss, and no other rank: what all ranks do follows from the cut that each of them
-knows, and they finish a step together, so that this rank's seconds are everybody's. No collective. The steps themselves
-only take the time; figures are worked out, and a GPU is waited for, when `metrics()` is called.
+What all ranks do follows from the cut that each of them knows, and they finish a step together, so that this rank's
+seconds are everybody's: there is no collective. The steps themselves only take the time, by the wall clock on a CPU and
+by events on the stream of a GPU; figures are computed, and a GPU is waited for, when `metrics()` is called.
 
     with meter.forward_backward(examples, cut_of_all_ranks): ...     any number of times a step
     with meter.optim_step() as outcome: outcome.grad_norm = ...
@@ -10,6 +10,7 @@ only take the time; figures are worked out, and a GPU is waited for, when `metri
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from rl_backends.batching.microbatches import Layout, Microbatch
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.examples import TokenBatch
-from rl_backends.metrics.clock import Clock, Interval
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.metrics.memory import MemoryUse
 from rl_backends.metrics.work import Work, work_of
@@ -51,13 +51,15 @@ class _Pass:
     lengths: Tensor
     asked: Tensor
     cut: Sequence[Sequence[Microbatch]]
-    taken: Interval
+    start: Any
+    end: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     passes: list[_Pass]
-    taken: Interval
+    start: Any
+    end: Any
     outcome: StepOutcome
     skipped_steps: int
 
@@ -183,7 +185,6 @@ class StepMeter:
         if peak_flops_per_s is not None and not peak_flops_per_s > 0:
             raise ValueError(f"peak_flops_per_s={peak_flops_per_s} must be > 0, or None where it is not known")
         self._flops = flops
-        self._clock = Clock(device)
         self._device = device
         self._num_ranks = num_ranks
         self._layout: Layout = layout
@@ -219,26 +220,29 @@ class StepMeter:
             cut: microbatches of every data-parallel rank.
             asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
         """
-        start = self._clock.now()
+        start = self._now()
         try:
             yield
-            taken = self._clock.since(start)
         except BaseException:
             self._passes.clear()
             raise
-        self._passes.append(_Pass(examples.lengths, examples.trainable if asked is None else asked, cut, taken))
+        wanted = examples.trainable if asked is None else asked
+        self._passes.append(_Pass(examples.lengths, wanted, cut, start, self._now()))
 
     @contextmanager
     def optim_step(self) -> Iterator[StepOutcome]:
         """Around clipping and the update; the backend fills in what is yielded. Ends the step."""
-        outcome, start = StepOutcome(), self._clock.now()
+        outcome, start = StepOutcome(), self._now()
+        failure: NonFiniteGradientError | None = None
         try:
             yield outcome
-        except NonFiniteGradientError:
-            outcome.skipped = True
-            self._finish(outcome, self._clock.since(start))
-            raise
-        self._finish(outcome, self._clock.since(start))
+        except NonFiniteGradientError as error:
+            outcome.skipped, failure = True, error
+        self._skipped_steps += outcome.skipped
+        if self._passes:  # otherwise there was nothing to step along
+            self._step, self._passes = _Step(self._passes, start, self._now(), outcome, self._skipped_steps), []
+        if failure is not None:
+            raise failure
 
     def metrics(self) -> StepMetrics | None:
         """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step."""
@@ -246,10 +250,13 @@ class StepMeter:
             self._metrics, self._step = self._figures(self._step), None
         return self._metrics
 
-    def _finish(self, outcome: StepOutcome, taken: Interval) -> None:
-        self._skipped_steps += outcome.skipped
-        if self._passes:  # otherwise there was nothing to step along
-            self._step, self._passes = _Step(self._passes, taken, outcome, self._skipped_steps), []
+    def _now(self) -> Any:
+        """Seconds of the wall clock; on a GPU, an event that is recorded when its stream comes to it."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _work(self, one: _Pass) -> Work:
         asked = one.asked.sum(dim=1, dtype=torch.int32) if one.asked.ndim > 1 else one.asked
@@ -268,7 +275,7 @@ class StepMeter:
         for each in step.passes[1:]:
             work += self._work(each)
         outcome = step.outcome
-        passed, optim = sum(each.taken.seconds() for each in step.passes), step.taken.seconds()
+        passed, optim = sum(_seconds(each.start, each.end) for each in step.passes), _seconds(step.start, step.end)
         seconds = passed + optim
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self._num_ranks
         hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self._num_ranks
@@ -303,6 +310,14 @@ class StepMeter:
         if self._peak is None:
             return f"unknown: no data sheet's peak for {self._device}; pass peak_flops_per_s"
         return None
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Between two moments; waits for a GPU to come to the later one."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000.0
 
 
 def _flat_memory(memory: MemoryUse | None) -> dict[str, float]:

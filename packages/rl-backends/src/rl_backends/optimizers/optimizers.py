@@ -9,13 +9,9 @@ With w warm-up steps, n steps, r = final_lr_ratio and p = (i - w) / (n - w - 1),
 
 Steps after the last keep its share.
 
-Knows parameters, shards and steps; does not know losses, batches or clipping (`gradient_step`). One object for what is
-two in torch under Muon, and whose schedule is a number of steps instead of an object with state of its own.
-
-A rank that went on alone would wait for the others for ever, so each question is answered by all ranks of the
-parameters' meshes together. Collectives: every rank must ask.
-
-Knows gradients and optimizers; does not know what the loss was or what a batch is.
+`make_optimizers` returns one `Optimizers` for what is two optimizers in torch under Muon; its schedule is a number of
+steps, without state of its own. `clip_and_step` is the step: a rank that continued alone would wait for the others for
+ever, so whether a gradient is finite is decided by all ranks of the parameters' meshes together.
 """
 
 import math
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GradientStep",
     "Optimizers",
-    "agree_that_finite",
     "check_schedule",
     "check_schedule_state",
     "clip_and_step",
@@ -150,18 +145,13 @@ class Optimizers:
         """Steps since the stage began, without those left out for a gradient that was not finite."""
         self.num_steps_skipped = 0
         """Steps that were left out for a gradient that was not finite."""
+        self.named_parameters: dict[str, nn.Parameter] = {
+            name: parameter for group in groups for name, parameter in zip(group.names, group.parameters, strict=True)
+        }
+        """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
         self._ratios = [ratio for _, ratio in optimizers]
         self._config = config
         self._num_steps = num_steps
-
-    @property
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
-        return {
-            name: parameter
-            for group in self.groups
-            for name, parameter in zip(group.names, group.parameters, strict=True)
-        }
 
     @property
     def learning_rate(self) -> float:
@@ -175,8 +165,13 @@ class Optimizers:
 
     def step(self) -> None:
         """Update every parameter that has a gradient, with the learning rate of this step."""
+        learning_rate = self.learning_rate
         for optimizer, ratio in zip(self.each, self._ratios, strict=True):
-            _set_learning_rate(optimizer, self.learning_rate * ratio)
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(learning_rate * ratio)  # torchao compiles its step with it as an input
+                else:
+                    group["lr"] = learning_rate * ratio
             optimizer.step()
         self.num_steps_taken += 1
 
@@ -264,25 +259,6 @@ def _as_torch_has_them(groups: Sequence[ParameterGroup], config: OptimizerConfig
     ]
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # torchao compiles its step with the learning rate as an input
-        else:
-            group["lr"] = lr
-
-
-@torch.no_grad()
-def agree_that_finite(norm: Tensor, parameters: Iterable[Tensor]) -> tuple[float, bool]:
-    """This rank's norm, and whether those of all ranks are finite. Waits for the device once.
-
-    Ranks reduce the same norm from their own copies of what is replicated, and copies can differ by a fault.
-    """
-    failed = (~torch.isfinite(norm)).to(torch.float64)
-    value, failures = torch.stack([norm.to(torch.float64), _sum_over_ranks(failed, parameters)]).tolist()
-    return value, failures == 0
-
-
 @torch.no_grad()
 def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
     """Names of the parameters whose gradient has a NaN or an infinity on any rank; the same on every rank."""
@@ -342,16 +318,21 @@ def clip_and_step(model: nn.Module, optimizers: Optimizers, config: OptimizerCon
         RuntimeError: there is no gradient.
     """
     reshard(model)  # what a forward without a backward has left gathered would outlive this step
-    parameters = optimizers.named_parameters
-    if all(each.grad is None for each in parameters.values()):
+    parameters = optimizers.named_parameters.values()
+    if all(each.grad is None for each in parameters):
         raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
-    total = get_grad_norm(parameters.values())
-    norm, finite = agree_that_finite(total, parameters.values())
-    if not finite:
+
+    # Ranks reduce the same norm from their own copies of what is replicated, and copies can differ by a fault: all
+    # agree on whether it is finite. This waits for the device, once.
+    total = get_grad_norm(parameters)
+    failed = _sum_over_ranks((~torch.isfinite(total)).to(torch.float64), parameters)
+    norm, failures = torch.stack([total.to(torch.float64), failed]).tolist()
+    if failures:
         return _leave_out(optimizers, config, norm=norm, version=version)
+
     clipped = config.max_grad_norm is not None and norm > config.max_grad_norm
     if config.max_grad_norm is not None:
-        clip_grad_by_total_norm_(parameters.values(), config.max_grad_norm, total)
+        clip_grad_by_total_norm_(parameters, config.max_grad_norm, total)
     optimizers.step()
     optimizers.zero_grad()
     return GradientStep(norm=norm, clipped=clipped, skipped=False)

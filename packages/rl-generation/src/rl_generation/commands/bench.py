@@ -20,7 +20,7 @@ from rl_generation.commands.generation_job import installed_versions
 from rl_generation.commands.sampling_flags import add_sampling_arguments, sampling_of
 from rl_generation.engine import Engine
 from rl_generation.loading import ENGINES
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:
     from rl_generation.agreement import LogpAgreement

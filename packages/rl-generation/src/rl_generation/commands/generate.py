@@ -23,9 +23,8 @@ from rl_generation.commands.run_record import write_record
 from rl_generation.commands.sampling_flags import add_sampling_arguments
 from rl_generation.engine import Engine
 from rl_generation.errors import EngineDeadError, LogpError, SampleTimeoutError, TimedOutSample
-from rl_generation.requests import Prompt
+from rl_generation.requests import Prompt, Sampling
 from rl_generation.rollout import Rollout
-from rl_generation.sampling import Sampling
 
 __all__ = ["add_arguments", "run"]
 

@@ -21,8 +21,7 @@ from rl_generation.commands.prompt_rows import Complaints, PromptRow, read_rows
 from rl_generation.commands.run_record import RunRecord, digest, read_record, record_path
 from rl_generation.commands.sampling_flags import sampling_of
 from rl_generation.loading import EngineSpec, tokenizer_of
-from rl_generation.requests import Prompt
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Prompt, Sampling
 
 __all__ = ["CHUNK_ANSWERS", "GenerationJob", "installed_versions", "make_job"]
 

@@ -16,8 +16,7 @@ from typing import Any, final
 from rl_generation.commands.console import CommandError
 from rl_generation.commands.sampling_flags import is_integer, override
 from rl_generation.errors import PromptError
-from rl_generation.requests import Limits, Prompt, make_requests
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Prompt, Sampling, make_requests
 
 __all__ = ["Complaints", "PromptRow", "check_limits", "read_rows"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_generation.commands.console import CommandError
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Sampling
 
 __all__ = ["add_sampling_arguments", "is_integer", "override", "sampling_of"]
 

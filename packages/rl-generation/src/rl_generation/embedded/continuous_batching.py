@@ -1,45 +1,124 @@
 """Continuous batching in the embedded engine: rows enter and leave slots, one forward pass per generated token.
 
-Knows no model and no queue. Slots 0 to N - 1 hold rows; a slot whose row has finished holds None until it is filled or
-closed, and its row stands still in the meantime.
+A `Row` is one of the `n` responses to a prompt. The `Batch` holds the rows being generated, their state as tensors and
+what they have generated so far; it draws a token for each and finds those that have ended. `ContinuousBatching` decides
+which rows enter, keeps the key/value cache in step, and runs the forwards.
 
-Axes: N rows, m of them, F fields, T tokens of the longest answer, V vocabulary.
+Slots 0 to N - 1 hold rows; a slot whose row has finished holds None until it is filled or closed, and its row stands
+still in the meantime. Each call of `advance` is one forward: either over the prompts of rows that entered, or over a
+token of every row. Finished rows leave holes, which are filled by waiting rows, or closed, once they are an eighth of
+the batch: to move a row costs about as much as one more decoding step. Responses to the same prompt share one prefill:
+if they enter together, it runs once; a row that enters later copies it from a row that is still there.
 
-Each call of `advance` is one forward: either over the prompts of those let in, or over a token of every row. Those who
-finish leave holes, which are filled by those who wait, or closed, once they are an eighth of the batch: to move a row
-costs about what it costs to decode one more step. Answers to the same prompt share one prefill: let in together, it
-runs once; let in later, they copy it from a row that is still there.
+The cache is a rectangle, slots times columns. It grows with what rows hold, not with what they may come to hold, and
+never beyond `max_cache_tokens`: the newest rows give up their place first, and later start again from what they had.
 
-The cache is a rectangle, slots times columns. It grows with what rows really hold, not with what they may, and never
-beyond `max_cache_tokens`: the newest rows give up their place first, and later start again from what they had.
+Axes: N rows, m of them, V vocabulary.
 """
 
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from rl_generation.bad_words import BadWords, banned_next, encode_bad_words
 from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, uniforms
-from rl_generation.embedded.rows import Profile, Row, Text
-from rl_generation.embedded.runner import Counters, Progress
 from rl_generation.embedded.slot_model import SlotModel
-from rl_generation.requests import Prompt
-from rl_generation.rollout import FinishReason, LogpOf, Rollout
+from rl_generation.errors import LogpError
+from rl_generation.requests import Prompt, Request, Sampling
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
+from rl_generation.stop_strings import StopStrings
 
-__all__ = ["Batch", "ContinuousBatching", "Ended"]
+__all__ = ["Batch", "ContinuousBatching", "Counters", "Ended", "Profile", "Progress", "Row", "Text", "make_texts"]
 
 # Fields of the state: the last token, where it stands, tokens generated, how many at most, seed, row of the buffers.
 TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
-
-
-# Random numbers are computed for so many steps at once.
+# Random numbers are computed for so many steps at once: it costs as much as for one.
 STEPS_AHEAD = 16
+REPLACE_AT_FRACTION = 0.125
+# The cache grows by at least so many columns: to grow is to copy it.
+COLUMNS_STEP = 32
+# Of one forward over prompts, unless one alone has more: bounds the memory of activations, and of logits (elements).
+MAX_PREFILL_TOKENS = 16_384
+MAX_PREFILL_LOGITS = 1 << 26
 
 
+class Profile(NamedTuple):
+    """What rows that are sampled alike have in common."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    stop_token_ids: tuple[int, ...]
+
+    def sampling(self) -> Sampling:
+        """The settings as a Sampling; how long it generates is not part of them."""
+        return Sampling(
+            max_new_tokens=1, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+
+
+@final
+class Text:
+    """What an answer must be read for, token by token."""
+
+    def __init__(self, *, bad_words: BadWords, stop: StopStrings | None) -> None:
+        self._bad_words, self._stop = bad_words, stop
+        self._answer: list[int] = []
+
+    @property
+    def banned(self) -> list[int]:
+        """Tokens that may not come next."""
+        return banned_next(self._bad_words, self._answer)
+
+    def push(self, token: int, *, is_stop_token: bool) -> str | None:
+        """Take the next token; return the stop string that it completed."""
+        self._answer.append(token)
+        return None if self._stop is None or is_stop_token else self._stop.push(token)
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """One answer that waits or is being generated."""
+
+    request_id: str
+    request: Request
+    sample_index: int
+    seed: int
+    profile: Profile
+    text: Text | None
+    """None where nothing needs to be read."""
+
+    context: Prompt
+    """What must be in the cache before the next token: the prompt, and `tokens`."""
+
+    arrived_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Version of the weights, and the first token that they made."""
+
+    tokens: list[int] = field(default_factory=list)
+    """What was generated before it gave up its place in the cache; for a row in the batch, the batch knows more."""
+
+    logp: list[float] = field(default_factory=list)
+
+    def mark_version(self, version: int, *, start: int) -> None:
+        """From token `start` on, the weights are of `version`."""
+        if self.spans and self.spans[-1][1] == start:
+            self.spans.pop()
+        if not self.spans or self.spans[-1][0] != version:
+            self.spans.append((version, start))
+
+
+@final
 class Ended(NamedTuple):
     """A row that has left the batch, and all that it generated."""
 
@@ -48,6 +127,84 @@ class Ended(NamedTuple):
     logp: list[float]
     finish_reason: FinishReason
     stop_reason: int | str | None
+
+    def rollout(self, *, logp_of: LogpOf, version: int) -> Rollout:
+        """Make the rollout; `version` is that of the weights now.
+
+        Raises:
+            LogpError: The last logp is not finite; no row goes on after one that is not.
+        """
+        row, tokens, logp = self.row, self.tokens, self.logp
+        if logp and not math.isfinite(logp[-1]):
+            step = len(tokens) - 1
+            raise LogpError(
+                f"prompt {row.request.prompt_index}: token {step} of its answer, id {tokens[step]}, has "
+                f"logp={logp[step]} under weights of version {version}: the logits hold NaN or infinity; look for it "
+                f"in the weights"
+            )
+        spans = row.spans or [(version, 0)]
+        ends = [*(start for _, start in spans[1:]), len(tokens)]
+        timing = None
+        if tokens and row.first_token_s is not None:
+            timing = RolloutTiming(
+                first_token_s=row.first_token_s - row.arrived_s, total_s=time.monotonic() - row.arrived_s
+            )
+        return Rollout(
+            tokens=tuple(tokens),
+            logp=tuple(logp),
+            logp_of=logp_of,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            versions=tuple(
+                VersionSpan(version=made_by, start=start, end=end)
+                for (made_by, start), end in zip(spans, ends, strict=True)
+                if end > start or len(spans) == 1
+            ),
+            timing=timing,
+            prompt_index=row.request.prompt_index,
+            sample_index=row.sample_index,
+        )
+
+
+class Progress(NamedTuple):
+    """News of one response."""
+
+    row: Row
+    tokens: tuple[int, ...]
+    """New ones, and their logp; only where they were asked for."""
+    logp: tuple[float, ...]
+    rollout: Rollout | None
+    """The finished response, once it has ended."""
+
+
+@final
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the engine was made; see `EngineMetrics`."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+def make_texts(request: Request, *, tokenizer: Any, vocab_size: int) -> list[Text | None]:
+    """Return what each of the `n` answers of a request is read for; None where nothing is.
+
+    Raises:
+        PromptError: A bad word has no tokens, or tokens that the model does not have.
+    """
+    sampling = request.sampling
+    if not (sampling.stop or sampling.bad_words):
+        return [None] * sampling.n
+    bad_words = encode_bad_words(sampling.bad_words, tokenizer, vocab_size=vocab_size)
+    return [
+        Text(
+            bad_words=bad_words,
+            stop=StopStrings(sampling.stop, tokenizer, request.prompt) if sampling.stop else None,
+        )
+        for _ in range(sampling.n)
+    ]
 
 
 @final
@@ -90,20 +247,11 @@ class Batch:
         self._buffers = list(range(capacity))
         self._profiles: dict[Profile, int] = {}
         self._settings: _Settings | None = None
-        self._texts: list[int] = []
+        self._reads_text = False
         self._ahead: list[Tensor] = []
         self.num_alive = 0
-
-    @property
-    def holes(self) -> list[int]:
-        """Slots whose row has finished."""
-        if self.num_alive == len(self.rows):
-            return []
-        return [slot for slot, row in enumerate(self.rows) if row is None]
-
-    def inputs(self) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
-        """Return the last token of each slot, and its position."""
-        return self._state[TOKEN, : len(self.rows)], self._state[POSITION, : len(self.rows)]
+        self.inputs = (self._state[TOKEN, :0], self._state[POSITION, :0])
+        """The last token of each slot, and its position: views of the state, as of the last `settle`."""
 
     def num_generated(self) -> list[int]:
         """Tokens of each slot's answer so far."""
@@ -118,13 +266,15 @@ class Batch:
 
     def place(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
         """Put rows into slots: holes, or those behind the last. The next token fed to each is its context's last."""
-        self._fit(max(len(row.tokens) for row in rows))
+        generated = max([len(row.tokens) for row in rows])
+        if generated >= self._tokens.shape[1]:
+            self._lengthen(generated)
         self.rows += [None] * (max(slots) + 1 - len(self.rows))
         fields = []
         for row, slot in zip(rows, slots, strict=True):
             self.rows[slot] = row
-            context, buffer = row.context, self._buffers.pop()
-            fields.append([context[-1], len(context) - 1, len(row.tokens), row.limit, row.seed, buffer])
+            context, limit, buffer = row.context, row.request.sampling.max_new_tokens, self._buffers.pop()
+            fields.append([context[-1], len(context) - 1, len(row.tokens), limit, row.seed, buffer])
             if row.tokens:
                 self._tokens[buffer, : len(row.tokens)] = torch.tensor(row.tokens)
                 self._logp[buffer, : len(row.tokens)] = torch.tensor(row.logp, dtype=self._logp.dtype)
@@ -133,32 +283,35 @@ class Batch:
         self._alive[index] = True
         self.num_alive += len(rows)
 
-    def close_holes(self) -> tuple[list[int], list[int]]:
+    def close_holes(self) -> tuple[Int[Tensor, " moved"], Int[Tensor, " moved"]]:
         """Move the last rows into the holes; return to which slots and from which, for the cache to follow."""
         kept = self.num_alive
-        to = [slot for slot in self.holes if slot < kept]
-        source = [slot for slot in range(kept, len(self.rows)) if self.rows[slot] is not None]
+        to = [slot for slot, row in enumerate(self.rows[:kept]) if row is None]
+        source = [slot for slot, row in enumerate(self.rows) if slot >= kept and row is not None]
         for hole, slot in zip(to, source, strict=True):
             self.rows[hole] = self.rows[slot]
-        if to:
-            self._state[:, to] = self._state[:, source]
+        moves = torch.tensor([to, source], dtype=torch.int64, device=self._device)
+        self._state[:, moves[0]] = self._state[:, moves[1]]
         del self.rows[kept:]
         self._alive[:kept] = True
-        return to, source
+        return moves[0], moves[1]
 
     def settle(self) -> None:
-        """Look the settings of all rows up anew, after rows have come, gone or moved."""
-        self._texts = [slot for slot, row in enumerate(self.rows) if row is not None and row.text is not None]
+        """Look up the settings of all rows again, after rows have entered, left or moved."""
         self._ahead = []
         if not self.rows:
+            self._reads_text = False
             return
+        state = self._state[:, : len(self.rows)]
+        self.inputs = (state[TOKEN], state[POSITION])
+        self.columns = int(state[POSITION].max()) + 1
+        self._reads_text = any(row is not None and row.text is not None for row in self.rows)
         profiles: dict[Profile, int] = {}
         default = next(row for row in self.rows if row is not None).profile
         index = [profiles.setdefault((row.profile if row else default), len(profiles)) for row in self.rows]
-        if profiles != self._profiles or self._settings is None:
+        if profiles != self._profiles:
             self._profiles, self._table = profiles, self._tabulate(list(profiles))
         self._settings = self._table.of(torch.tensor(index, device=self._device))
-        self.columns = int(self._state[POSITION, : len(self.rows)].max()) + 1
 
     def drop(self, slots: Sequence[int], *, finish_reason: FinishReason = "abort") -> list[Ended]:
         """Take rows out before their time."""
@@ -166,7 +319,7 @@ class Batch:
 
     def clear(self) -> None:
         """Forget every row."""
-        self.rows, self._texts, self.num_alive, self.columns = [], [], 0, 0
+        self.rows, self.num_alive, self.columns = [], 0, 0
         self._buffers = list(range(self.capacity))
         self._tokens, self._logp = self._tokens[:, :0].clone(), self._logp[:, :0].clone()
 
@@ -175,56 +328,49 @@ class Batch:
     def draw(
         self, logits: Float[Tensor, "m V"], slots: list[int] | None
     ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"], list[Ended]]:
-        """Draw the next token of `slots` (all where None) from `logits`; return them, their logp, and who has ended."""
+        """Draw the next token of `slots` (all where None) from `logits`; return them, their logp, and who has ended.
+
+        A row ends with a stop token, with a stop string, at its limit, or because its logits are not finite.
+        """
         assert self._settings is not None
         index = slice(0, len(self.rows)) if slots is None else torch.tensor(slots, device=self._device)
         state = self._state[:, index]
         settings = self._settings if isinstance(index, slice) else self._settings.of(index)
-        texts = self._reading(slots)
-        allowed = self._without_bad_words(logits, texts)
-        chances = self._chances() if slots is None else uniforms(state[SEED], state[GENERATED])
+
+        # Rows whose text matters, by their place in `logits`: a token that would complete a bad word is excluded.
+        texts: dict[int, Text] = {}
+        if self._reads_text:
+            for place, row in enumerate(self.rows if slots is None else [self.rows[slot] for slot in slots]):
+                if row is not None and row.text is not None:
+                    texts[place] = row.text
+        banned = [(place, token) for place, text in texts.items() for token in text.banned]
+        allowed = logits
+        if banned:
+            places, excluded = zip(*banned, strict=True)
+            allowed = logits.clone()
+            allowed[list(places), list(excluded)] = -torch.inf
+
+        # One uniform number a row decides its token.
+        if slots is not None:
+            chances = uniforms(state[SEED], state[GENERATED])
+        else:
+            if not self._ahead:
+                steps = state[GENERATED] + torch.arange(STEPS_AHEAD, device=self._device)[:, None]
+                self._ahead = list(uniforms(state[SEED].expand_as(steps), steps).flip(0))
+            chances = self._ahead.pop()
         tokens, logp = choose(allowed, chances, settings.sampling)
         if self._logp_of == "raw":
             logp = raw_logp(logits, tokens)
-        # No answer is longer than its row in the cache.
-        self._fit(self.columns)
+
+        # Write them down before the rows advance, while GENERATED still says where they belong. No response is longer
+        # than its row in the cache.
+        if self.columns >= self._tokens.shape[1]:
+            self._lengthen(self.columns)
         buffer = (state[BUFFER], state[GENERATED])
         self._tokens[buffer] = tokens
         self._logp[buffer] = logp.to(self._logp.dtype)
-        self._advance(tokens, index)
-        stopped = (tokens[:, None] == settings.stops).any(1)
-        return tokens, logp, self._find_ended(tokens, logp, stopped, index=index, slots=slots, texts=texts)
 
-    def _chances(self) -> Float[Tensor, " N"]:
-        """Return the number that draws each slot's next token; some steps ahead cost as much as one."""
-        if not self._ahead:
-            steps = self._state[GENERATED, : len(self.rows)] + torch.arange(STEPS_AHEAD, device=self._device)[:, None]
-            self._ahead = list(uniforms(self._state[SEED, : len(self.rows)].expand_as(steps), steps).flip(0))
-        return self._ahead.pop()
-
-    def _reading(self, slots: list[int] | None) -> list[tuple[int, int]]:
-        """Return the rows whose text matters, as (place among `slots`, slot)."""
-        if not self._texts:
-            return []
-        alive = {slot for slot in self._texts if self.rows[slot] is not None}
-        return [(place, slot) for place, slot in enumerate(slots or range(len(self.rows))) if slot in alive]
-
-    def _without_bad_words(self, logits: Float[Tensor, "m V"], texts: list[tuple[int, int]]) -> Float[Tensor, "m V"]:
-        banned = [(place, token) for place, slot in texts for token in self._text(slot).banned]
-        if not banned:
-            return logits
-        allowed = logits.clone()
-        places, tokens = zip(*banned, strict=True)
-        allowed[list(places), list(tokens)] = -torch.inf
-        return allowed
-
-    def _text(self, slot: int) -> Text:
-        row = self.rows[slot]
-        assert row is not None
-        assert row.text is not None
-        return row.text
-
-    def _advance(self, tokens: Int[Tensor, " m"], index: slice | Tensor) -> None:
+        # The rows that are still there advance; the others stand still.
         step: int | Tensor = 1 if self.num_alive == len(self.rows) else self._alive[index].long()
         self._state[TOKEN, index] = tokens
         if isinstance(index, slice):
@@ -234,41 +380,29 @@ class Batch:
             self._state[GENERATED, index] += step
         self.columns += 1
 
-    def _find_ended(
-        self,
-        tokens: Int[Tensor, " m"],
-        logp: Float[Tensor, " m"],
-        stopped: Bool[Tensor, " m"],
-        *,
-        index: slice | Tensor,
-        slots: list[int] | None,
-        texts: list[tuple[int, int]],
-    ) -> list[Ended]:
-        """Find who is done: by a stop token, a stop string, at the limit, or because the logits broke."""
+        # Who is done, by which token or string. One copy to the host where nobody is.
+        stopped = (tokens[:, None] == settings.stops).any(1)
         at_limit = self._state[GENERATED, index] >= self._state[LIMIT, index]
         ended = (stopped | at_limit | ~logp.isfinite()) & self._alive[index]
-        strings = self._read(tokens, stopped, texts) if texts else {}
-        if strings:
-            ended[list(strings)] = True
-        places: list[int] = ended.nonzero()[:, 0].tolist()
-        if not places:
-            return []
-        reasons: list[FinishReason] = []
-        stop_reasons: list[int | str | None] = []
-        for place, token, by_token in zip(places, tokens[places].tolist(), stopped[places].tolist(), strict=True):
-            by = strings.get(place, token if by_token else None)
-            reasons.append("length" if by is None else "stop")
-            stop_reasons.append(by)
-        return self._end(places if slots is None else [slots[place] for place in places], reasons, stop_reasons)
-
-    def _read(
-        self, tokens: Int[Tensor, " m"], stopped: Bool[Tensor, " m"], texts: list[tuple[int, int]]
-    ) -> dict[int, str]:
-        """Return the stop strings that were completed, by place."""
-        read = zip(texts, tokens[[place for place, _ in texts]].tolist(), strict=True)
-        is_stop: list[bool] = stopped.tolist()
-        found = {place: self._text(slot).push(token, is_stop_token=is_stop[place]) for (place, slot), token in read}
-        return {place: string for place, string in found.items() if string is not None}
+        strings: dict[int, str] = {}
+        if texts:
+            drawn: list[int] = tokens.tolist()
+            is_stop: list[bool] = stopped.tolist()
+            for place, text in texts.items():
+                string = text.push(drawn[place], is_stop_token=is_stop[place])
+                if string is not None:
+                    strings[place] = string
+                    ended[place] = True
+        done: list[int] = ended.nonzero()[:, 0].tolist()
+        if not done:
+            return tokens, logp, []
+        stop_reasons: list[int | str | None] = [
+            strings.get(place, token if by_token else None)
+            for place, token, by_token in zip(done, tokens[done].tolist(), stopped[done].tolist(), strict=True)
+        ]
+        reasons: list[FinishReason] = ["length" if by is None else "stop" for by in stop_reasons]
+        done_slots = done if slots is None else [slots[place] for place in done]
+        return tokens, logp, self._end(done_slots, reasons, stop_reasons)
 
     def _end(
         self, slots: Sequence[int], reasons: Sequence[FinishReason], stop_reasons: Sequence[int | str | None]
@@ -292,13 +426,11 @@ class Batch:
 
     # -- storage
 
-    def _fit(self, num_tokens: int) -> None:
-        """Make room for answers of `num_tokens`, and for a row at its limit to stand still behind it."""
-        missing = num_tokens + 1 - self._tokens.shape[1]
-        if missing > 0:
-            missing = max(missing, self._tokens.shape[1] // 2, 64)
-            self._tokens = torch.cat([self._tokens, self._tokens.new_zeros(self.capacity + 1, missing)], dim=1)
-            self._logp = torch.cat([self._logp, self._logp.new_zeros(self.capacity + 1, missing)], dim=1)
+    def _lengthen(self, num_tokens: int) -> None:
+        """Make room for responses of `num_tokens`, and for a row at its limit to stand still behind it."""
+        missing = max(num_tokens + 1 - self._tokens.shape[1], self._tokens.shape[1] // 2, 64)
+        self._tokens = torch.cat([self._tokens, self._tokens.new_zeros(self.capacity + 1, missing)], dim=1)
+        self._logp = torch.cat([self._logp, self._logp.new_zeros(self.capacity + 1, missing)], dim=1)
 
     def _tabulate(self, profiles: Sequence[Profile]) -> _Settings:
         samplings = [profile.sampling() for profile in profiles]
@@ -308,14 +440,6 @@ class Batch:
             SamplingTensors.of(samplings, vocab_size=self._vocab_size, device=self._device),
             torch.tensor(stops, dtype=torch.int64, device=self._device),
         )
-
-
-REPLACE_AT_FRACTION = 0.125
-# The cache grows by at least so many columns: to grow is to copy it.
-COLUMNS_STEP = 32
-# Of one forward over prompts, unless one alone has more: bounds what activations take, and logits (in numbers).
-MAX_PREFILL_TOKENS = 16_384
-MAX_PREFILL_LOGITS = 1 << 26
 
 
 @final
@@ -330,12 +454,11 @@ class ContinuousBatching:
         max_cache_tokens: int,
         vocab_size: int,
         logp_of: LogpOf,
-        version: int,
     ) -> None:
         self.counters = Counters()
         self._model = model
         self.max_cache_tokens = max_cache_tokens
-        self._vocab_size, self._logp_of, self._version = vocab_size, logp_of, version
+        self._vocab_size, self._logp_of, self._version = vocab_size, logp_of, 0
         self._waiting: deque[Row] = deque()
         self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.model.device, logp_of=logp_of)
         # Rows that have not drawn a token since they were let in, and rows whose prompt older weights have seen.
@@ -367,23 +490,35 @@ class ContinuousBatching:
         Raises:
             LogpError: The logits of a token are not finite.
         """
+        batch, device = self._batch, self._model.model.device
         with self._model.running():
-            prefill = self._rearrange()
-            if not self._batch.num_alive:
+            groups = self._rearrange()
+            if not batch.num_alive:
                 return []
-            if prefill:
-                slots, logits = self._prefill(prefill)
+            slots: list[int] | None = None
+            if groups:
+                # Each distinct prompt runs once, for all slots that wait for it.
+                slots = [slot for group in groups.values() for slot in group]
+                sources = [index for index, group in enumerate(groups.values()) for _ in group]
+                source = torch.tensor(sources, device=device)
+                logits = self._model.prefill(list(groups), slots=torch.tensor(slots, device=device), sources=source)[
+                    source
+                ]
             else:
-                slots, logits = None, self._decode()
-        rows = [self._batch.rows[slot] for slot in slots] if slots else list(self._batch.rows)
-        tokens, logp, ended = self._batch.draw(logits, slots)
-        for row in rows if slots else self._fresh:
-            if row is not None:
-                row.stamp()
+                if batch.columns > self._model.cache.columns:
+                    self._make_room()
+                logits = self._model.decode(*batch.inputs, columns=batch.columns)
+        rows = list(batch.rows) if slots is None else [batch.rows[slot] for slot in slots]
+        tokens, logp, ended = batch.draw(logits, slots)
+        now = time.monotonic()
+        for row in self._fresh if slots is None else rows:
+            if row is not None and row.first_token_s is None:
+                row.first_token_s = now
         if slots is None:
             self._fresh = []
         self.counters.generated_tokens += len(rows) - rows.count(None)
-        rollouts = {item.row: self._finish(item) for item in ended}
+        self._stale.difference_update([item.row for item in ended])
+        rollouts = {item.row: item.rollout(logp_of=self._logp_of, version=self._version) for item in ended}
         if not stream:
             return [Progress(row, (), (), rollout) for row, rollout in rollouts.items()]
         return [
@@ -401,7 +536,10 @@ class ContinuousBatching:
             *(self._batch.drop(slots) if slots else ()),
             *(Ended(row, row.tokens, row.logp, "abort", None) for row in waiting),
         ]
-        return [Progress(item.row, (), (), self._finish(item)) for item in ended]
+        self._stale.difference_update([item.row for item in ended])
+        return [
+            Progress(item.row, (), (), item.rollout(logp_of=self._logp_of, version=self._version)) for item in ended
+        ]
 
     def commit_version(self, version: int) -> None:
         """From here on, tokens are made by the weights of `version`."""
@@ -430,46 +568,47 @@ class ContinuousBatching:
             + (f" ({size / 2**20:.0f} MiB)" if size else ""),
         ]
 
-    # -- forwards
-
-    def _prefill(self, groups: dict[Prompt, list[int]]) -> tuple[list[int], Tensor]:
-        """Run each distinct prompt; return the slots that were waiting for it, and logits for each of them."""
-        slots = [slot for group in groups.values() for slot in group]
-        sources = [index for index, group in enumerate(groups.values()) for _ in group]
-        device = self._model.model.device
-        source = torch.tensor(sources, device=device)
-        logits = self._model.prefill(list(groups), slots=torch.tensor(slots, device=device), sources=source)
-        return slots, logits[source]
-
-    def _decode(self) -> Tensor:
-        self._make_room()
-        tokens, positions = self._batch.inputs()
-        return self._model.decode(tokens, positions, columns=self._batch.columns)
-
-    def _finish(self, ended: Ended) -> Rollout:
-        row = ended.row
-        self._stale.discard(row)
-        return row.rollout(
-            ended.tokens,
-            ended.logp,
-            finish_reason=ended.finish_reason,
-            stop_reason=ended.stop_reason,
-            logp_of=self._logp_of,
-            version=self._version,
-        )
-
     # -- who is in the batch
 
     def _rearrange(self) -> dict[Prompt, list[int]]:
         """Let rows in and close holes where that pays; return the prompts to run, each with the slots that want it."""
-        batch = self._batch
-        rows, holes = self._let_in(), batch.holes
-        if not rows and (not holes or len(holes) < REPLACE_AT_FRACTION * len(batch.rows)):
+        batch, counters = self._batch, self.counters
+        rows = self._let_in() if self._waiting else []
+        num_holes = len(batch.rows) - batch.num_alive
+        if not rows and (not num_holes or num_holes < REPLACE_AT_FRACTION * len(batch.rows)):
             return {}
-        if len(rows) < len(holes):
-            self._close_holes()
-            holes = []
-        groups = self._place(rows, [*holes, *range(len(batch.rows), len(batch.rows) + len(rows))]) if rows else {}
+        if len(rows) < num_holes:
+            to, source = batch.close_holes()
+            self._model.cache.move(to=to, source=source, columns=batch.columns)
+        groups: dict[Prompt, list[int]] = {}
+        if rows:
+            # They take the holes, which are none or at most as many as they are, and the slots after the last.
+            slots = [slot for slot, row in enumerate(batch.rows) if row is None]
+            slots += range(len(batch.rows), len(batch.rows) + len(rows) - len(slots))
+            donors = {
+                row.request.prompt: slot
+                for slot, row in enumerate(batch.rows)
+                if row is not None and row not in self._stale
+            }
+            longest = max([len(row.context) for row in rows])
+            self._reserve(max(len(batch.rows), max(slots) + 1), max(batch.columns, longest))
+            batch.place(rows, slots)
+            # A prompt that is in the cache is copied; the others are to be run, each once.
+            copies: list[tuple[int, int]] = []
+            for row, slot in zip(rows, slots, strict=True):
+                context = row.context
+                row.mark_version(self._version, start=len(row.tokens))
+                counters.prompt_tokens += len(context)
+                if context in donors:
+                    copies.append((slot, donors[context]))
+                    counters.cached_prompt_tokens += len(context) - 1
+                    self._fresh.append(row)
+                else:
+                    counters.cached_prompt_tokens += len(context) if context in groups else 0
+                    groups.setdefault(context, []).append(slot)
+            if copies:
+                moves = torch.tensor(copies, device=self._model.model.device)
+                self._model.cache.move(to=moves[:, 0], source=moves[:, 1], columns=longest)
         batch.settle()
         return groups
 
@@ -482,8 +621,8 @@ class ContinuousBatching:
         lengths: set[int] = set()
         full_forward = False
         for row in waiting:
-            context = row.context
-            columns = max(columns, min(row.longest, len(context) + COLUMNS_STEP))
+            context, most = row.context, row.request.sampling.max_new_tokens
+            columns = max(columns, len(context) + min(most - len(row.tokens), COLUMNS_STEP))
             prompts.add(context)
             lengths.add(len(context))
             too_many = alive + len(rows) == self._batch.capacity or (alive + len(rows) + 1) * columns > (
@@ -503,41 +642,6 @@ class ContinuousBatching:
             waiting.popleft()
         return rows
 
-    def _place(self, rows: list[Row], slots: list[int]) -> dict[Prompt, list[int]]:
-        """Put rows into slots; copy the prompts that are in the cache, and return the others with their slots."""
-        batch, counters = self._batch, self.counters
-        slots = slots[: len(rows)]
-        donors = {row.prompt: slot for slot, row in enumerate(batch.rows) if row is not None and row not in self._stale}
-        contexts = [row.context for row in rows]
-        self._reserve(max(len(batch.rows), max(slots) + 1), max(batch.columns, *map(len, contexts)))
-        batch.place(rows, slots)
-        groups: dict[Prompt, list[int]] = {}
-        copies: list[tuple[int, int]] = []
-        for row, slot, context in zip(rows, slots, contexts, strict=True):
-            row.mark_version(self._version, start=len(row.tokens))
-            counters.prompt_tokens += len(context)
-            if context in donors:
-                copies.append((slot, donors[context]))
-                counters.cached_prompt_tokens += len(context) - 1
-            else:
-                counters.cached_prompt_tokens += len(context) if context in groups else 0
-                groups.setdefault(context, []).append(slot)
-        if copies:
-            self._move(*zip(*copies, strict=True), columns=max(map(len, contexts)))
-        self._fresh += [row for row, context in zip(rows, contexts, strict=True) if context in donors]
-        return groups
-
-    def _close_holes(self) -> None:
-        to, source = self._batch.close_holes()
-        if to:
-            self._move(to, source, columns=self._batch.columns)
-
-    def _move(self, to: Sequence[int], source: Sequence[int], *, columns: int) -> None:
-        device = self._model.model.device
-        self._model.cache.move(
-            to=torch.tensor(to, device=device), source=torch.tensor(source, device=device), columns=columns
-        )
-
     # -- memory
 
     def _reserve(self, slots: int, columns: int) -> None:
@@ -556,19 +660,19 @@ class ContinuousBatching:
         cache.resize(slots=slots, columns=columns)
 
     def _make_room(self) -> None:
-        """See that the cache holds a column more; where it cannot, the newest rows give up their place."""
+        """Make the cache hold `columns` of the batch; where it cannot, the newest rows give up their place."""
         batch = self._batch
-        if batch.columns <= self._model.cache.columns:
-            return
         if len(batch.rows) * batch.columns > self.max_cache_tokens:
             keep = max(1, self.max_cache_tokens // (batch.columns + COLUMNS_STEP))
             alive = [(row.arrived_s, slot) for slot, row in enumerate(batch.rows) if row is not None]
             evicted = [slot for _, slot in sorted(alive)[keep:]]
             for ended in reversed(batch.drop(evicted) if evicted else []):
                 ended.row.tokens, ended.row.logp = ended.tokens, ended.logp
+                ended.row.context = (*ended.row.request.prompt, *ended.tokens)
                 self._stale.discard(ended.row)
                 self._waiting.appendleft(ended.row)
                 self.counters.preemptions += 1
-            self._close_holes()
+            to, source = batch.close_holes()
+            self._model.cache.move(to=to, source=source, columns=batch.columns)
             batch.settle()
         self._reserve(len(batch.rows), batch.columns)

@@ -1,23 +1,19 @@
-"""The model as the embedded engine runs it: static key/value slots and the attention masks over them.
+"""The model as the embedded engine runs it: a key/value cache of static slots, and attention over them.
 
-Rows being decoded lie in slots 0 to N - 1, so that a layer attends to a view and copies nothing. What a slot holds
-beyond its row's length is left over from others and never visible.
-
-To a model this is a transformers `Cache`, as far as decoder-only models look at one.
-Axes: R slots, K key heads, M columns of a slot, D head dimension; N rows, P prompts, L their padded length.
-
-transformers looks both the attention and the mask of a model up by the name in its config. Under the name registered
+`SlotModel` runs forwards, of whole prompts (prefill) or of one token a row (decode). `SlotCache` is a transformers
+`Cache`, as far as decoder-only models use one: rows being decoded lie in slots 0 to N - 1, so that a layer attends to a
+view and copies nothing; what a slot holds beyond its row's length is left over from other rows and never visible.
+transformers looks up both the attention and the mask of a model by the name in its config. Under the name registered
 here, a model builds its own masks (causal, sliding windows, chunks) from the positions of each row, and attends to keys
 without repeating them for the query heads that share them.
 
-Axes: N rows, H query heads, K key heads, S queries a row, C cache columns, D head dimension.
-
-Axes: P distinct prompts, L their padded length, N rows, V vocabulary.
+Axes: N rows, P distinct prompts, S queries a row, C cache columns, H query heads, K key heads, D and E head dimensions,
+V vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -32,7 +28,7 @@ from rl_generation.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "attending", "register_attention", "stepping"]
+__all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "register_attention"]
 
 
 @final
@@ -74,21 +70,27 @@ class SlotCache:
 
     def move(self, *, to: Int[Tensor, " rows"], source: Int[Tensor, " rows"], columns: int) -> None:
         """Copy the first `columns` of slots `source` to slots `to`, all at once."""
-        for kept in (kept for layer in self._layers.values() for kept in layer):
-            kept[to, :, :columns] = kept[source, :, :columns]
+        for layer in self._layers.values():
+            for kept in layer:
+                kept[to, :, :columns] = kept[source, :, :columns]
 
-    def begin_prefill(self, *, slots: Int[Tensor, " rows"], prompts: Int[Tensor, " rows"], columns: int) -> None:
-        """Expect a forward over whole prompts; `slots[i]` keeps a copy of prompt `prompts[i]`."""
-        self._prefill = (slots, prompts)
-        self._seen = columns
+    def begin(
+        self,
+        *,
+        columns: int,
+        positions: Int[Tensor, " N"] | None = None,
+        prefill: tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]] | None = None,
+    ) -> None:
+        """Expect a forward that sees `columns`: of prompts, or of one token of each of the first N slots.
 
-    def begin_decode(self, *, positions: Int[Tensor, " N"], columns: int) -> None:
-        """Expect a forward over one token of each of the first N slots, at `positions`, all below `columns`."""
-        self._prefill = None
-        self._positions = positions
-        if len(self._rows) != len(positions):
-            self._rows = torch.arange(len(positions), device=positions.device)
-        self._seen = columns
+        With `prefill`, `(slots, prompts)`, it runs whole prompts, and `slots[i]` keeps a copy of prompt `prompts[i]`.
+        Otherwise the new tokens are at `positions`, all below `columns`.
+        """
+        self._seen, self._prefill = columns, prefill
+        if positions is not None:
+            self._positions = positions
+            if len(self._rows) != len(positions):
+                self._rows = torch.arange(len(positions), device=positions.device)
 
     # -- what models call
 
@@ -119,9 +121,8 @@ class SlotCache:
         """Tokens before this forward's; 0 for a prefill."""
         return 0 if self._prefill is not None else self._seen - 1
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The same, by its newer name."""
-        return self.get_seq_length(layer_idx)
+    # The same, by its newer name.
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that a mask covers, and the first of them."""
@@ -179,40 +180,16 @@ class AttentionStep:
     """Layers that have attended so far."""
 
 
-# Of the forward that runs in this thread: transformers calls the functions below by name, without a place for it.
+# Of the forward that runs in this thread: transformers calls the functions below by name and passes them no such thing.
 _STEP: ContextVar[AttentionStep] = ContextVar("rl_generation_attention_step")
 
 
 def register_attention() -> None:
-    """Make the functions below known to transformers; again is harmless."""
+    """Register the functions below with transformers; doing so again is harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
-
-
-@contextmanager
-def attending(configs: Iterable[Any]) -> Iterator[None]:
-    """Let the models of `configs`, outer ones first, attend through this module; put back what was there."""
-    # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
-    before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
-    try:
-        for config, _ in before:
-            config._attn_implementation = ATTENTION  # noqa: SLF001
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation  # noqa: SLF001
-
-
-@contextmanager
-def stepping(step: AttentionStep) -> Iterator[None]:
-    """Tell the functions below what the forward inside attends to."""
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
 
 
 def _mask(
@@ -254,7 +231,10 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     scale, softcap = options.get("scaling"), options.get("softcap") if step.softcap else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if attention_mask is None:
-        return _triangle(query, key, value, scale=scale), None
+        # Each query sees what is not after it: told so, kernels skip the rest instead of masking it.
+        grouped = query.shape[1] != key.shape[1]
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attended.transpose(1, 2).contiguous(), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_shared = num_heads // key.shape[1]
     mask = attention_mask.to(query.dtype)
@@ -265,36 +245,15 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
         query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
         mask = mask if one_query else mask.repeat(1, 1, num_shared, 1)
     if explicit:
-        attended = _explicit(query, key, value, mask=mask, scale=scale, softcap=softcap)
+        # Step by step, with the softmax in float32: on the CPU faster than the fused kernel for one query a row.
+        scores = (query * scale @ key.transpose(2, 3)).float()
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        attended = (scores + mask).softmax(-1).to(value.dtype) @ value
     else:
         grouped = query.shape[1] != key.shape[1]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
     return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
-
-
-def _triangle(
-    query: Float[Tensor, "N H S D"], key: Float[Tensor, "N K S D"], value: Float[Tensor, "N K S E"], *, scale: float
-) -> Float[Tensor, "N S H E"]:
-    """Attend to what is not after each query; kernels skip the rest instead of masking it."""
-    grouped = query.shape[1] != key.shape[1]
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    return attended.transpose(1, 2).contiguous()
-
-
-def _explicit(
-    query: Float[Tensor, "N K Q D"],
-    key: Float[Tensor, "N K C D"],
-    value: Float[Tensor, "N K C E"],
-    *,
-    mask: Float[Tensor, "rows 1 queries C"],
-    scale: float,
-    softcap: float | None,
-) -> Float[Tensor, "N K Q E"]:
-    """Attend step by step, in float32; on the CPU faster than the fused kernel where each row has one query."""
-    scores = (query * scale @ key.transpose(2, 3)).float()
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    return (scores + mask).softmax(-1).to(value.dtype) @ value
 
 
 @final
@@ -317,9 +276,18 @@ class SlotModel:
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
         self.last_step: AttentionStep | None = None
 
-    def running(self) -> AbstractContextManager[None]:
-        """Forwards happen inside; outside, the model attends as it did before."""
-        return attending(self._configs)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run forwards inside; outside, the model attends as it did before."""
+        # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
+        before = [(config, config._attn_implementation) for config in self._configs]  # noqa: SLF001
+        try:
+            for config, _ in before:
+                config._attn_implementation = ATTENTION  # noqa: SLF001
+            yield
+        finally:
+            for config, implementation in before:
+                config._attn_implementation = implementation  # noqa: SLF001
 
     # Not inference_mode: some rotary embeddings replace their buffers inside forward, and an inference tensor left
     # there would refuse the in-place copy of the next refit.
@@ -335,7 +303,7 @@ class SlotModel:
             [[*prompt, *[self._pad_token_id] * (columns - len(prompt))] for prompt in prompts], device=self.model.device
         )
         positions = torch.arange(columns, device=tokens.device)[None]
-        self.cache.begin_prefill(slots=slots, prompts=sources, columns=columns)
+        self.cache.begin(columns=columns, prefill=(slots, sources))
         ends = sorted(set(lengths))
         keep = torch.tensor([end - 1 for end in ends], device=tokens.device)
         logits = self._forward(tokens, positions, columns=columns, logits_to_keep=keep)
@@ -345,7 +313,7 @@ class SlotModel:
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], *, columns: int) -> Float[Tensor, "N V"]:
         """Run one token of each of the first N slots; all `positions` are below `columns`."""
-        self.cache.begin_decode(positions=positions, columns=columns)
+        self.cache.begin(columns=columns, positions=positions)
         return self._forward(tokens[:, None], positions[:, None], columns=columns, logits_to_keep=1)[:, -1]
 
     def _forward(
@@ -363,7 +331,8 @@ class SlotModel:
             softcap=self._softcap,
             from_start=positions.shape[1] == columns > 1,
         )
-        with stepping(self.last_step):
+        token = _STEP.set(self.last_step)
+        try:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions.expand(len(tokens), -1),
@@ -371,6 +340,8 @@ class SlotModel:
                 use_cache=True,
                 **({"logits_to_keep": logits_to_keep} if self.logits_to_keep else {}),
             )
+        finally:
+            _STEP.reset(token)
         logits: Tensor = output.logits
         return logits
 

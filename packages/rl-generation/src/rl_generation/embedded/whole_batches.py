@@ -9,6 +9,7 @@ Axes: N rows, S tokens so far, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -16,10 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_generation.embedded.bare_generate import bare_generate
-from rl_generation.embedded.continuous_batching import Batch, Ended
+from rl_generation.embedded.continuous_batching import Batch, Counters, Ended, Progress, Row
 from rl_generation.embedded.proof import generate_cache_is_right
-from rl_generation.embedded.rows import Row
-from rl_generation.embedded.runner import Counters, Progress
 from rl_generation.rollout import LogpOf
 
 if TYPE_CHECKING:
@@ -41,11 +40,10 @@ class WholeBatches:
         max_batch_size: int,
         vocab_size: int,
         logp_of: LogpOf,
-        version: int,
     ) -> None:
         self.counters = Counters()
         self._model, self._reason, self._pad_token_id = model, reason, pad_token_id
-        self._logp_of, self._version = logp_of, version
+        self._logp_of, self._version = logp_of, 0
         self._use_cache = generate_cache_is_right(model, pad_token_id=pad_token_id, vocab_size=vocab_size)
         self._waiting: deque[Row] = deque()
         self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.device, logp_of=logp_of)
@@ -89,7 +87,7 @@ class WholeBatches:
         for row in rows:
             row.mark_version(self._version, start=0)
         ended = self._generate(rows)
-        self.counters.prompt_tokens += sum(len(row.prompt) for row in rows)
+        self.counters.prompt_tokens += sum(len(row.request.prompt) for row in rows)
         self.counters.generated_tokens += sum(len(item.tokens) for item in ended)
         return [self._progress(item, stream=stream) for item in ended]
 
@@ -119,8 +117,8 @@ class WholeBatches:
         ]
 
     def _next_batch(self) -> list[Row]:
-        length = len(self._waiting[0].prompt)
-        rows = [row for row in self._waiting if len(row.prompt) == length][: self._batch.capacity]
+        length = len(self._waiting[0].request.prompt)
+        rows = [row for row in self._waiting if len(row.request.prompt) == length][: self._batch.capacity]
         taken = set(rows)
         self._waiting = deque(row for row in self._waiting if row not in taken)
         return rows
@@ -132,8 +130,9 @@ class WholeBatches:
 
         def draw(_: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
             tokens, _logp, finished = self._batch.draw(logits, None)
+            now = monotonic()
             for row in rows:
-                row.stamp()
+                row.first_token_s = now if row.first_token_s is None else row.first_token_s
             ended.extend(finished)
             return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
@@ -142,8 +141,8 @@ class WholeBatches:
 
         bare_generate(
             self._model,
-            torch.tensor([row.prompt for row in rows], device=self._model.device),
-            max_new_tokens=max(row.limit for row in rows),
+            torch.tensor([row.request.prompt for row in rows], device=self._model.device),
+            max_new_tokens=max(row.request.sampling.max_new_tokens for row in rows),
             pad_token_id=self._pad_token_id,
             use_cache=self._use_cache,
             logits_processor=LogitsProcessorList([draw]),
@@ -152,12 +151,5 @@ class WholeBatches:
         return ended
 
     def _progress(self, ended: Ended, *, stream: bool) -> Progress:
-        rollout = ended.row.rollout(
-            ended.tokens,
-            ended.logp,
-            finish_reason=ended.finish_reason,
-            stop_reason=ended.stop_reason,
-            logp_of=self._logp_of,
-            version=self._version,
-        )
+        rollout = ended.rollout(logp_of=self._logp_of, version=self._version)
         return Progress(ended.row, rollout.tokens if stream else (), rollout.logp if stream else (), rollout)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rl_generation.chat import encode_chat, encode_text
 from rl_generation.errors import PromptError
-from rl_generation.requests import Limits, Request, check_token_ids, make_requests
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.server.errors import HttpError, from_engine
 from rl_generation.server.fields import Fields, is_token_ids, shortened
 from rl_generation.server.limits import ServerLimits

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, final
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.requests import Limits, Request, make_requests
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions
 from rl_generation.vllm.sampling_params import check_for_vllm

@@ -12,9 +12,8 @@ from typing import Any, Literal, Self, TypeVar, Unpack, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
-from rl_generation.requests import Limits, Request
+from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout
-from rl_generation.sampling import Sampling
 from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
 from rl_generation.vllm.event_loop import EventLoop
 from rl_generation.vllm.explanation import explain

@@ -10,9 +10,8 @@ from typing import Any, Self, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineDeadError, LogpError, ModelError, PromptError
-from rl_generation.requests import Limits, Request, make_requests
+from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
-from rl_generation.sampling import Sampling
 from rl_generation.vllm.admission import check_version
 from rl_generation.vllm.explanation import explain
 from rl_generation.vllm.in_flight import Answer, StreamedAnswer, Streams

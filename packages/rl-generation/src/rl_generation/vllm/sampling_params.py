@@ -8,8 +8,7 @@ from typing import Any
 from rl_generation.answer_text import INCOMPLETE, decode
 from rl_generation.bad_words import encode_bad_words
 from rl_generation.errors import PromptError
-from rl_generation.requests import Limits, Request
-from rl_generation.sampling import Sampling
+from rl_generation.requests import Limits, Request, Sampling
 
 __all__ = ["MAX_TEMPERATURE", "check_for_vllm", "for_sample", "to_sampling_params"]
 

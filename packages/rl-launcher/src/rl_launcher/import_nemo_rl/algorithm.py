@@ -4,8 +4,6 @@ from typing import Any
 
 from rl_launcher.import_nemo_rl.read import Kind, Source
 
-__all__ = ["distillation", "dpo", "grpo", "sft", "steps_per_generation"]
-
 
 def steps_per_generation(source: Source, section: str) -> int:
     """Return how many optimizer steps they take on one batch of rollouts."""

@@ -4,8 +4,6 @@ from typing import Any
 
 from rl_launcher.import_nemo_rl.read import Source, key_map
 
-__all__ = ["checkpointing", "cluster", "data", "environment", "evaluation", "logger"]
-
 MATH = "rl_algorithms.environments.math:math_match"
 REWARD = "reward.py:score"
 ONLY_EVALUATES = "scores held-out responses only; nothing is trained by it"

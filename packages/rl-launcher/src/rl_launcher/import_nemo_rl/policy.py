@@ -4,8 +4,6 @@ from typing import Any
 
 from rl_launcher.import_nemo_rl.read import Source
 
-__all__ = ["generation", "model", "optimizer"]
-
 ADAMW = {"AdamW", "FusedAdam", "Adam"}
 FOR_EVALUATION = 256
 """Length limit of a response, in tokens, if theirs does not generate."""

@@ -17,8 +17,6 @@ import yaml
 
 from rl_launcher.errors import Refusal
 
-__all__ = ["Kind", "NemoRLError", "Note", "Source", "interpolate", "key_map", "read"]
-
 DEFAULTS, REPLACE = "defaults", "_override_"
 MISSING = "???"
 

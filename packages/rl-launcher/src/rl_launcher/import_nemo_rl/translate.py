@@ -15,8 +15,6 @@ from rl_launcher.import_nemo_rl import data_and_cluster, policy
 from rl_launcher.import_nemo_rl.read import Kind, NemoRLError, Note, Source, interpolate, key_map, read
 from rl_launcher.recipe_files.yaml_source import dump
 
-__all__ = ["Translation", "translate"]
-
 ALGORITHMS = ("grpo", "sft", "dpo", "distillation")
 HEADINGS: dict[Kind, str] = {
     "fill_in": "to fill in, or to check",

@@ -28,8 +28,6 @@ from rl_launcher.schema import HOW_TO_JUDGE, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
-__all__ = ["Evaluator", "HeldOut", "Measured", "Outcome", "measure", "measured_recipe"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:

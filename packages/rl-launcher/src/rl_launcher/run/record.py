@@ -22,8 +22,6 @@ from rl_launcher.schema import Recipe
 from rl_observe import LiveView, RunDirectory, RunLog, Sample, ScoredResponse, read_metrics
 from rl_observe.health import Reporter, Watch, count_events
 
-__all__ = ["PHASE", "TOKENS", "Recorder", "has_trained", "summarize"]
-
 PHASE = "phase_s/"
 TOKENS = ("sampled_tokens", "trained_tokens")
 

@@ -73,8 +73,6 @@ from rl_observe import (
 )
 from rl_observe.health import Reporter, Watch, is_disk_full
 
-__all__ = ["Resumption", "Run", "find_resumption", "resume", "run"]
-
 ERROR_FILE = "error.txt"
 """In the run directory: the whole traceback of what ended the run."""
 STAGES: dict[str, Callable[..., None]] = {"sft": sft.run, "grpo": grpo.run, "dpo": dpo.run, "distill": distill.run}

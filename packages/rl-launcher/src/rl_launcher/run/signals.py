@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["Interruption", "keep_signals"]
-
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before they kill
 

@@ -17,8 +17,6 @@ from rl_launcher.run.evaluate import turn_limits
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 
-__all__ = ["TrialResult", "TrialRollout", "try_reward"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRollout:

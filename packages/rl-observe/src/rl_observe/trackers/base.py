@@ -20,17 +20,6 @@ from typing import Literal, Protocol
 from rl_observe.redaction import Secrets
 from rl_observe.run_directory import RunDirectory
 
-__all__ = [
-    "Delivery",
-    "Status",
-    "Tracker",
-    "TrackerError",
-    "flat",
-    "import_client",
-    "require_client",
-    "start_tracker",
-]
-
 Status = Literal["finished", "failed", "interrupted"]
 """How a run ended."""
 

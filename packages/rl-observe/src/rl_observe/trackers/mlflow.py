@@ -18,8 +18,6 @@ from rl_observe.trackers.base import Status, flat, import_client
 if TYPE_CHECKING:
     from rl_observe.config import MlflowConfig
 
-__all__ = ["MlflowTracker"]
-
 # Limits of the REST API.
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000

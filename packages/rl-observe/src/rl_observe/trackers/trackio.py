@@ -15,8 +15,6 @@ from rl_observe.trackers.base import Status, flat, import_client
 if TYPE_CHECKING:
     from rl_observe.config import TrackioConfig
 
-__all__ = ["TrackioTracker"]
-
 
 class TrackioTracker:
     """A `Tracker`. Metrics are named `stage/name`."""

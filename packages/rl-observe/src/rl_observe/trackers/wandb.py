@@ -17,8 +17,6 @@ from rl_observe.trackers.base import Status, TrackerError, flat, import_client
 if TYPE_CHECKING:
     from rl_observe.config import WandbConfig
 
-__all__ = ["WandbTracker", "require_key"]
-
 # How long the end of a run waits for what is left to be sent.
 _FINISH_TIMEOUT_S = 60.0
 _INIT_TIMEOUT_S = 60.0

@@ -1,33 +1,91 @@
-"""What chunked log-probabilities compute with: checked inputs, options, and softmax statistics over a sharded vocabulary.
+"""What chunked log-probabilities compute with: checked inputs, options, softmax over a sharded vocabulary.
 
-It knows placements, dtypes, padding and refusals; no softmax. Letters: N rows that are asked for, K words in each,
-H hidden, V vocabulary.
+Logits come chunk by chunk and never all at once. Statistics are fp32 (fp64 for fp64 logits). N rows, K targets in each,
+H hidden, V vocabulary:
 
-x = cap(logit_scale * logits) / temperature          cap(y) = softcap * tanh(y / softcap)
-
-It knows rows of logits that it asks for chunk by chunk, never where they come from, and never holds all of them.
-
+    x = cap(logit_scale * logits) / temperature          cap(y) = softcap * tanh(y / softcap)
     logp[n, k] = x[n, t_k] - lse[n]          lse[n] = log sum_v exp(x[n, v])
     H[n]       = lse[n] - sum_v p[n, v] x[n, v]
     d/dx[n, v] (sum_k g_k logp_k + h H) = sum_k g_k (1[v = t_k] - p[n, v]) - h p[n, v] (log p[n, v] + H[n])
 
 Over ranks, r holding the slice [start, start + size): M = max_r lse_r, w_r = exp(lse_r - M), then one sum of
 (w_r, x[t] of the owner, w_r sum_v p_r x) gives all three: two collectives, whatever the number of chunks. The largest
-k words of all are among the largest k of each rank: one collective carries these and lse_r.
-
-Axes: N rows, K words asked for in each, V vocabulary. Statistics are fp32 (fp64 for fp64 logits).
+k tokens of all are among the largest k of each rank: one collective carries these and lse_r.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.vocabulary import VocabularySlice, local_slice, require_axis
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularySlice:
+    """The slice [start, start + size) of a vocabulary of `total` tokens that this rank holds.
+
+    DTensor gives ceil(total / ranks) tokens to each rank, so the last ranks may hold fewer, or none.
+    """
+
+    start: int
+    size: int
+    total: int
+    group: "dist.ProcessGroup | None"
+    """The ranks that together hold the whole vocabulary; None where this rank holds all of it."""
+
+    def owned(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets as indices into the slice (0 where foreign), and which of them it owns."""
+        index = targets - self.start
+        mine = (index >= 0) & (index < self.size)
+        return index.where(mine, 0), mine
+
+    def sizes(self) -> list[int]:
+        """Words of each rank of the group, in its order."""
+        if self.group is None:
+            return [self.size]
+        share = -(-self.total // self.group.size())
+        return [max(0, min(share, self.total - rank * share)) for rank in range(self.group.size())]
+
+
+def local_slice(tensor: Tensor, *, dim: int, tp_axis: str, what: str) -> tuple[Tensor, VocabularySlice]:
+    """This rank's piece of a tensor whose `dim` is the vocabulary, plain or cut over `tp_axis`, and which piece it is.
+
+    A mesh of one rank may have any axes: nothing is cut.
+    Raises PlanError for any other placement.
+    """
+    total, dim = tensor.shape[dim], dim % tensor.ndim
+    if not is_dtensor(tensor):
+        return tensor, VocabularySlice(start=0, size=total, total=total, group=None)
+    local = tensor.to_local()
+    if tensor.device_mesh.size() == 1:
+        return local, VocabularySlice(start=0, size=total, total=total, group=None)
+    require_axis(tensor, tp_axis=tp_axis, what=what)
+    mesh, placement = tensor.device_mesh, tensor.placements[0]
+    if placement.is_replicate():
+        return local, VocabularySlice(start=0, size=total, total=total, group=None)
+    if not placement.is_shard(dim):
+        raise PlanError(f"{what} is placed {placement}: it may be Shard({dim}) or Replicate()")
+    start = min(total, mesh.get_local_rank() * -(-total // mesh.size()))
+    return local, VocabularySlice(start=start, size=local.shape[dim], total=total, group=mesh.get_group())
+
+
+def require_axis(tensor: "DTensor", *, tp_axis: str, what: str) -> None:
+    """Refuse a DTensor whose mesh has another axis than `tp_axis`, or more."""
+    names = tensor.device_mesh.mesh_dim_names
+    if names != (tp_axis,):
+        raise PlanError(
+            f"{what} lies on a mesh with the axes {names}, and its only axis may be {tp_axis!r}: under "
+            "FSDP, call this in a forward of the wrapped model (torch.distributed.fsdp.register_fsdp_forward_method), "
+            "where the parameter is gathered; a tp axis with another name is passed as tp_axis="
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,36 +126,51 @@ def local_head(lm_head: nn.Module, *, tp_axis: str) -> Head:
     return Head(weight=local, bias=local_bias, where=where)
 
 
-def local_hidden(hidden: Tensor, where: VocabularySlice, *, tp_axis: str, summed: bool) -> Tensor:
-    """All rows of `hidden` [..., H], as a plain tensor whose gradient goes back as `hidden` was placed.
+def local_rows(hidden: Tensor, head: Head, *, tp_axis: str, summed: bool) -> tuple[Tensor, Head]:
+    """All rows of `hidden` [..., H] as a plain [N, H] tensor, and the head, both in the dtype that they multiply in.
 
-    Plain and Replicate are the same on every rank. Shard of a leading dim, as sequence parallelism has it, is gathered.
-    summed: the gradient that comes back is whole already; else each rank has its words' part, and they are added:
-        an all-reduce, or a reduce-scatter for a sharded one.
+    A plain or Replicate `hidden` is the same on every rank. Shard of a leading dim, as in sequence parallelism, is
+    gathered. The gradient goes back with the placement of `hidden`.
+    summed: the returned gradient is complete on every rank. Otherwise each rank returns the part of its own slice of
+        the vocabulary, and the parts are added by an all-reduce, or by a reduce-scatter for a sharded `hidden`.
+
+    Raises PlanError for another placement, ValueError for a hidden and a weight of different dtypes.
     """
-    partial = where.is_cut and not summed
+    group = head.where.group
+    partial = group is not None and not summed
     if not is_dtensor(hidden):
-        return _SumOverRanks.apply(hidden, where.group) if partial else hidden  # type: ignore[no-untyped-call]
-    if hidden.device_mesh.size() == 1:
-        return hidden.to_local()
-    require_axis(hidden, tp_axis=tp_axis, what="hidden")
-    placement = hidden.placements[0]
-    features = hidden.ndim - 1
-    if placement.is_partial() or placement.is_shard(features):
-        raise PlanError(f"hidden is placed {placement}: it may be Replicate(), or Shard of a dim before the last")
-    if where.group is not None and where.group.size() != hidden.device_mesh.size():
-        raise PlanError(f"hidden lies on {hidden.device_mesh.size()} ranks and the vocabulary on {where.group.size()}")
-    if placement.is_replicate():
+        whole = _SumOverRanks.apply(hidden, group) if partial else hidden  # type: ignore[no-untyped-call]
+    elif hidden.device_mesh.size() == 1:
         whole = hidden.to_local()
-        return _SumOverRanks.apply(whole, where.group) if partial else whole  # type: ignore[no-untyped-call]
-    from torch.distributed.tensor import Partial, Replicate
+    else:
+        require_axis(hidden, tp_axis=tp_axis, what="hidden")
+        placement, ranks = hidden.placements[0], hidden.device_mesh.size()
+        if placement.is_partial() or placement.is_shard(hidden.ndim - 1):
+            raise PlanError(f"hidden is placed {placement}: it may be Replicate(), or Shard of a dim before the last")
+        if group is not None and group.size() != ranks:
+            raise PlanError(f"hidden lies on {ranks} ranks and the vocabulary on {group.size()}")
+        if placement.is_replicate():
+            whole = hidden.to_local()
+            whole = _SumOverRanks.apply(whole, group) if partial else whole  # type: ignore[no-untyped-call]
+        else:
+            from torch.distributed.tensor import Partial, Replicate
 
-    gathered = hidden.redistribute(placements=[Replicate()])
-    return gathered.to_local(grad_placements=[Partial() if partial else Replicate()])
+            gathered = hidden.redistribute(placements=[Replicate()])
+            whole = gathered.to_local(grad_placements=[Partial() if partial else Replicate()])
+
+    # Under autocast, cast here as a linear layer would: backward runs outside autocast and must see the same numbers.
+    rows, device = whole.flatten(0, -2), hidden.device.type
+    if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        rows, head = rows.to(dtype), replace(head, weight=head.weight.to(dtype), bias=bias)
+    if rows.dtype != head.weight.dtype:
+        raise ValueError(f"hidden is {rows.dtype} and lm_head.weight is {head.weight.dtype}: cast one of them")
+    return rows, head
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Identity; the gradient is summed over the ranks, in its place."""
+    """Identity; the gradient is summed over the ranks, in place."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
@@ -109,22 +182,6 @@ class _SumOverRanks(torch.autograd.Function):
         grad = grad.contiguous()
         torch.distributed.all_reduce(grad, group=ctx.group)
         return grad, None
-
-
-def one_dtype(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
-    """Both in autocast's dtype where it is on, as a linear layer would take them.
-
-    Cast here, because backward runs outside of autocast and must see the same numbers.
-    Raises ValueError where they differ.
-    """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        bias = None if head.bias is None else head.bias.to(dtype)
-        hidden, head = hidden.to(dtype), replace(head, weight=head.weight.to(dtype), bias=bias)
-    if hidden.dtype != head.weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and lm_head.weight is {head.weight.dtype}: cast one of them")
-    return hidden, head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,17 +203,16 @@ class Targets:
         """[N, K] of the rows that ask, as the targets were shaped; 0 where ignored."""
         if self.asked is not None:
             values = values.where(self.asked, 0)
-        whole = self._spread(values)
-        return whole.reshape((*self.leading, whole.shape[-1]) if self.words_dim else self.leading)
+        if self.rows is not None:
+            whole = values.new_zeros(self.leading.numel(), values.shape[1])
+            values = whole.index_copy(0, self.rows, values)
+        return values.reshape((*self.leading, values.shape[1]) if self.words_dim else self.leading)
 
     def spread_rows(self, values: Tensor) -> Tensor:
         """[N] of the rows that ask, as the leading shape; 0 where ignored."""
-        return self._spread(values).reshape(self.leading)
-
-    def _spread(self, values: Tensor) -> Tensor:
-        if self.rows is None:
-            return values
-        return values.new_zeros(self.leading.numel(), *values.shape[1:]).index_copy(0, self.rows, values)
+        if self.rows is not None:
+            values = values.new_zeros(self.leading.numel()).index_copy(0, self.rows, values)
+        return values.reshape(self.leading)
 
 
 def read_targets(targets: Tensor, leading: torch.Size, *, total: int, ignore_index: int | None) -> Targets:
@@ -174,40 +230,33 @@ def read_targets(targets: Tensor, leading: torch.Size, *, total: int, ignore_ind
     token_ids, rows, asked = targets.reshape(leading.numel(), words).long(), None, None
     if not has_numbers(token_ids):  # a forecast: every row costs what a row can cost
         return Targets(token_ids=token_ids, rows=None, asked=None, leading=leading, words_dim=words_dim)
-    span = _span(token_ids)
-    if ignore_index is not None and (span is None or span[0] <= ignore_index <= span[1]):
-        token_ids, rows, asked = _without_ignored(token_ids, ignore_index)
-        span = _span(token_ids)
-    if span is None:  # without waiting for the device
+
+    # The smallest and largest id are read only on the CPU: elsewhere that would wait for the device.
+    on_cpu = token_ids.device.type == "cpu" and token_ids.numel() > 0
+    low, high = map(int, token_ids.aminmax()) if on_cpu else (0, 0)
+
+    # Keep the rows with at least one target; of those, ignored targets become 0.
+    if ignore_index is not None and (token_ids.device.type != "cpu" or low <= ignore_index <= high):
+        asked = token_ids != ignore_index
+        rows = asked.any(-1).nonzero().squeeze(-1)  # waits for the device, once
+        if len(rows) == len(asked):
+            rows, token_ids = None, token_ids.where(asked, 0)
+        else:
+            asked = asked[rows]
+            token_ids = token_ids[rows].where(asked, 0)
+        on_cpu = on_cpu and token_ids.numel() > 0
+        low, high = map(int, token_ids.aminmax()) if on_cpu else (0, 0)
+
+    if token_ids.device.type != "cpu":  # without waiting for the device
         torch._assert_async(((token_ids >= 0) & (token_ids < total)).all())  # noqa: SLF001 - no public one
-    elif span[0] < 0 or span[1] >= total:
+    elif low < 0 or high >= total:
         raise ValueError(
-            f"targets span {span[0]} to {span[1]} and the vocabulary 0 to {total - 1}: give rows that ask for nothing "
+            f"targets span {low} to {high} and the vocabulary 0 to {total - 1}: give rows that ask for nothing "
             "the target ignore_index"
         )
     return Targets(
         token_ids=token_ids, rows=rows, asked=None if words == 1 else asked, leading=leading, words_dim=words_dim
     )
-
-
-def _span(token_ids: Tensor) -> tuple[int, int] | None:
-    """Smallest and largest id; None where asking would wait for the device."""
-    if token_ids.device.type != "cpu":
-        return None
-    if not token_ids.numel():
-        return 0, 0
-    low, high = token_ids.aminmax()
-    return int(low), int(high)
-
-
-def _without_ignored(token_ids: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Ids of the rows that ask for any word, 0 where ignored; those rows, None for all; and which ids are asked for."""
-    asked = token_ids != ignore_index
-    rows = asked.any(-1).nonzero().squeeze(-1)  # waits for the device, once
-    if len(rows) == len(asked):
-        return token_ids.where(asked, 0), None, asked
-    asked = asked[rows]
-    return token_ids[rows].where(asked, 0), rows, asked
 
 
 CHUNK_BYTES = 2**28
@@ -232,35 +281,17 @@ class Options:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}: it must be above 0, or None")
 
-    def rows_at_a_time(self, num_rows: int, words: int, dtype: torch.dtype) -> int:
-        """The caller's, or an eighth of the rows: at least 256, that a multiplication is worth its weight's reading.
+    def chunks(self, num_rows: int, words: int, dtype: torch.dtype) -> list[slice]:
+        """Slices of `chunk_size` rows that cover all `num_rows`, for logits of `words` columns in `dtype`.
 
-        At most 1024, beyond which nothing is won, and `CHUNK_BYTES`. Ranks may differ: no collective is per chunk.
+        Without a chunk_size: an eighth of the rows, and at least 256, so that a multiplication is worth reading the
+        weight; at most 1024, beyond which nothing is gained, and at most `CHUNK_BYTES`. Ranks may differ: there is no
+        collective per chunk.
         """
-        if self.chunk_size is not None:
-            return self.chunk_size
-        fitting = CHUNK_BYTES // max(1, words * dtype.itemsize)
-        return max(1, min(fitting, 1024, max(256, num_rows // 8)))
-
-    def transform_(self, logits: Tensor) -> Tensor:
-        """`x` of raw logits, in their place."""
-        if self.logit_scale != 1.0:
-            logits = logits.mul_(self.logit_scale)
-        if self.softcap is not None:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
-
-    def slope(self, x: Tensor) -> Tensor | float:
-        """dx/dlogits: a number, or a tensor like x under a softcap."""
-        factor = self.logit_scale / self.temperature
-        if self.softcap is None:
-            return factor
-        return (x * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(factor)
-
-
-def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """fp32 for anything narrower, else the tensor's own."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+        size = self.chunk_size
+        if size is None:
+            size = max(1, min(CHUNK_BYTES // max(1, words * dtype.itemsize), 1024, max(256, num_rows // 8)))
+        return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 # log p of a word that has no probability: low enough for exp to give 0, high enough for 0 * it to be 0.
@@ -272,18 +303,14 @@ class Rows:
     """Logits of N rows over this rank's words, in the dtype of the statistics, made when asked for."""
 
     make: Callable[[slice], Tensor]
-    """[n, size] for a slice of rows. Over a cut vocabulary the receiver may overwrite it, over a whole one never."""
+    """[n, size] for a slice of rows. The receiver may overwrite it over a sharded vocabulary, not over a whole one."""
     count: int
-    chunk_size: int
+    chunks: list[slice]
+    """Slices that cover all rows, and no later rows than there are."""
     where: VocabularySlice
     dtype: torch.dtype
+    """Of the statistics: fp32 for narrower logits, otherwise their own."""
     device: torch.device
-
-    def chunks(self) -> Iterator[slice]:
-        """Slices that cover all rows, and no later rows than there are."""
-        return (
-            slice(start, min(start + self.chunk_size, self.count)) for start in range(0, self.count, self.chunk_size)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,15 +329,17 @@ class Statistics:
 
 def at_targets(rows: Rows, targets: Tensor, *, entropy: bool) -> Statistics:
     """Statistics of each row at its targets [N, K]."""
-    if rows.where.is_cut:
+    if rows.where.group is not None:
         return _at_targets_over_ranks(rows, targets, entropy=entropy)
     logp = targets.new_empty(targets.shape, dtype=rows.dtype)
-    entropies = targets.new_empty(rows.count if entropy else 0, dtype=rows.dtype)
-    for chunk in rows.chunks():
-        logp[chunk], of_chunk = _of_whole(rows.make(chunk), targets[chunk], entropy=entropy)
-        if of_chunk is not None:
-            entropies[chunk] = of_chunk
-    return Statistics(logp=logp, token_ids=targets, entropy=entropies if entropy else None)
+    entropies = targets.new_empty(rows.count, dtype=rows.dtype) if entropy else None
+    for chunk in rows.chunks:
+        log_p = rows.make(chunk).log_softmax(-1)
+        logp[chunk] = log_p.gather(-1, targets[chunk])
+        if entropies is not None:
+            entropies[chunk] = torch.special.entr(log_p.exp_()).sum(-1)
+        del log_p  # before the next chunk makes its own
+    return Statistics(logp=logp, token_ids=targets, entropy=entropies)
 
 
 def _at_targets_over_ranks(rows: Rows, targets: Tensor, *, entropy: bool) -> Statistics:
@@ -320,7 +349,7 @@ def _at_targets_over_ranks(rows: Rows, targets: Tensor, *, entropy: bool) -> Sta
     lse = targets.new_full((rows.count,), -torch.inf, dtype=rows.dtype)
     sums = targets.new_zeros((width + 1 + entropy, rows.count), dtype=rows.dtype)  # x at targets, w, w * mean of x
     index, mine = rows.where.owned(targets)
-    for chunk in rows.chunks() if rows.where.size else ():
+    for chunk in rows.chunks if rows.where.size else ():
         at, lse[chunk], mean = _of_slice(rows.make(chunk), index[chunk], entropy=entropy)
         sums[:width, chunk] = at.where(mine[chunk], 0).t()
         if mean is not None:
@@ -348,13 +377,13 @@ def of_top_k(rows: Rows, k: int) -> Statistics:
     lse = torch.full((rows.count,), -torch.inf, dtype=rows.dtype, device=rows.device)
     values = lse.new_full((rows.count, width), -torch.inf)
     ids = values.new_zeros(values.shape, dtype=torch.int64)
-    for chunk in rows.chunks() if own else ():
+    for chunk in rows.chunks if own else ():
         x = rows.make(chunk)
         values[chunk, :own], found = x.topk(own)
         ids[chunk, :own] = found.add_(rows.where.start)
-        lse[chunk] = _logsumexp_(x) if rows.where.is_cut else x.logsumexp(-1)
+        lse[chunk] = x.logsumexp(-1) if rows.where.group is None else _logsumexp_(x)
         del x, found  # before the next chunk makes its own
-    if not rows.where.is_cut:
+    if rows.where.group is None:
         return Statistics(logp=values - lse[:, None], token_ids=ids)
     lse, values, ids = _candidates(lse, values, ids, where=rows.where)
     values, best = values.topk(k)
@@ -381,18 +410,11 @@ def _candidates(lse: Tensor, values: Tensor, ids: Tensor, *, where: VocabularySl
     )
 
 
-# Functions of their own, so that a chunk's tensors are gone before the next chunk's are made.
-
-
-def _of_whole(x: Tensor, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and entropy of a chunk with the whole vocabulary."""
-    log_p = x.log_softmax(-1)
-    logp = log_p.gather(-1, targets)
-    return logp, torch.special.entr(log_p.exp_()).sum(-1) if entropy else None
-
-
 def _of_slice(x: Tensor, index: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits at the index, lse and, for the entropy, the mean of x under the slice's own softmax. Overwrites x."""
+    """Logits at the index, lse and, for the entropy, the mean of x under the slice's own softmax. Overwrites x.
+
+    A function, so that a chunk's tensors are freed before the next chunk's are made.
+    """
     at = x.gather(-1, index)
     if not entropy:
         return at, _logsumexp_(x), None
@@ -403,7 +425,7 @@ def _of_slice(x: Tensor, index: Tensor, *, entropy: bool) -> tuple[Tensor, Tenso
 
 
 def _logsumexp_(x: Tensor) -> Tensor:
-    """`x.logsumexp(-1)` in the place of x."""
+    """`x.logsumexp(-1)`; overwrites x."""
     largest = x.amax(-1, keepdim=True).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return x.sub_(largest).exp_().sum(-1).log_().add_(largest.squeeze(-1))
 
@@ -422,7 +444,7 @@ class Upstream:
     """[N]"""
 
     def logits_gradient(self, x: Tensor, chunk: slice, where: VocabularySlice) -> Tensor:
-        """d(sum grad_logp logp + grad_entropy H)/dx for one chunk [n, size]. Overwrites x over a cut vocabulary."""
+        """d(sum grad_logp logp + grad_entropy H)/dx for one chunk [n, size]. Overwrites x over a sharded vocabulary."""
         token_ids = self.token_ids[chunk]
         grad_logp = x.new_zeros(token_ids.shape) if self.grad_logp is None else self.grad_logp[chunk]
         of_all = grad_logp if grad_logp.shape[1] == 1 else grad_logp.sum(-1, keepdim=True)
@@ -434,7 +456,7 @@ class Upstream:
             p = log_p.exp()
             log_p.clamp_(min=NO_PROBABILITY).add_(self.entropy[chunk, None])
             gradient = log_p.mul_(self.grad_entropy[chunk, None]).add_(of_all).mul_(p.neg_())
-        if not where.is_cut:
+        if where.group is None:
             return gradient.scatter_add_(-1, token_ids, grad_logp)
         index, mine = where.owned(token_ids)
         return gradient.scatter_add_(-1, index, grad_logp.where(mine, 0)) if where.size else gradient

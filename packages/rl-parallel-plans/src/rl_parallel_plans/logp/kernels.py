@@ -30,14 +30,12 @@ VERL_HIDDEN_MULTIPLE = 128
 
 
 def require_kernel(kernel: Kernel, head: Head, *, hidden: Tensor, words: int, options: Options) -> None:
-    """Refuse a kernel that is not there or does not take what it would be given.
+    """Refuse a kernel other than "torch" that is not installed or does not take these inputs.
 
     Raises ValueError for an unknown name, PlanError with every reason otherwise.
     """
     if kernel not in get_args(Kernel):
         raise ValueError(f"kernel is {kernel!r}: it may be one of {list(get_args(Kernel))}")
-    if kernel == "torch":
-        return
     reasons = [
         reason
         for holds, reason in (

@@ -1,16 +1,12 @@
-"""`linear_logp`: log-probabilities from hidden states and a (vocabulary-sharded) `lm_head`, in chunks, without `[T, V]` logits.
+"""`linear_logp`: log-probabilities from hidden states and an `lm_head`, in chunks, without the `[T, V]` logits.
 
-It knows local tensors and which words they are. It gives the gradient of its own words: what has to be summed over
-ranks is summed by whoever gave it `hidden`. Chunks of the weight's gradient add up in fp32: their sum in bf16 would
-lose what each of them adds.
+It makes the logits of `chunk_size` rows at a time, and again in backward, for which it saves only hidden, weight,
+targets and O(N) statistics (logits of a megabyte or less are kept instead). Over a vocabulary sharded on the tp axis it
+does two collectives forward, and one backward for the gradient of hidden; a sequence-parallel hidden is gathered once
+before, and that one collective is then a reduce-scatter.
 
-`linear_logp` makes the logits of `chunk_size` rows at a time, and again in backward, for which it saves only hidden,
-weight, targets and O(N) statistics (logits of a megabyte or less are kept instead). Over a vocabulary cut on the tp
-axis it does two collectives forward, and one backward for the gradient of hidden; a sequence-parallel hidden is
-gathered once before, and that one collective is then a reduce-scatter.
-
-It knows nothing of shifting: `targets[n]` is the token that row n predicts. The idea of fusing the linear layer with
-the softmax is that of Cut Cross-Entropy (arXiv:2411.09009); here in plain torch, any device.
+Nothing is shifted: `targets[n]` is the token that row n predicts. The idea of fusing the linear layer with the softmax
+is that of Cut Cross-Entropy (arXiv:2411.09009); here in plain torch, on any device.
 """
 
 from typing import Any, Literal, overload
@@ -25,16 +21,14 @@ from rl_parallel_plans.logp.chunks import (
     Options,
     Rows,
     Upstream,
+    VocabularySlice,
     at_targets,
     local_head,
-    local_hidden,
+    local_rows,
     of_top_k,
-    one_dtype,
     read_targets,
-    statistics_dtype,
 )
 from rl_parallel_plans.logp.kernels import Kernel, kernel_logp, require_kernel
-from rl_parallel_plans.vocabulary import VocabularySlice
 
 # Below this, making logits twice costs more time than keeping them costs memory: tiny models on a CPU live here.
 KEPT_BYTES = 2**20
@@ -63,10 +57,10 @@ class _LinearLogp(torch.autograd.Function):
         where: VocabularySlice,
         options: Options,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows, kept = _rows(hidden, weight, bias, selected=selected, where=where, options=options), None
+        rows, kept = _rows(hidden, weight, bias, selected=selected, kept=None, where=where, options=options), None
         if rows.count * where.size * rows.dtype.itemsize <= KEPT_BYTES:
             kept = rows.make(slice(0, rows.count))
-            rows = _kept_rows(kept, where)
+            rows = _rows(hidden, weight, bias, selected=selected, kept=kept, where=where, options=options)
         found = of_top_k(rows, wanted) if isinstance(wanted, int) else at_targets(rows, wanted, entropy=options.entropy)
         ctx.save_for_backward(hidden, weight, bias, selected, kept, found.token_ids, found.lse, found.entropy)
         ctx.where, ctx.options = where, options
@@ -80,18 +74,57 @@ class _LinearLogp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, selected, kept, token_ids, lse, entropy = ctx.saved_tensors
-        rows = _rows(hidden, weight, bias, selected=selected, where=ctx.where, options=ctx.options)
-        if kept is not None:
-            rows = _kept_rows(kept, ctx.where)
+        options = ctx.options
+        rows = _rows(hidden, weight, bias, selected=selected, kept=kept, where=ctx.where, options=options)
         upstream = Upstream(
             token_ids=token_ids, lse=lse, entropy=entropy, grad_logp=grad_logp, grad_entropy=grad_entropy
         )
-        gradients = _Gradients(hidden, weight, bias, selected=selected, wanted=ctx.needs_input_grad[:3])
-        for chunk in rows.chunks():
-            gradient = _raw_gradient(rows, chunk, upstream=upstream, options=ctx.options)
-            gradients.add(gradient, chunk, alone=rows.chunk_size >= rows.count)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = grad_weight = grad_bias = None
+        if needs_hidden:  # rows that are not selected have a gradient of 0
+            grad_hidden = torch.empty_like(hidden) if selected is None else torch.zeros_like(hidden)
+        if needs_weight and len(rows.chunks) != 1:
+            # Chunks add up in fp32: their sum in bf16 would lose what each of them adds.
+            grad_weight = torch.zeros_like(weight, dtype=rows.dtype)
+        if needs_bias and bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=rows.dtype)
+
+        for chunk in rows.chunks:
+            # The gradient of x, then of the logits as the linear layer made them: times dx/dlogits.
+            x = rows.make(chunk)
+            slope: Tensor | float = options.logit_scale / options.temperature
+            if options.softcap is not None:  # taken before logits_gradient may overwrite x
+                slope = (x * (options.temperature / options.softcap)).square_().neg_().add_(1.0).mul_(slope)
+            gradient = upstream.logits_gradient(x, chunk, rows.where)
+            if options.softcap is not None or slope != 1.0:
+                gradient = gradient.mul_(slope)
+            del x, slope
+
+            # Through the linear layer.
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            if grad_hidden is not None and selected is None:
+                torch.mm(gradient, weight, out=grad_hidden[chunk])
+            elif grad_hidden is not None:
+                grad_hidden.index_copy_(0, selected[chunk], gradient @ weight)
+            if needs_weight:
+                inputs = hidden[chunk] if selected is None else hidden.index_select(0, selected[chunk])
+                if grad_weight is None:  # the only chunk
+                    grad_weight = gradient.t() @ inputs
+                elif grad_weight.dtype == inputs.dtype:
+                    grad_weight.addmm_(gradient.t(), inputs)
+                else:
+                    grad_weight += gradient.t() @ inputs
+                del inputs
             del gradient  # before the next chunk makes its own
-        return *gradients.results(), None, None, None, None
+
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None, None, None, None),
+        )
 
 
 def _rows(
@@ -100,92 +133,30 @@ def _rows(
     bias: Tensor | None,
     *,
     selected: Tensor | None,
+    kept: Tensor | None,
     where: VocabularySlice,
     options: Options,
 ) -> Rows:
-    dtype = statistics_dtype(hidden)
+    """The rows of hidden times weight, scaled and capped; `kept`, where they are small enough to exist all at once."""
     count = len(hidden) if selected is None else len(selected)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
 
     def make(chunk: slice) -> Tensor:
-        return options.transform_(linear(_taken(hidden, selected, chunk), weight, bias).to(dtype))
+        if kept is not None:
+            return kept[chunk] if where.group is None else kept[chunk].clone()
+        inputs = hidden[chunk] if selected is None else hidden.index_select(0, selected[chunk])
+        x = linear(inputs, weight, bias).to(dtype)
+        if options.logit_scale != 1.0:
+            x = x.mul_(options.logit_scale)
+        if options.softcap is not None:
+            x = x.div_(options.softcap).tanh_().mul_(options.softcap)
+        return x.div_(options.temperature) if options.temperature != 1.0 else x
 
-    size = options.rows_at_a_time(count, where.size, dtype)
-    return Rows(make=make, count=count, chunk_size=size, where=where, dtype=dtype, device=hidden.device)
-
-
-def _kept_rows(kept: Tensor, where: VocabularySlice) -> Rows:
-    def make(chunk: slice) -> Tensor:
-        return kept[chunk].clone() if where.is_cut else kept[chunk]
-
-    count = len(kept)
-    return Rows(make=make, count=count, chunk_size=max(1, count), where=where, dtype=kept.dtype, device=kept.device)
-
-
-def _taken(hidden: Tensor, selected: Tensor | None, chunk: slice) -> Tensor:
-    return hidden[chunk] if selected is None else hidden.index_select(0, selected[chunk])
-
-
-def _raw_gradient(rows: Rows, chunk: slice, *, upstream: Upstream, options: Options) -> Tensor:
-    """Gradient of a chunk's logits as the linear layer made them."""
-    x = rows.make(chunk)
-    slope = options.slope(x)
-    gradient = upstream.logits_gradient(x, chunk, rows.where)
-    return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)
-
-
-class _Gradients:
-    """Gradients of hidden, weight and bias, chunk after chunk."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        selected: Tensor | None,
-        wanted: tuple[bool, bool, bool],
-    ) -> None:
-        self.inputs, self.selected, self.wanted = (hidden, weight, bias), selected, wanted
-        self.of_hidden: Tensor | None = None
-        self.of_weight: Tensor | None = None
-        self.of_bias: Tensor | None = None
-        if wanted[0]:
-            self.of_hidden = torch.empty_like(hidden) if selected is None else torch.zeros_like(hidden)
-        if wanted[2] and bias is not None:
-            self.of_bias = torch.zeros_like(bias, dtype=statistics_dtype(bias))
-
-    def add(self, gradient: Tensor, chunk: slice, *, alone: bool) -> None:
-        hidden, weight, _ = self.inputs
-        if self.of_bias is not None:
-            self.of_bias += gradient.sum(0)
-        gradient = gradient.to(weight.dtype)
-        if self.of_hidden is not None and self.selected is None:
-            torch.mm(gradient, weight, out=self.of_hidden[chunk])
-        elif self.of_hidden is not None and self.selected is not None:
-            self.of_hidden.index_copy_(0, self.selected[chunk], gradient @ weight)
-        if self.wanted[1]:
-            self._add_to_weight(gradient.t(), _taken(hidden, self.selected, chunk), alone=alone)
-
-    def _add_to_weight(self, gradient: Tensor, rows: Tensor, *, alone: bool) -> None:
-        if alone:
-            self.of_weight = gradient @ rows
-            return
-        if self.of_weight is None:
-            self.of_weight = torch.zeros_like(self.inputs[1], dtype=statistics_dtype(rows))
-        if self.of_weight.dtype == rows.dtype:
-            self.of_weight.addmm_(gradient, rows)
-        else:
-            self.of_weight += gradient @ rows
-
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        _, weight, bias = self.inputs
-        if self.wanted[1] and self.of_weight is None:  # no rows
-            self.of_weight = torch.zeros_like(weight)
-        return (
-            self.of_hidden,
-            None if self.of_weight is None else self.of_weight.to(weight.dtype),
-            None if self.of_bias is None or bias is None else self.of_bias.to(bias.dtype),
-        )
+    if kept is None:
+        chunks = options.chunks(count, where.size, dtype)
+    else:
+        chunks = [slice(0, count)] if count else []
+    return Rows(make=make, count=count, chunks=chunks, where=where, dtype=dtype, device=hidden.device)
 
 
 @overload
@@ -261,24 +232,8 @@ def linear_logp(
         temperature=temperature, chunk_size=chunk_size, entropy=entropy, softcap=softcap, logit_scale=logit_scale
     )
     head = local_head(lm_head, tp_axis=tp_axis)
-    _check_shapes(hidden, lm_head, targets)
-    asked = read_targets(targets, hidden.shape[:-1], total=head.where.total, ignore_index=ignore_index)
-    require_kernel(kernel, head, hidden=hidden, words=asked.token_ids.shape[1], options=options)
-    by_kernel = kernel != "torch" and len(asked.token_ids) > 0
-    whole = local_hidden(hidden, head.where, tp_axis=tp_axis, summed=by_kernel and kernel == "liger")
-    whole, head = one_dtype(whole.flatten(0, -2), head)
-    if by_kernel:
-        rows = whole if asked.rows is None else whole.index_select(0, asked.rows)
-        logp, entropies = kernel_logp(kernel, rows, head, token_ids=asked.token_ids, options=options)
-    else:
-        logp, entropies, _ = logp_of(whole, head, asked.token_ids, rows=asked.rows, options=options)
-    logp = asked.spread_words(logp)
-    return (logp, asked.spread_rows(entropies)) if entropies is not None else logp
-
-
-def _check_shapes(hidden: Tensor, lm_head: nn.Module, targets: Tensor) -> None:
     weight = lm_head.weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     fitting = (
         hidden.ndim > 1
         and weight.ndim == 2
@@ -291,3 +246,15 @@ def _check_shapes(hidden: Tensor, lm_head: nn.Module, targets: Tensor) -> None:
             f"hidden is {list(hidden.shape)}, lm_head.weight {list(weight.shape)} and targets {list(targets.shape)}: "
             "they must be [..., H], [V, H] and [...], or [..., K] for K words in each row"
         )
+    asked = read_targets(targets, hidden.shape[:-1], total=head.where.total, ignore_index=ignore_index)
+    if kernel != "torch":
+        require_kernel(kernel, head, hidden=hidden, words=asked.token_ids.shape[1], options=options)
+    by_kernel = kernel != "torch" and len(asked.token_ids) > 0
+    rows, head = local_rows(hidden, head, tp_axis=tp_axis, summed=by_kernel and kernel == "liger")
+    if by_kernel:
+        rows = rows if asked.rows is None else rows.index_select(0, asked.rows)
+        logp, entropies = kernel_logp(kernel, rows, head, token_ids=asked.token_ids, options=options)
+    else:
+        logp, entropies, _ = logp_of(rows, head, asked.token_ids, rows=asked.rows, options=options)
+    logp = asked.spread_words(logp)
+    return (logp, asked.spread_rows(entropies)) if entropies is not None else logp

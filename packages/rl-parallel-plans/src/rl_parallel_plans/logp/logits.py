@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_parallel_plans.logp.chunks import Options, Rows, Upstream, at_targets, of_top_k, read_targets, statistics_dtype
-from rl_parallel_plans.vocabulary import VocabularySlice, local_slice
+from rl_parallel_plans.logp.chunks import (
+    Options,
+    Rows,
+    Upstream,
+    VocabularySlice,
+    at_targets,
+    local_slice,
+    of_top_k,
+    read_targets,
+)
 
 
 @overload
@@ -81,7 +89,7 @@ def logp_of_logits(
     where: VocabularySlice,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `fused.logp_of` returns, of local logits [M, size]."""
+    """What `linear.logp_of` returns, from local logits [M, size]."""
     return _LogitsLogp.apply(logits, wanted, rows, where, options)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -114,7 +122,7 @@ class _LogitsLogp(torch.autograd.Function):
             token_ids=token_ids, lse=lse, entropy=entropy, grad_logp=grad_logp, grad_entropy=grad_entropy
         )
         gradient = torch.empty_like(logits) if selected is None else torch.zeros_like(logits)
-        for chunk in rows.chunks():
+        for chunk in rows.chunks:
             of_chunk = upstream.logits_gradient(rows.make(chunk), chunk, ctx.where).div_(ctx.options.temperature)
             if selected is None:
                 gradient[chunk] = of_chunk
@@ -124,14 +132,14 @@ class _LogitsLogp(torch.autograd.Function):
 
 
 def _rows(logits: Tensor, selected: Tensor | None, *, where: VocabularySlice, options: Options) -> Rows:
-    dtype = statistics_dtype(logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     count = len(logits) if selected is None else len(selected)
 
     def make(chunk: slice) -> Tensor:
         x = logits[chunk] if selected is None else logits.index_select(0, selected[chunk])
         if options.temperature != 1.0:
             return x.to(dtype) / options.temperature
-        return x.to(dtype, copy=where.is_cut)
+        return x.to(dtype, copy=where.group is not None)
 
-    size = options.rows_at_a_time(count, where.size, dtype)
-    return Rows(make=make, count=count, chunk_size=size, where=where, dtype=dtype, device=logits.device)
+    chunks = options.chunks(count, where.size, dtype)
+    return Rows(make=make, count=count, chunks=chunks, where=where, dtype=dtype, device=logits.device)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.logp.chunks import Options, local_head, local_hidden, one_dtype
+from rl_parallel_plans.logp.chunks import Options, local_head, local_rows, local_slice
 from rl_parallel_plans.logp.linear import linear_logp, logp_of
 from rl_parallel_plans.logp.logits import logp_of_logits
-from rl_parallel_plans.vocabulary import local_slice
 
 
 class TopKLogp(NamedTuple):
@@ -50,8 +49,7 @@ def top_k_logp(
         )
     _check_k(k, head.where.total)
     leading = hidden.shape[:-1]
-    rows = local_hidden(hidden, head.where, tp_axis=tp_axis, summed=False)
-    rows, head = one_dtype(rows.flatten(0, -2), head)
+    rows, head = local_rows(hidden, head, tp_axis=tp_axis, summed=False)
     logp, _, token_ids = logp_of(rows, head, k, options=options)
     return _shaped(logp, token_ids, leading)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from rl_parallel_plans.dtensor import has_numbers, is_dtensor
+from rl_parallel_plans.logp.chunks import VocabularySlice
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
 from rl_parallel_plans.styles.sums import sum_over_ranks
-from rl_parallel_plans.vocabulary import VocabularySlice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ from typing import final
 
 from rl_refit.errors import PeerError
 from rl_refit.stores import Store
-from rl_refit.watch import PATIENCE_S, Watch
+from rl_refit.transports.base import PATIENCE_S, Watch
 
 __all__ = ["Bases"]
 

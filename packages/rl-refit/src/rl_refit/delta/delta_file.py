@@ -13,12 +13,11 @@ from rl_refit.delta.base_copy import BaseCopy
 from rl_refit.delta.codec import encode, inspect
 from rl_refit.errors import RefitError
 from rl_refit.schedule import Stream
-from rl_refit.transports.base import Outbox
+from rl_refit.transports.base import Outbox, Watch
 from rl_refit.transports.file_writer import FileWriter, require_space
 from rl_refit.transports.safetensors_file import Entry, SafetensorsFile, write_header
 from rl_refit.transports.version_directory import Marker, Part, VersionDirectory
 from rl_refit.transports.version_file import Origin, keys_of, make_room, metadata_of
-from rl_refit.watch import Watch
 
 __all__ = ["open_delta_file", "write_delta_file"]
 

@@ -24,11 +24,10 @@ from rl_refit.delta.base_copy import BaseCopy
 from rl_refit.delta.bases import Bases
 from rl_refit.delta.delta_file import open_delta_file, write_delta_file
 from rl_refit.schedule import Routing, Stream
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.files import Versions, agree_on_run, store_of, wanted_pieces
 from rl_refit.transports.version_directory import Marker
 from rl_refit.transports.version_file import Origin, keys_of, open_whole_file, write_whole_file
-from rl_refit.watch import Watch
 
 __all__ = ["DeltaFiles", "DeltaTraffic"]
 

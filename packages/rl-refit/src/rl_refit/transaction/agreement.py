@@ -18,7 +18,7 @@ from rl_refit.rendezvous import Rendezvous
 from rl_refit.topology import Topology
 from rl_refit.transaction.control import Control
 from rl_refit.transaction.sides import Sides
-from rl_refit.watch import Watch
+from rl_refit.transports.base import Watch
 
 __all__ = ["Agreement", "agree", "agree_in_process"]
 

@@ -23,7 +23,7 @@ from rl_refit.stores import PrefixStore, Store
 from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 from rl_refit.transaction.messages import error_from_message
-from rl_refit.watch import Watch
+from rl_refit.transports.base import Watch
 
 __all__ = ["COMMIT", "Control"]
 

@@ -1,16 +1,20 @@
-"""What a transport is asked to do, and what it is given to do it with.
+"""What a transport is asked to do, and what it is given to do it with; and `InProcess`, the one that needs no wire.
 
-Knows no way of bytes. A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of
-each stream, and gives them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse,
-such as the order of buckets: plan, digests, commit and abort belong to the transaction.
+A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of each stream, and gives
+them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse, such as the order of
+buckets: plan, digests, commit and abort belong to the transaction. A process may be a rank of the source, of the sink,
+or of both at once.
 
-A process may be a rank of the source, of the sink, or of both at once.
+Nothing in a refit waits without a look at the `Watch` at least every `PATIENCE_S` seconds; that ends every wait with an
+error that names the cause, instead of a hang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Protocol, final, runtime_checkable
 
 import torch
@@ -18,13 +22,80 @@ from torch import Tensor
 
 from rl_refit.buckets import Bucket, Piece
 from rl_refit.contracts import WeightSink, WeightSource
-from rl_refit.errors import RefitError
+from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Routing, Schedule, Stream
 from rl_refit.stores import Store
-from rl_refit.watch import Watch
 
-__all__ = ["Channel", "Inbox", "Outbox", "Transport", "slot_view"]
+__all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Outbox", "Transport", "Watch", "slot_view"]
+
+PATIENCE_S = 0.05
+"""Longest wait, in seconds, between two looks at the watch."""
+
+
+@final
+class Watch:
+    """The clock and the state of one refit at one party.
+
+    Args:
+        deadline_s: Seconds that each phase may take.
+        look_around: Called by `check`, at most every `PATIENCE_S`: raises what another party reports, or its death.
+    """
+
+    def __init__(self, *, deadline_s: float, look_around: Callable[[], None] | None = None) -> None:
+        self.deadline_s = deadline_s
+        self.phase_name = "prepare"
+        self.bucket: int | None = None
+        self.tensor: str | None = None
+        self.peer: str | None = None
+        self.seconds: dict[str, float] = {}
+        self._look_around = look_around
+        self._looked = self._began = monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and give it a deadline of its own."""
+        self.phase_name, self._began = name, monotonic()
+        self.bucket = self.tensor = self.peer = None
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - self._began
+
+    def at(self, *, bucket: int | None = None, tensor: str | None = None, peer: str | None = None) -> None:
+        """Note what is being done, for errors: the bucket, the tensor, and the party that is waited for."""
+        self.bucket, self.tensor, self.peer = bucket, tensor, peer
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline of the phase; 0 when it has passed."""
+        return max(0.0, self._began + self.deadline_s - monotonic())
+
+    def check(self) -> None:
+        """Pass while the phase is within its deadline and no party has given up or died.
+
+        Raises:
+            DeadlineError: The phase takes too long; names phase, bucket, tensor and peer.
+            RefitError: What `look_around` found.
+        """
+        now = monotonic()
+        if self._look_around is not None and now - self._looked >= PATIENCE_S:
+            self._looked = now
+            self._look_around()
+        if now - self._began > self.deadline_s:
+            raise DeadlineError(
+                f"{self.where()}: {now - self._began:.3f} s so far, and a phase may take deadline_s={self.deadline_s}",
+                phase=self.phase_name,
+                bucket=self.bucket,
+                peer=self.peer,
+                seconds=now - self._began,
+            )
+
+    def where(self) -> str:
+        """Phase, bucket, tensor and peer, as far as there is one."""
+        parts = [f"phase {self.phase_name}"]
+        parts += [] if self.bucket is None else [f"bucket {self.bucket}"]
+        parts += [] if self.tensor is None else [f"tensor {self.tensor!r}"]
+        parts += [] if self.peer is None else [f"waiting for {self.peer}"]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +180,13 @@ class Outbox:
     refit: int
     """Number of this refit, counted from 1 by every party alike; failed ones count."""
 
+    stays: bool = field(init=False)
+    """Whether the source's tensors stay as they are until the refit is over, and not just until the next one."""
+
     _cuts: dict[int, tuple[_Cut, ...]] = field(default_factory=dict)
 
-    @property
-    def stays(self) -> bool:
-        """Whether the source's tensors stay as they are until the refit is over, and not just until the next one."""
-        return bool(getattr(self.source, "tensors_stay", False))
+    def __post_init__(self) -> None:
+        self.stays = bool(getattr(self.source, "tensors_stay", False))
 
     def pieces(self, stream: Stream) -> Iterator[tuple[int, Piece, Tensor]]:
         """Each piece of `stream` in order: the number of its bucket, the piece, and a tensor of its shape and dtype.
@@ -126,7 +198,7 @@ class Outbox:
         """
         cuts = self._cuts.get(stream.number) or self._cut(stream)
         self._cuts[stream.number] = cuts
-        shards = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts))
+        shards, dtypes = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts)), self.schedule.dtypes
         shard: tuple[Region, Tensor] | None = None
         for cut in cuts:
             while shard is None or shard[0] != cut.box:
@@ -135,7 +207,15 @@ class Outbox:
                     raise RefitError(
                         f"the source does not yield {cut.box}, which its manifest promises", tensor=cut.box.name
                     )
-                self._check(*shard)
+                region, tensor = shard
+                self.watch.tensor = region.name
+                dtype = dtypes[region.name]
+                if tensor.shape != region.shape or tensor.dtype != dtype:
+                    raise RefitError(
+                        f"the source yields {region} as {list(tensor.shape)} in {tensor.dtype}, where its manifest has "
+                        f"{dtype}",
+                        tensor=region.name,
+                    )
             yield cut.bucket, cut.piece, shard[1] if cut.piece.region == cut.box else shard[1][cut.index]
 
     def _cut(self, stream: Stream) -> tuple[_Cut, ...]:
@@ -149,15 +229,6 @@ class Outbox:
                 box = next(box for box in boxes[name] if box.intersect(piece.region) == piece.region)
                 cuts.append(_Cut(number, piece, box, piece.region.index_within(box)))
         return tuple(cuts)
-
-    def _check(self, region: Region, tensor: Tensor) -> None:
-        self.watch.tensor = region.name
-        dtype = self.schedule.dtypes[region.name]
-        if tensor.shape != region.shape or tensor.dtype != dtype:
-            raise RefitError(
-                f"the source yields {region} as {list(tensor.shape)} in {tensor.dtype}, where its manifest has {dtype}",
-                tensor=region.name,
-            )
 
 
 @final
@@ -199,3 +270,43 @@ class Inbox:
 def slot_view(slot: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """The place of `piece` in the bytes `slot`, uint8 [at least its end], as `dtype` and in the shape of the piece."""
     return slot[piece.start : piece.start + piece.nbytes].view(dtype).view(piece.region.shape)
+
+
+@final
+class InProcess:
+    """Hands the source's tensors to a sink of the same process, one rank on each side. A `Transport`.
+
+    Where the source's tensors stay as they are until the refit is over, the sink keeps them until its commit: one copy
+    in all.
+    """
+
+    name = "in process"
+    routing: Routing = "unicast"
+    bounded = False
+    extra_bytes = 0
+
+    def open(self, channel: Channel, watch: Watch) -> None:
+        """Refuse what is not in this process."""
+        source, sink = channel.schedule.plan.source.ranks, channel.schedule.plan.sink.ranks
+        if len(source) > 1 or len(sink) > 1:
+            raise RefitError(
+                f"the in-process transport moves weights between one rank and one engine; the source spans ranks "
+                f"{list(source)} and the sink ranks {list(sink)}; give Refit a transport and a rendezvous",
+                phase="prepare",
+            )
+        self._streams = channel.schedule.streams
+
+    def transfer(self, outbox: Outbox | None, inbox: Inbox | None, watch: Watch) -> None:
+        """Stage every piece, with a look at the deadline after each."""
+        assert outbox is not None
+        assert inbox is not None
+        for stream in self._streams:
+            for _, piece, tensor in outbox.pieces(stream):
+                inbox.put(piece.region, tensor, stays=outbox.stays)
+                watch.check()
+
+    def finish(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from rl_refit.errors import RefitError
 from rl_refit.schedule import Routing
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.ring import Memory, Ring
 from rl_refit.transports.same_host import Handle
 from rl_refit.transports.segment import SHARED_MEMORY
-from rl_refit.watch import Watch
 
 __all__ = ["CudaIpc"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_refit.errors import RefitError
-from rl_refit.watch import Watch
+from rl_refit.transports.base import Watch
 
 __all__ = ["FileWriter", "require_space"]
 

@@ -15,11 +15,10 @@ from rl_refit.buckets import Piece
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.schedule import Routing, Stream
 from rl_refit.stores import Store
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.safetensors_file import SafetensorsFile
 from rl_refit.transports.version_directory import VersionDirectory
 from rl_refit.transports.version_file import Origin, keys_of, open_whole_file, write_whole_file
-from rl_refit.watch import Watch
 
 __all__ = ["Files", "Versions", "agree_on_run", "store_of", "wanted_pieces"]
 

@@ -25,9 +25,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.transports.base import Channel
+from rl_refit.transports.base import PATIENCE_S, Channel, Watch
 from rl_refit.transports.seating import Seating
-from rl_refit.watch import PATIENCE_S, Watch
 
 __all__ = ["Address", "Group", "backend_for", "open_groups", "user_group"]
 

@@ -22,13 +22,12 @@ from rl_refit.errors import DigestError, RefitError
 from rl_refit.layout import Layout, Region, this_rank
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import RefitPlan, plan_refit
-from rl_refit.report import RefitReport
+from rl_refit.refit import RefitReport
 from rl_refit.schedule import make_schedule
-from rl_refit.transports.base import Outbox
+from rl_refit.transports.base import PATIENCE_S, Outbox, Watch
 from rl_refit.transports.safetensors_file import SafetensorsFile
 from rl_refit.transports.version_directory import Marker, VersionDirectory
 from rl_refit.transports.version_file import Origin, write_whole_file
-from rl_refit.watch import PATIENCE_S, Watch
 
 __all__ = ["complete_versions", "read_version", "write_version"]
 

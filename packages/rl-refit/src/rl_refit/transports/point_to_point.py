@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from rl_refit.buckets import ALIGNMENT, Piece, size_of
 from rl_refit.errors import RefitError
 from rl_refit.schedule import Routing, Stream
-from rl_refit.transports.base import Channel, Inbox, Outbox, slot_view
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch, slot_view
 from rl_refit.transports.groups import Address, Group, backend_for
 from rl_refit.transports.process_group import Session, connect
 from rl_refit.transports.seating import Hop, Seating, hop_of
@@ -40,7 +40,6 @@ from rl_refit.transports.wire import (
     slots_of,
     write_header,
 )
-from rl_refit.watch import Watch
 
 __all__ = ["PointToPoint"]
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_refit.errors import RefitError
-from rl_refit.transports.base import Channel
+from rl_refit.transports.base import Channel, Watch
 from rl_refit.transports.groups import Address, Group, backend_for, open_groups, user_group
 from rl_refit.transports.seating import Seating, take_seats
 from rl_refit.transports.wire import Task, Traffic, Wire
-from rl_refit.watch import Watch
 
 __all__ = ["Session", "connect"]
 

@@ -20,10 +20,9 @@ from rl_refit.buckets import ALIGNMENT, size_of
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Stream
-from rl_refit.transports.base import Channel, Inbox, Outbox, slot_view
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch, slot_view
 from rl_refit.transports.same_host import Handle, Pair, meet, pairs_of, require_one_host
 from rl_refit.transports.tokens import Kind, Link, Token
-from rl_refit.watch import Watch
 
 __all__ = ["Memory", "MemoryKind", "Ring"]
 

@@ -24,9 +24,8 @@ from typing import Any
 
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.stores import Store
-from rl_refit.transports.base import Channel
+from rl_refit.transports.base import PATIENCE_S, Channel, Watch
 from rl_refit.transports.tokens import Link
-from rl_refit.watch import PATIENCE_S, Watch
 
 __all__ = ["Handle", "Pair", "meet", "pairs_of", "require_one_host"]
 

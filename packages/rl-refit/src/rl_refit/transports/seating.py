@@ -16,8 +16,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.schedule import Stream
-from rl_refit.transports.base import Channel
-from rl_refit.watch import Watch
+from rl_refit.transports.base import Channel, Watch
 
 __all__ = ["Hop", "Seating", "hop_of", "take_seats"]
 

@@ -24,11 +24,10 @@ from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.module_tensors import ModuleReader, Rename
 from rl_refit.schedule import Routing
-from rl_refit.transports.base import Channel, Inbox, Outbox
+from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.ring import Memory, Ring
 from rl_refit.transports.same_host import Handle
 from rl_refit.transports.segment import SHARED_MEMORY, Segment
-from rl_refit.watch import Watch
 
 __all__ = ["SharedMemory", "SharedMemoryRing"]
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 from weakref import WeakSet
 
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.watch import PATIENCE_S, Watch
+from rl_refit.transports.base import PATIENCE_S, Watch
 
 __all__ = ["Kind", "Link", "Token"]
 

@@ -17,9 +17,9 @@ from typing import final
 
 from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
+from rl_refit.transports.base import PATIENCE_S, Watch
 from rl_refit.transports.file_writer import FileWriter
 from rl_refit.transports.safetensors_file import SafetensorsFile
-from rl_refit.watch import PATIENCE_S, Watch
 
 __all__ = ["Marker", "Part", "VersionDirectory", "key_of"]
 

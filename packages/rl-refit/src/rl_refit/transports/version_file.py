@@ -15,11 +15,10 @@ from rl_refit.digest import digest_tensor
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Schedule, Stream
-from rl_refit.transports.base import Outbox
+from rl_refit.transports.base import Outbox, Watch
 from rl_refit.transports.file_writer import FileWriter, require_space
 from rl_refit.transports.safetensors_file import SafetensorsFile, lay_out, write_header
 from rl_refit.transports.version_directory import Marker, Part, VersionDirectory, key_of
-from rl_refit.watch import Watch
 
 __all__ = ["Origin", "keys_of", "make_room", "metadata_of", "open_whole_file", "write_whole_file"]
 

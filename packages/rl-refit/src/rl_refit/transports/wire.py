@@ -21,8 +21,8 @@ from torch.distributed import Work
 
 from rl_refit.buckets import ALIGNMENT, Bucket, size_of
 from rl_refit.errors import PeerError, RefitError
+from rl_refit.transports.base import PATIENCE_S, Watch
 from rl_refit.transports.groups import Group
-from rl_refit.watch import PATIENCE_S, Watch
 
 __all__ = [
     "HEADER_BYTES",

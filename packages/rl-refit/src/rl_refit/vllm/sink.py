@@ -21,7 +21,7 @@ from rl_refit.digest import Digest
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.refit import CommittedVersion
+from rl_refit.sink import CommittedVersion
 from rl_refit.vllm.bank import Bank, identity_of
 from rl_refit.vllm.engines import Answer, Pause, engine_of
 from rl_refit.vllm.needs import DERIVED, Needs, NeedsConfig, needs_of, rows_of
@@ -160,9 +160,8 @@ class VllmSink:
         sink = self._needs[1].manifest
         bank = self._bank_for(sink)
         missing = {name: tensor.numel() for name, tensor in bank.tensors.items()}
-        self._version.begin()
         self._open = _Transaction(missing)
-        return Coverage(manifest_hash=manifest.hash(), sink=sink, version=self._version.floor)
+        return Coverage(manifest_hash=manifest.hash(), sink=sink, version=self._version.begin())
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Copy `tensor`, the new values of `region`, into shared memory.

@@ -24,8 +24,6 @@ from rl_launcher.run.stages.start_stage import StageStart, start_stage
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import DPOStage, Recipe
 
-__all__ = ["StagePairs", "compare", "find_pairs", "kept", "run", "sample_pairs"]
-
 TRAIN, HELD_OUT = "train/", "held_out/"
 PAIRS_AT_ONCE = 2048
 """Pairs in one call of the reference: more take several calls, between which a signal takes effect."""

@@ -15,8 +15,6 @@ from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GRPOStage, Recipe
 from rl_observe import ScoredResponse
 
-__all__ = ["run"]
-
 
 def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps; the engine holds the policy's weights before, between and after."""

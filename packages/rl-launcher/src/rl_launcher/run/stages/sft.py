@@ -10,8 +10,6 @@ from rl_launcher.run.stages.start_stage import start_stage
 from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe, SFTStage
 
-__all__ = ["run"]
-
 
 def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder) -> None:
     """Train for the stage's steps, then refit."""

@@ -12,8 +12,6 @@ from rl_launcher.load_model import is_base
 from rl_launcher.run.record import Recorder
 from rl_launcher.run_parts import Parts, TrainedPolicy
 
-__all__ = ["StageStart", "start_stage"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStart:
