@@ -15,10 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_launcher.checkpoints import CheckpointError, export, find_latest, list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError, SharedFolder, check_space, claimed, sees
-from rl_launcher.checkpoints.folders import appearing, write_text
+from rl_launcher.checkpoints.folders import atomic_folder, write_text
 from rl_launcher.checkpoints.progress import pack, unpack
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
-from rl_launcher.checkpoints.save import cut_history, due, to_keep
+from rl_launcher.checkpoints.save import due, to_keep, truncate_logs
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
@@ -112,7 +112,7 @@ def test_what_would_need_a_pickle_is_refused():
 
 def test_a_folder_that_failed_while_it_was_written_does_not_appear(tmp_path):
     def fail():
-        with appearing(tmp_path / "new") as folder:
+        with atomic_folder(tmp_path / "new") as folder:
             (folder / "file").write_text("half")
             raise OSError(28, "No space left on device")
 
@@ -248,7 +248,7 @@ def test_what_was_logged_after_the_checkpoint_is_cut_off_and_kept_beside_it(reci
     keep = sum(map(len, lines[:8]))
     directory.metrics.write_bytes(b"".join(lines) + b'{"stage": "gr')  # as a kill leaves it
     before = curve_of(lines[:8])
-    said = cut_history(directory, logs={"metrics.jsonl": keep, "samples.jsonl": 0, "spans.jsonl": 10**9})
+    said = truncate_logs(directory, logs={"metrics.jsonl": keep, "samples.jsonl": 0, "spans.jsonl": 10**9})
     assert directory.metrics.read_bytes() == b"".join(lines[:8])
     assert (tmp_path / "run" / "metrics.jsonl.discarded").read_bytes() == b"".join(lines[8:]) + b'{"stage": "gr\n'
     assert said[0] == f"{len(lines) - 8 + 1} lines of metrics.jsonl after it are in metrics.jsonl.discarded"

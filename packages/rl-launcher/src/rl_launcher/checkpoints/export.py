@@ -16,7 +16,7 @@ from rl_backends import DTensorConfig, select_backend
 from rl_launcher.checkpoints.folders import (
     POLICY,
     CheckpointError,
-    appearing,
+    atomic_folder,
     find_latest,
     folder_name,
     read_checkpoint,
@@ -53,7 +53,7 @@ def export(run_or_checkpoint: str | Path, to: str | Path, *, step: int | None = 
     if target.exists():
         raise Refusal(f"{target} exists already, and nothing is overwritten; choose another folder")
     run, folder = _find_source(source, step)
-    with appearing(target) as unfinished:
+    with atomic_folder(target) as unfinished:
         if folder == run.model:
             shutil.copytree(folder, unfinished, dirs_exist_ok=True)
         else:

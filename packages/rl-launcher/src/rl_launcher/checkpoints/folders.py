@@ -148,7 +148,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 @contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write to, which is renamed to `folder` if the block succeeds and removed if it fails.
 
     An existing `folder` is replaced only when the new one is complete. A kill leaves either the unfinished folder or

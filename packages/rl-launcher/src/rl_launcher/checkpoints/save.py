@@ -1,7 +1,7 @@
 """Write checkpoints: when one is due, what it contains, and which ones are kept.
 
-`Keeper` holds the checkpoints of one run while it trains. `load_progress` reads one back, and `cut_history` cuts the
-logs of a resumed run back to it, since a killed run has logged steps that are trained again.
+`CheckpointManager` holds the checkpoints of one run while it trains. `load_progress` reads one back, and `truncate_logs`
+cuts the logs of a resumed run back to it, since a killed run has logged steps that are trained again.
 """
 
 import json
@@ -21,7 +21,7 @@ from rl_launcher.checkpoints.folders import (
     STAGE_START,
     Checkpoint,
     CheckpointError,
-    appearing,
+    atomic_folder,
     folder_name,
     list_checkpoints,
     mark_complete,
@@ -41,7 +41,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "spans.jsonl", "refits.jsonl")
 DISCARDED = ".discarded"
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one run, while it trains.
 
     Args:
@@ -98,15 +98,15 @@ class Keeper:
         self._last_save = self._last_step = time.perf_counter()
         return saved
 
-    def keep_beginning(self) -> None:
+    def save_stage_start(self) -> None:
         """Save the weights with which a stage starts, for a stage whose loss compares with them."""
-        with appearing(self.beginning.parent) as unfinished:
+        with atomic_folder(self.stage_start.parent) as unfinished:
             self._parts.policy.save_checkpoint(unfinished / POLICY)
             mark_complete(unfinished, {})
 
     @property
-    def beginning(self) -> Path:
-        """The folder that `keep_beginning` wrote the weights to."""
+    def stage_start(self) -> Path:
+        """The folder that `save_stage_start` wrote the weights to."""
         return root_of(self._run) / STAGE_START / POLICY
 
     def count_time(self) -> float:
@@ -116,7 +116,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Clean up after a run that completed: the stage's first weights, unfinished folders, unwanted checkpoints."""
-        shutil.rmtree(self.beginning.parent, ignore_errors=True)
+        shutil.rmtree(self.stage_start.parent, ignore_errors=True)
         for path in unfinished_of(self._run):
             shutil.rmtree(path, ignore_errors=True)
         # Without a save period, checkpoints are only written when a run stops early.
@@ -180,7 +180,7 @@ def to_keep(checkpoints: Sequence[Checkpoint], config: CheckpointingConfig) -> l
 # ---- Writing and reading.
 
 
-def save_in_a_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
+def save_mid_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
     """Write the weights of a run that failed within a batch. They can be exported, but not resumed from."""
     folder = root_of(run) / folder_name(progress.total + 1).replace("step", "in_step")
     _write(progress, parts, run, folder=folder)
@@ -197,7 +197,7 @@ def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path)
                 os.fsync(file.fileno())  # the length below must be on disk before the checkpoint that records it
             progress.logs[name] = path.stat().st_size
     state, tensors = pack(progress.keep_state() if progress.keep_state else None, prefix="state")
-    with appearing(folder) as unfinished:
+    with atomic_folder(folder) as unfinished:
         parts.policy.save_checkpoint(unfinished / POLICY)
         save_file(
             {**{f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}, **tensors},
@@ -233,7 +233,7 @@ def load_progress(checkpoint: Checkpoint) -> Progress:
 # ---- The logs of a resumed run.
 
 
-def cut_history(run: RunDirectory, *, logs: Mapping[str, int]) -> list[str]:
+def truncate_logs(run: RunDirectory, *, logs: Mapping[str, int]) -> list[str]:
     """Cut every log file back to the bytes in `logs`, and return messages about what was cut.
 
     What is cut off is appended to `NAME.discarded`. TensorBoard's files cannot be cut, so they are written again from

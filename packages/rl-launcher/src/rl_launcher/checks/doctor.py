@@ -85,7 +85,7 @@ def doctor(*, json: bool = False, timeout_s: float = TIMEOUT_S) -> int:
 
     Args:
         json: print one line of JSON with every figure instead of a screen.
-        timeout_s: the time limit of each check, in seconds.
+        timeout_s: of each check.
 
     Returns:
         0 if the quickstart is ready and nothing that is installed is broken, else 1.
@@ -294,11 +294,11 @@ def _tested(matches: Sequence[Match]) -> Text:
     """Return whether the installed combination of versions is a tested one."""
     if not matches:
         return Text("no package of this project is installed as a distribution: no tested versions to compare", "dim")
-    lines = Text()
-    if tested := [each.package for each in matches if each.cells]:
-        lines.append(f"these versions are tested with: {', '.join(tested)}", "green")
-    for each in matches:
-        if not each.cells:
-            lines.append("\n" if lines else "")
-            lines.append(f"not tested with {each.package}: {'; '.join(each.differing)}", "yellow")
-    return lines
+    tested = ", ".join(each.package for each in matches if each.cells)
+    lines = [Text(f"these versions are tested with: {tested}", "green")] * bool(tested)
+    lines += [
+        Text(f"not tested with {each.package}: {'; '.join(each.differing)}", "yellow")
+        for each in matches
+        if not each.cells
+    ]
+    return Text("\n").join(lines)

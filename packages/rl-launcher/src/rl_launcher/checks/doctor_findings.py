@@ -4,6 +4,7 @@ Every check returns `Finding`s. Nothing heavy is imported here: `run_probe` runs
 another process with a deadline, so a component that hangs or crashes does not end doctor.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -50,37 +51,45 @@ class Finding:
     """The result as data, for `--json`."""
 
 
+def _found(
+    name: str, checked: str, result: str, *, failure: str = "", limited: bool = False, hint: str = "", **figures: object
+) -> Finding:
+    """A finding about something that is there; the hint is left out if it works."""
+    state: State = "broken" if failure else "limited" if limited else "works"
+    hint = "" if state == "works" else hint
+    return Finding(name=name, state=state, checked=checked, result=failure or result, hint=hint, figures=figures)
+
+
 def shared_memory(timeout_s: float, folder: str = "/dev/shm") -> Finding:  # noqa: S108 - the system's own
     """Write 16 MiB to /dev/shm, and report its size."""
-    checked = f"wrote and read {SHM_TRIAL_BYTES // 2**20} MiB"
     hint = "give the container more: --shm-size=16g or --ipc=host; on Kubernetes an emptyDir of medium Memory"
     if not Path(folder).is_dir():
-        return Finding(name=folder, state="broken", checked="looked for it", result="does not exist", hint=hint)
+        return _found(folder, "looked for it", "", failure="does not exist", hint=hint)
     usage = shutil.disk_usage(folder)
-    probe = run_probe("shared_memory", folder, str(SHM_TRIAL_BYTES), timeout_s=timeout_s)
-    state: State = "broken" if probe.failure else "limited" if usage.total < SMALL_SHM else "works"
-    return Finding(
-        name=folder,
-        state=state,
-        checked=checked,
-        result=probe.failure or f"{_gib(usage.total)}, {_gib(usage.free)} free",
-        hint=hint if state != "works" else "",
-        figures={"total_bytes": usage.total, "free_bytes": usage.free},
+    return _found(
+        folder,
+        f"wrote and read {SHM_TRIAL_BYTES // 2**20} MiB",
+        f"{_gib(usage.total)}, {_gib(usage.free)} free",
+        failure=run_probe("shared_memory", folder, str(SHM_TRIAL_BYTES), timeout_s=timeout_s).failure,
+        limited=usage.total < SMALL_SHM,
+        hint=hint,
+        total_bytes=usage.total,
+        free_bytes=usage.free,
     )
 
 
 def descriptors() -> Finding:
     """Read how many files and sockets a process may hold open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS
     limits = ["unlimited" if number == resource.RLIM_INFINITY else f"{number:,}" for number in (soft, hard)]
-    return Finding(
-        name="file descriptors",
-        state="limited" if few else "works",
-        checked="read the limit",
-        result=f"{limits[0]} (at most {limits[1]})",
-        hint=f"`ulimit -n {MANY_DESCRIPTORS}`: each Ray actor holds many" if few else "",
-        figures={"soft": soft, "hard": hard},
+    return _found(
+        "file descriptors",
+        "read the limit",
+        f"{limits[0]} (at most {limits[1]})",
+        limited=soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS,
+        hint=f"`ulimit -n {MANY_DESCRIPTORS}`: each Ray actor holds many",
+        soft=soft,
+        hard=hard,
     )
 
 
@@ -92,36 +101,32 @@ def memory() -> Finding:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
     usable, cgroup = free, Path("/sys/fs/cgroup")
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2: only the machine's figure is known
         limit = (cgroup / "memory.max").read_text().strip()
         if limit != "max":
             usable = min(free, max(int(limit) - int((cgroup / "memory.current").read_text()), 0))
-    except (OSError, ValueError):
-        pass  # no cgroup v2: only the machine's figure is known
-    return Finding(
-        name="memory",
-        state="works" if usable >= LITTLE_MEMORY else "limited",
-        checked="read what is available",
-        result=f"{_gib(usable)} available" + (" (the container's limit)" if usable < free else ""),
-        hint="the quickstart takes 1 GiB; Ray and vLLM on a CPU take several each" if usable < LITTLE_MEMORY else "",
-        figures={"available_bytes": usable},
+    return _found(
+        "memory",
+        "read what is available",
+        f"{_gib(usable)} available" + (" (the container's limit)" if usable < free else ""),
+        limited=usable < LITTLE_MEMORY,
+        hint="the quickstart takes 1 GiB; Ray and vLLM on a CPU take several each",
+        available_bytes=usable,
     )
 
 
 def disk(folder: Path | None = None) -> Finding:
     """Write a file where runs would go, and read how much is free there."""
     folder = folder or Path.cwd()
-    free = shutil.disk_usage(folder).free
-    failure = _write_failure(folder)
-    hint = "start runs in a folder that you can write to" if failure else "checkpoints of large models need more"
-    state: State = "broken" if failure else "limited" if free < LITTLE_DISK else "works"
-    return Finding(
-        name="disk",
-        state=state,
-        checked=f"wrote a file in {folder}",
-        result=failure or f"{_gib(free)} free in {folder}",
-        hint=hint if state != "works" else "",
-        figures={"free_bytes": free},
+    free, failure = shutil.disk_usage(folder).free, _write_failure(folder)
+    return _found(
+        "disk",
+        f"wrote a file in {folder}",
+        f"{_gib(free)} free in {folder}",
+        failure=failure,
+        limited=free < LITTLE_DISK,
+        hint="start runs in a folder that you can write to" if failure else "checkpoints of large models need more",
+        free_bytes=free,
     )
 
 
@@ -135,13 +140,16 @@ def hub_cache() -> Finding:
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     free = shutil.disk_usage(existing).free
     result = f"{cache}: {models} models, {_gib(free)} free" + (", offline because of HF_HUB_OFFLINE" if offline else "")
-    return Finding(
-        name="hub cache",
-        state="limited" if failure else "works",
-        checked=f"wrote a file in {existing}",
-        result=failure or result,
-        hint="set HF_HOME to a folder that you can write to" if failure else "",
-        figures={"path": str(cache), "models": models, "free_bytes": free, "offline": offline},
+    return _found(
+        "hub cache",
+        f"wrote a file in {existing}",
+        failure or result,
+        limited=bool(failure),
+        hint="set HF_HOME to a folder that you can write to",
+        path=str(cache),
+        models=models,
+        free_bytes=free,
+        offline=offline,
     )
 
 
@@ -167,17 +175,14 @@ def torch(timeout_s: float) -> tuple[Finding, Finding]:
         "torch", probe, checked="multiplied on the CPU, in another process", works=str(figures.get("torch"))
     )
     state: State = "absent"
-    hint = ""
+    result, hint = "", ""
     if probe.failure:
         result = "unknown, because torch does not work"
     elif figures["gpus"]:
-        sizes = ", ".join(sorted({str(each) for each in figures["memory_gib"]}))
-        state, result = (
-            "works",
-            (
-                f"{figures['gpus']} × {', '.join(figures['names'])}, {sizes} GiB, "
-                f"CUDA {figures['cuda_of_torch']}, capability {figures['capability']}, NCCL {figures['nccl']}"
-            ),
+        state, sizes = "works", ", ".join(sorted({str(each) for each in figures["memory_gib"]}))
+        result = (
+            f"{figures['gpus']} × {', '.join(figures['names'])}, {sizes} GiB, "
+            f"CUDA {figures['cuda_of_torch']}, capability {figures['capability']}, NCCL {figures['nccl']}"
         )
     elif shutil.which("nvidia-smi") is None:
         figures, result = {}, "none, and no driver: everything runs on the CPU"
@@ -185,15 +190,8 @@ def torch(timeout_s: float) -> tuple[Finding, Finding]:
         build = f"for CUDA {figures['cuda_of_torch']}" if figures["cuda_of_torch"] else "for the CPU only"
         state, result = "broken", f"nvidia-smi is installed, but torch, built {build}, sees no GPU"
         hint = "install a torch for the CUDA version that `nvidia-smi` names, or pass the GPUs to this container"
-    gpus = Finding(
-        name="GPU",
-        state=state,
-        checked="queried torch, and added on each kind",
-        result=result,
-        hint=hint,
-        figures=figures,
-    )
-    return works, gpus
+    checked = "queried torch, and added on each kind"
+    return works, Finding(name="GPU", state=state, checked=checked, result=result, hint=hint, figures=figures)
 
 
 def collectives(num_gpus: int, timeout_s: float) -> list[Finding]:
@@ -258,14 +256,7 @@ def trackers(versions: Mapping[str, str]) -> Finding:
 
 
 def _from_probe(name: str, probe: "ProbeResult", *, checked: str, works: str, hint: str = "") -> Finding:
-    return Finding(
-        name=name,
-        state="broken" if probe.failure else "works",
-        checked=checked,
-        result=probe.failure or works,
-        hint=hint if probe.failure else "",
-        figures=dict(probe.figures),
-    )
+    return _found(name, checked, works, failure=probe.failure, hint=hint, **probe.figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +283,19 @@ def run_probe(probe: str, *arguments: str, timeout_s: float) -> ProbeResult:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its own process group, so that all that it starts can be killed
         )
+        code = None
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # the probe ended everything that it started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            except ProcessLookupError:
-                pass  # the probe ended everything that it started
         output.seek(0)
         lines = [line.strip() for line in output if line.strip()]
     if code is None:
-        return ProbeResult(
-            {}, f"no result in {timeout_s:g} s" + (f"; its last line: {_short(lines[-1])}" if lines else "")
-        )
+        last = f"; its last line: {_short(lines[-1])}" if lines else ""
+        return ProbeResult({}, f"no result in {timeout_s:g} s{last}")
     results = [line.removeprefix(RESULT_PREFIX) for line in lines if line.startswith(RESULT_PREFIX)]
     if code == 0 and results:
         return ProbeResult(json.loads(results[-1]), "")

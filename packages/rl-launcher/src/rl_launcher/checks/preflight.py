@@ -18,7 +18,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_backends import DTensorConfig, MegatronConfig, ModelError, load_tokenizer, select_backend
 from rl_backends.loading import open_model
@@ -138,11 +138,12 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
     if recipe.distill is not None:
         models["distill.teacher.model_name"] = recipe.distill.teacher.model_name
     for key, name in models.items():
-        if not is_import_string(name):
-            try:
-                local_folder(name)
-            except ValueError as error:
-                raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
+        if is_import_string(name):
+            continue
+        try:
+            local_folder(name)
+        except ValueError as error:
+            raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
     check_trackers(recipe.logger)
     _check_metric(recipe)
     if new_run:
@@ -169,8 +170,7 @@ def _check_metric(recipe: Recipe) -> None:
     if metric_of(name) is None:
         like = nearest(name, list(METRICS))
         raise Refusal(f"{what} no run logs that{f'; did you mean {like[0]}?' if like else ''}")
-    stage = LOGGED_BY.get(name)
-    if stage is not None and stage not in recipe.stages:
+    if (stage := LOGGED_BY.get(name)) is not None and stage not in recipe.stages:
         raise Refusal(f"{what} only {stage} logs that, which is not in this recipe; choose another")
 
 
@@ -227,8 +227,7 @@ def check_disk(recipe: Recipe, *, model: KnownModel, free_bytes: int | None = No
     check_space(folder, checkpoint_bytes=checkpoint, model_bytes=weights, config=config, free_bytes=free_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryNeeds:
+class MemoryNeeds(NamedTuple):
     """The least bytes that a run holds, summed over all its GPUs or processes."""
 
     trainer_bytes: int
@@ -252,7 +251,7 @@ def lacking_memory(
     available = _available(recipe, placement) if available_bytes is None else available_bytes
     if available is None:
         return None
-    needed = needs.trainer_bytes + needs.frozen_bytes + needs.engine_bytes
+    needed = sum(needs)
     if placement.colocated and on_gpu and recipe.cluster.runtime == "ray":
         needed = max(needs.trainer_bytes, needs.engine_bytes)  # colocated: each is offloaded while the other works
     if needed <= available:

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backends import select_backend
+from rl_backends import process_group, select_backend
 from rl_backends.selection import Backend
 from rl_launcher.checkpoints.disk import sees
 from rl_launcher.engines import dtypes_of, weight_source
 from rl_launcher.gc_freeze import freeze
-from rl_launcher.ray import process_group
 from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
 from rl_launcher.schema import PolicyConfig
 from rl_observe import Profiler
@@ -80,7 +79,7 @@ class TrainingWorker:
 
     def load(self, address: tuple[str, int]) -> None:
         """Join the process group, and read this rank's shards of the weights. A collective of all ranks."""
-        process_group.join(
+        process_group.meet_at(
             address,
             store=self._store,
             rank=self._rank,
