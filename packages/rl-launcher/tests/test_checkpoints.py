@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rl_backends.checkpoints.atomic import write_text
 from rl_launcher.checkpoints import CheckpointError, export, find_latest, list_checkpoints
-from rl_launcher.checkpoints.disk import DiskSpaceError, SharedFolder, check_space, claimed, sees
-from rl_launcher.checkpoints.folders import atomic_folder, write_text
+from rl_launcher.checkpoints.disk import DiskSpaceError, check_space, claimed
 from rl_launcher.checkpoints.progress import pack, unpack
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checkpoints.save import due, to_keep, truncate_logs
@@ -110,17 +110,6 @@ def test_what_would_need_a_pickle_is_refused():
         pack({"a": {1}}, prefix="state")
 
 
-def test_a_folder_that_failed_while_it_was_written_does_not_appear(tmp_path):
-    def fail():
-        with atomic_folder(tmp_path / "new") as folder:
-            (folder / "file").write_text("half")
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        fail()
-    assert not list(tmp_path.iterdir())
-
-
 CHANGES = {
     "cluster.max_restarts": (0, 2),
     "logger.wandb.project": ("a", "b"),
@@ -145,19 +134,6 @@ def test_too_little_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_pat
     check_space(tmp_path, **sizes, config=config, free_bytes=52_000_000_000)
     with pytest.raises(DiskSpaceError, match=r"has 51\.9 GB free, and the run needs at least 52\.0 GB: .*_latest_k=2"):
         check_space(tmp_path, **sizes, config=config, free_bytes=51_900_000_000)
-
-
-def test_a_folder_that_a_rank_does_not_see_is_refused_by_its_name(tmp_path):
-    other = tmp_path / "other disk"
-    other.mkdir()
-    with SharedFolder(tmp_path / "checkpoints") as probe:
-        probe.require({"rank 0": sees(probe.path, probe.token)})
-        same_name = other / probe.path.rpartition("/")[2]
-        same_name.write_text("of another run")
-        blind = {"rank 0": True, "rank 1 on b": sees(str(same_name), probe.token), "rank 2": sees("none", "x")}
-        with pytest.raises(Refusal, match=r"not the same folder for rank 1 on b, rank 2: .* every node mounts"):
-            probe.require(blind)
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_run_is_carried_by_one_process_at_a_time(recipe, tmp_path, monkeypatch, stop_after):

@@ -1,15 +1,12 @@
-"""The run directory on disk: free space, the lock that one process holds, and whether all nodes share the folder."""
+"""The run directory on disk: free space, and the lock that one process holds."""
 
 import fcntl
 import os
-import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import CheckpointingConfig
@@ -111,52 +108,3 @@ def claimed(run: RunDirectory, *, new: bool = False) -> Iterator[None]:
         finally:
             if locked:
                 path.unlink(missing_ok=True)
-
-
-class SharedFolder:
-    """Prove that all ranks see the same folder, by a file that lies in it during the block.
-
-    All ranks write their shards into one checkpoint, so without a common folder no node would have a complete one.
-
-    with SharedFolder(folder) as probe:
-        probe.require({"rank 1 on node b": call_rank_1(sees, probe.path, probe.token)})
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
-        self.token = secrets.token_hex(16)
-        """The content of the file: a file of the same name on another disk has another one."""
-        self.path = str(self._folder / f".shared-{self.token[:8]}")
-        """The file."""
-
-    def require(self, seen: Mapping[str, bool]) -> None:
-        """Refuse a folder that not every rank sees; `seen` has the result of `sees` by rank.
-
-        Raises:
-            Refusal: with the ranks that do not see it, and the remedy.
-        """
-        if blind := [rank for rank, sees_it in seen.items() if not sees_it]:
-            raise Refusal(
-                f"{self._folder} is not the same folder for {', '.join(blind)}: all ranks write checkpoints, and read "
-                f"them when the run is resumed; set run_dir to a folder that every node mounts at the same path"
-            )
-
-    def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        Path(self.path).write_text(self.token, encoding="utf-8")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        Path(self.path).unlink(missing_ok=True)
-        if not any(self._folder.iterdir()):
-            self._folder.rmdir()
-
-
-def sees(path: str, token: str) -> bool:
-    """Return whether the calling process sees the file of a `SharedFolder`; to be called on every rank."""
-    try:
-        return Path(path).read_text(encoding="utf-8") == token
-    except OSError:  # absent or unreadable
-        return False

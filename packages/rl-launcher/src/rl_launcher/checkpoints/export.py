@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from rl_backends import DTensorConfig, select_backend
+from rl_backends.checkpoints.atomic import atomic_folder
 from rl_launcher.checkpoints.folders import (
     POLICY,
     CheckpointError,
-    atomic_folder,
     find_latest,
     folder_name,
     read_checkpoint,

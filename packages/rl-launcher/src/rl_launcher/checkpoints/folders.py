@@ -1,4 +1,4 @@
-"""The folders of checkpoints on disk: their layout, atomic writes, and digests that prove them complete.
+"""The folders of checkpoints on disk: their layout, and digests that prove them complete.
 
     checkpoints/step_00000040/   policy/ (weights, optimizer, schedule: the backend's own format, for any mesh)
                                  progress.json   progress.safetensors   complete.json
@@ -11,15 +11,13 @@ those of the backend's own marker, which in turn has those of the weights.
 
 import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_backends.checkpoints.atomic import unfinished_name
+from rl_backends.checkpoints.files import digest_of
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
@@ -99,7 +97,7 @@ def mark_complete(folder: Path, about: dict[str, Any]) -> None:
         inside = path.relative_to(folder).parts
         # The backend's marker has the digests of its other files, which are too large to be read twice.
         if path.is_file() and (inside[0] != POLICY or inside[1:] == ("checkpoint.json",)):
-            files["/".join(inside)] = [path.stat().st_size, _file_digest(path)]
+            files["/".join(inside)] = [path.stat().st_size, digest_of(path)]
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **about, "files": files}
     (folder / MARKER).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
 
@@ -129,73 +127,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     for name, (num_bytes, file_digest) in body["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != num_bytes or _file_digest(path) != file_digest:
+        if not path.is_file() or path.stat().st_size != num_bytes or digest_of(path) != file_digest:
             raise CheckpointError(f"{path} is not what was written: missing or damaged; {_REMEDY}")
     names = ("stage", "step", "total", "version", "metric")
     return Checkpoint(folder=folder, **{name: body[name] for name in names})
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-# ---- Atomic writes: written under another name, flushed to disk, renamed.
-
-
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which is renamed to `folder` if the block succeeds and removed if it fails.
-
-    An existing `folder` is replaced only when the new one is complete. A kill leaves either the unfinished folder or
-    the complete one.
-    """
-    unfinished = folder.with_name(unfinished_name(folder))
-    shutil.rmtree(unfinished, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        unfinished.mkdir()
-        yield unfinished
-        _sync_tree(unfinished)
-        if folder.exists():
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def unfinished_name(folder: Path) -> str:
-    """Return the name under which `folder` is written, beside it."""
-    return f".{folder.name}.unfinished"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, replacing what is there."""
-    unfinished = path.with_name(unfinished_name(path))
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    _sync(path.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,6 @@
 """Write checkpoints: when one is due, what it contains, and which ones are kept.
 
-`CheckpointManager` holds the checkpoints of one run while it trains. `load_progress` reads one back, and `truncate_logs`
+`CheckpointManager` holds the checkpoints of a run while it trains. `load_progress` reads one back, and `truncate_logs`
 cuts the logs of a resumed run back to it, since a killed run has logged steps that are trained again.
 """
 
@@ -16,18 +16,17 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rl_backends.checkpoints.atomic import atomic_folder, unfinished_name
 from rl_launcher.checkpoints.folders import (
     POLICY,
     STAGE_START,
     Checkpoint,
     CheckpointError,
-    atomic_folder,
     folder_name,
     list_checkpoints,
     mark_complete,
     read_checkpoint,
     root_of,
-    unfinished_name,
     unfinished_of,
 )
 from rl_launcher.checkpoints.progress import NUMBER_FIELDS, Progress, data_digest, pack, unpack

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 
 from rich.console import Console, Group
@@ -160,21 +161,21 @@ def diagnose(*, timeout_s: float) -> Diagnosis:
 def _findings(versions: dict[str, str], timeout_s: float) -> tuple[Finding, ...]:
     torch, gpus = doctor_findings.torch(timeout_s)
     num_gpus = int(str(gpus.figures.get("gpus", 0)))
-    checks: list[Callable[[], list[Finding]]] = [
-        lambda: [doctor_findings.tensorboard(timeout_s)],
-        lambda: doctor_findings.collectives(num_gpus, timeout_s),
-        lambda: doctor_findings.cuda_ipc(num_gpus, timeout_s),
-        lambda: [doctor_findings.ray(versions, timeout_s)],
-        lambda: [doctor_findings.importable("vLLM", "vllm", versions, timeout_s=timeout_s)],
-        lambda: [doctor_findings.importable("megatron-core", "megatron.core", versions, timeout_s=timeout_s)],
-        lambda: [doctor_findings.trackers(versions)],
-        lambda: [doctor_findings.shared_memory(timeout_s)],
-        lambda: [doctor_findings.memory(), doctor_findings.disk()],
-        lambda: [doctor_findings.hub_cache(), doctor_findings.descriptors()],
+    checks: list[Callable[[], Finding]] = [
+        *(
+            partial(doctor_findings.component, name, versions, timeout_s=timeout_s)
+            for name, row in doctor_findings.COMPONENTS.items()
+            if row.gpus <= num_gpus
+        ),
+        partial(doctor_findings.trackers, versions),
+        partial(doctor_findings.shared_memory, timeout_s),
+        doctor_findings.memory,
+        doctor_findings.disk,
+        doctor_findings.hub_cache,
+        doctor_findings.descriptors,
     ]
     with ThreadPoolExecutor(CONCURRENT_CHECKS) as pool:
-        found = [finding for each in pool.map(lambda check: check(), checks) for finding in each]
-    return (torch, gpus, *found)
+        return (torch, gpus, *pool.map(lambda check: check(), checks))
 
 
 def matrix() -> dict[str, list[dict[str, str]]]:

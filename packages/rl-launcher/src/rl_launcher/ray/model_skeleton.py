@@ -3,12 +3,12 @@
 A model that a Python function makes, or that was given as an object, is saved here where every rank finds it.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_backends import check_vocabulary, load_tokenizer, open_model
+from rl_backends.checkpoints.atomic import atomic_folder
 from rl_launcher.load_model import NamedModel, load_model
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 
@@ -52,12 +52,9 @@ def read_skeleton(
     model: Any
     if objects.model is not None or is_import_string(named.model_name):
         model, tokenizer = load_model(named, seed=seed, key=key, padded_vocabulary=padded_vocabulary, objects=objects)
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        for old in (unfinished, folder):
-            shutil.rmtree(old, ignore_errors=True)
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
+        with atomic_folder(folder) as unfinished:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
         return ModelSkeleton(name=str(folder.absolute()), revision=None, model=model, tokenizer=tokenizer)
     options: dict[str, Any] = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
     tokenizer = objects.tokenizer

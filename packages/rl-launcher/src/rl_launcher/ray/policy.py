@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.checkpoints.disk import SharedFolder
+from rl_backends.checkpoints.shared_folder import probe_file, require_shared
 from rl_launcher.ray.cluster import Place, RayRuntime
 from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
@@ -186,7 +186,7 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
 
     Raises:
         ClusterError: a process did not start.
-        Refusal: a rank does not see the run directory, which checkpoints are written to.
+        CheckpointError: a rank does not see the run directory, which checkpoints are written to.
         RemoteError: a rank failed, died or was too slow while it loaded; also an instance of what it raised.
     """
     timeout_s = runtime.config.start_timeout_s
@@ -199,8 +199,8 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
         ],
         timeout_s=timeout_s,
     )
-    with SharedFolder(runtime.run_dir) as probe:
-        probe.require(who_sees(actors, probe.path, probe.token, timeout_s=timeout_s))
+    with probe_file(runtime.run_dir) as (path, token):
+        require_shared(runtime.run_dir, who_sees(actors, path, token, timeout_s=timeout_s))
     port = actors[0].call("host_store", timeout_s=timeout_s)
     loading = [actor.submit("load", (actors[0].ip, port)) for actor in actors]
     for pending in loading:
@@ -210,6 +210,6 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
 
 
 def who_sees(actors: Sequence[Actor], path: str, token: str, *, timeout_s: float = 60.0) -> dict[str, bool]:
-    """Which actor can read a file that contains `token`, by the name of its process; see `SharedFolder`."""
+    """Which actor can read a file that contains `token`, by the name of its process; see `probe_file`."""
     seen = gather([actor.submit("sees", path, token) for actor in actors], timeout_s=timeout_s)
     return {str(actor.who): each for actor, each in zip(actors, seen, strict=True)}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends import process_group, select_backend
+from rl_backends.checkpoints.shared_folder import sees
 from rl_backends.selection import Backend
-from rl_launcher.checkpoints.disk import sees
 from rl_launcher.engines import dtypes_of, weight_source
 from rl_launcher.gc_freeze import freeze
 from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
@@ -74,7 +74,7 @@ class TrainingWorker:
         return port
 
     def sees(self, path: str, token: str) -> bool:
-        """Whether this rank can read a file of the driver's; see `SharedFolder`."""
+        """Whether this rank can read a file of the driver's; see `probe_file`."""
         return sees(path, token)
 
     def load(self, address: tuple[str, int]) -> None:

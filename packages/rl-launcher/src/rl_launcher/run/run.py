@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from rl_backends.checkpoints.atomic import atomic_folder, write_text
 from rl_launcher.build import build
 from rl_launcher.checkpoints import (
     CheckpointError,
@@ -34,7 +35,7 @@ from rl_launcher.checkpoints import (
 )
 from rl_launcher.checkpoints.disk import STATE_PER_WEIGHT, DiskSpaceError, check_space, claimed, describe_space
 from rl_launcher.checkpoints.export import fill_folder
-from rl_launcher.checkpoints.folders import atomic_folder, root_of, write_text
+from rl_launcher.checkpoints.folders import root_of
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
 from rl_launcher.checks.explain import describe_backend
