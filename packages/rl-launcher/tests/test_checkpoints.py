@@ -9,14 +9,13 @@ from datetime import timedelta
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_backends.checkpoints.atomic import write_text
 from rl_launcher.checkpoints import CheckpointError, export, find_latest, list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError, check_space, claimed
-from rl_launcher.checkpoints.progress import pack, unpack
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checkpoints.save import due, to_keep, truncate_logs
 from rl_launcher.errors import Refusal, RunStoppedError
@@ -70,44 +69,6 @@ def test_a_checkpoint_is_due_by_steps_by_seconds_and_before_the_deadline():
     deadline = {"checkpoint_must_save_by": str(timedelta(seconds=102))}
     assert ask(deadline) == (True, True)
     assert ask(deadline, step_s=1.0) == (False, False)
-
-
-STATES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.integers(0, 3).map(torch.ones),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from(["a", "b", "$tensor", "$tuple", "$mapping"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-def same(one, other):
-    if torch.is_tensor(one):
-        return torch.is_tensor(other) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
-
-
-@given(STATES)
-@settings(deadline=None)
-def test_nested_state_comes_back_from_json_and_tensors_as_it_was(state):
-    packed, tensors = pack(state, prefix="state")
-    assert same(unpack(json.loads(json.dumps(packed)), tensors), state)
-
-
-def test_what_would_need_a_pickle_is_refused():
-    with pytest.raises(TypeError, match="state of type set cannot be saved"):
-        pack({"a": {1}}, prefix="state")
 
 
 CHANGES = {

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_generation import TrainingEngineSpec
+from rl_generation.child_process import ChildProcess
 from rl_generation.requests import Limits
 from rl_launcher.errors import Refusal, RestartableError
-from rl_launcher.ray.engine_worker import ChildProcess, EngineInfo, EngineWorker, end_process
+from rl_launcher.ray.engine_worker import EngineInfo, EngineWorker
 from rl_launcher.ray.remote_calls import Actor, Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 
@@ -341,7 +342,7 @@ def _end_leftovers(engine: RunningEngine) -> None:
     """Kill what an engine of this node had started, if it died and no replacement has done so."""
     if engine.host == LOOPBACK and engine.started is not None:
         for process in engine.started.processes:
-            end_process(process)
+            process.kill()
 
 
 def _first_line(why: BaseException | str) -> str:

@@ -4,17 +4,15 @@ Ray calls the worker from many threads. A synchronous engine is called, refitted
 order of arrival, so that no refit falls into a call of `generate`. An asynchronous engine takes care of that itself.
 """
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
+from rl_generation.child_process import ChildProcess
 from rl_generation.requests import Limits
 from rl_launcher.engines import make_engine
 from rl_launcher.errors import Refusal
@@ -22,15 +20,6 @@ from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildProcess:
-    """A process of a node; the start time tells it from a later process with the same pid."""
-
-    pid: int
-    started: str
-    """In clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +60,14 @@ class EngineWorker:
 
     def __init__(self, spec: TrainingEngineSpec, *, host: str, leftovers: Sequence[ChildProcess] = ()) -> None:
         for process in leftovers:
-            end_process(process)
+            process.kill()
         self._spec, self._host = spec, host
         self._thread = None if spec.asynchronous else ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._made = self._in_order(lambda: make_engine(spec))
         self._refit: Refit | None = None
         self._calls, self._counting = 0, threading.Lock()
         pids = getattr(self._made.engine, "process_ids", ())
-        self._processes = tuple(ChildProcess(pid=pid, started=_start_time(pid) or "") for pid in pids)
+        self._processes = tuple(map(ChildProcess.of, pids))
 
     def info(self) -> EngineInfo:
         """What it is and where; the first call of an actor that has started."""
@@ -162,7 +151,7 @@ class EngineWorker:
     def alive(self) -> str | None:
         """None if all of its processes are running, otherwise which one is not."""
         for process in self._processes:
-            if _start_time(process.pid) != process.started:
+            if not process.alive():
                 return f"its process {process.pid} is gone"
         return None
 
@@ -179,19 +168,3 @@ class EngineWorker:
 
     def _in_order(self, call: Callable[[], T]) -> T:
         return call() if self._thread is None else self._thread.submit(call).result()
-
-
-def end_process(process: ChildProcess) -> None:
-    """Kill a process of this node, if its pid is still its own."""
-    if process.started and _start_time(process.pid) == process.started:
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(process.pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process started; None if there is none, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_backends.checkpoints.shared_folder import probe_file, require_shared
+from rl_backends.packed_batch import pack
 from rl_launcher.ray.cluster import Place, RayRuntime
 from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply, pack
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
 from rl_launcher.ray.worker_failures import RemoteError
 

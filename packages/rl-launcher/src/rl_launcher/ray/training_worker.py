@@ -12,10 +12,11 @@ from torch import Tensor
 
 from rl_backends import process_group, select_backend
 from rl_backends.checkpoints.shared_folder import sees
+from rl_backends.packed_batch import PackedBatch, unpack
 from rl_backends.selection import Backend
 from rl_launcher.engines import dtypes_of, weight_source
 from rl_launcher.gc_freeze import freeze
-from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply
 from rl_launcher.schema import PolicyConfig
 from rl_observe import Profiler
 from rl_observe.config import ProfilerConfig
