@@ -7,9 +7,10 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
+from rl_backends.least_memory import host_bytes
 from rl_launcher.checkpoints.disk import DiskSpaceError, claimed
 from rl_launcher.checks import preflight
-from rl_launcher.checks.preflight import KnownModel, check_disk, host_bytes, known_model, lacking_memory, least_needed
+from rl_launcher.checks.preflight import KnownModel, check_disk, known_model, lacking_memory, least_needed
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import character_tokenizer

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from rl_backends import MegatronConfig, ModelError, explain, open_model, select_backend
+from rl_backends.least_memory import device_bytes, host_bytes
 from rl_backends.loading.files import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
 from rl_generation import EngineOptionError, estimate_memory
-from rl_launcher.checks.preflight import device_bytes, host_bytes
 from rl_launcher.load_model import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
@@ -88,7 +88,9 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     """Return how the policy is sharded, and the peak bytes of a rank in one step."""
     config = select_backend(recipe.policy).config
     if isinstance(config, MegatronConfig):
-        return _megatron(recipe, skeleton, ranks=ranks)
+        from rl_backends.commands.megatron_layout import describe_layout
+
+        return describe_layout(skeleton, lambda: recipe.policy.megatron_cfg, ranks=ranks)
     stages = list(recipe.stages.values())
     explained = explain(
         skeleton,
@@ -109,28 +111,6 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     # The weights that are merged for the engines are no part of the traced step.
     merged = adapters.merged_bytes * config.data_parallel_replicate_size // ranks
     return "\n".join([*lines, "", text]), peak + merged
-
-
-def _megatron(recipe: Recipe, skeleton: nn.Module, *, ranks: int) -> tuple[str, int | None]:
-    from rl_backends.commands.megatron_layout import axes_of, readable_layout, stages_of
-    from rl_backends.loading.shards_by_name import first_names
-
-    model_config: Any = skeleton.config
-    architecture, config = readable_layout(model_config, lambda: recipe.policy.megatron_cfg, ranks=ranks)
-    names = first_names(skeleton)
-    shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
-    fullest = max(stages_of(architecture, shapes, config, ranks=ranks), key=lambda stage: stage.num_bytes)
-    parts = {
-        "weights": fullest.weight_bytes,
-        "gradients": fullest.gradient_bytes,
-        "optimizer": fullest.optimizer_bytes,
-        "total": fullest.num_bytes,
-    }
-    lines = [f"Megatron backend of {type(skeleton).__name__} on {ranks} {config.device} rank{'s' * (ranks > 1)}"]
-    lines += [f"  {axis.name:<4}{axis.size:>5}  {axis.does}" for axis in axes_of(config, ranks=ranks)]
-    lines += ["memory of the fullest rank, without activations and communication"]
-    lines += [f"  {name:<10}{_size(size):>12}" for name, size in parts.items()]
-    return "\n".join(lines), fullest.num_bytes
 
 
 def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, int | None]:

@@ -2,25 +2,16 @@
 
 `run`, `resume` and `validate` call `check`. A check refuses only what certainly fails. Where it could only guess (a hub
 that does not answer, GPUs on other nodes) it lets the run start, and `explain` says what is unknown.
-
-The least memory of a run, in bytes per parameter:
-
-    DTensor in float32         weights 4, gradients 4, AdamW's moments 8
-    Megatron in bfloat16       weights 2, gradients 4, moments and float32 weights 12
-    LoRA                       the frozen weights, their merged copy, and 16 for each parameter of an adapter
-    an engine                  its weights, in its own dtype
-
-Activations, caches and working memory come on top and are not counted, so a run that passes may still be too large.
 """
 
 import fcntl
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_backends import DTensorConfig, MegatronConfig, ModelError, load_tokenizer, select_backend
+from rl_backends import DTensorConfig, ModelError, load_tokenizer, select_backend
+from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading import open_model
 from rl_backends.loading.files import local_folder
 from rl_backends.lora import AdapterSize
@@ -40,7 +31,6 @@ from rl_observe.glossary import METRICS, metric_of
 
 GIB = 2**30
 FLOAT32_BYTES = 4
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DATA_SUFFIXES = {".jsonl", ".json", ".parquet"}
 LOGGED_BY = {"held_out_loss": "sft", "held_out_margin": "dpo", "held_out_pair_accuracy": "dpo"}
 """The only stage that logs each of these metrics."""
@@ -275,27 +265,19 @@ def lacking_memory(
 
 def least_needed(recipe: Recipe, *, model: KnownModel, placement: Placement) -> MemoryNeeds:
     """Calculate the bytes of weights, gradients, optimizer state, reference and engines."""
-    config = select_backend(recipe.policy).config
-    names = {stage.optimizer.name for stage in recipe.stages.values()}
-    if isinstance(config, MegatronConfig):
-        bfloat16 = config.precision == "bfloat16"
-        weight, optimizer = (2, 12) if bfloat16 else (4, 8)
-        # Without the distributed optimizer every data-parallel rank has its own copy.
-        copies = 1 if config.use_distributed_optimizer else max(1, len(placement.ranks) // config.data_multiple)
-    else:
-        weight = 4 if config.lora_cfg is None else config.lora_cfg.torch_base_dtype.itemsize
-        optimizer = 8 if "adamw" in names else 2
-        copies = config.data_parallel_replicate_size
-    state = FLOAT32_BYTES + optimizer if recipe.stages else 0  # gradients are float32 in both backends
-    held, trained, merged = model.parameters * weight, model.parameters, 0
-    if (size := model.adapters) is not None:
-        held, trained, merged = size.frozen_bytes + size.trainable_bytes, size.trainable, size.merged_bytes
+    trainer = least_memory(
+        select_backend(recipe.policy).config,
+        parameters=model.parameters,
+        optimizers={stage.optimizer.name for stage in recipe.stages.values()},
+        ranks=len(placement.ranks),
+        adapters=model.adapters,
+    )
     generation = recipe.policy.generation
     half = generation.backend == "vllm" and generation.vllm_cfg.precision in {"bfloat16", "float16", "half"}
     return MemoryNeeds(
-        trainer_bytes=(held + trained * state + merged) * copies,
-        frozen_bytes=held * copies if copies_reference(recipe) else 0,
-        engine_bytes=model.parameters * (2 if half else weight) * len(placement.engines),
+        trainer_bytes=trainer.trainer_bytes,
+        frozen_bytes=trainer.weight_bytes if copies_reference(recipe) else 0,
+        engine_bytes=model.parameters * (2 if half else trainer.element_bytes) * len(placement.engines),
     )
 
 
@@ -309,23 +291,6 @@ def _available(recipe: Recipe, placement: Placement) -> int | None:
     if each is None or (isinstance(config, DTensorConfig) and config.cpu_offload):
         return None
     return each * placement.slots_per_node
-
-
-def host_bytes() -> int:
-    """Return the memory of this machine, or the limit of its container if that is less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
-
-
-def device_bytes() -> int | None:
-    """Return the memory of one GPU of this machine, or None if it has no GPU."""
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
 def _gib(num_bytes: int) -> str:
