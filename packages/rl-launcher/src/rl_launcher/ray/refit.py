@@ -29,23 +29,17 @@ class RayWeightSync:
         engines: started.
         config: the recipe's.
         policy_hosts: addresses of the nodes that the ranks are on.
-        enter_refitting: brings the weights of both sides onto devices that they share; called before each refit.
-        healing: entered while an engine is refitted between refits: brings the policy's weights onto its devices.
     """
 
     def __init__(
-        self,
-        policy: RayPolicy,
-        engines: EnginePool,
-        config: RefitConfig,
-        *,
-        policy_hosts: Sequence[str],
-        enter_refitting: Callable[[], None] = lambda: None,
-        healing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, policy: RayPolicy, engines: EnginePool, config: RefitConfig, *, policy_hosts: Sequence[str]
     ) -> None:
         self._policy, self._engines, self._config = policy, engines, config
         self._one_node = len({*policy_hosts, *engines.hosts}) == 1
-        self._enter_refitting, self._healing = enter_refitting, healing
+        self.enter_refitting: Callable[[], None] = lambda: None
+        """Brings the weights of both sides onto devices that they share; called before each refit."""
+        self.healing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while an engine is refitted between refits: brings the policy's weights onto its devices."""
         self._refitting = threading.Lock()
         self._names = (f"refit-{number}" for number in itertools.count(1))
         self._joined: tuple[RunningEngine, ...] = ()
@@ -65,7 +59,7 @@ class RayWeightSync:
             EngineDiedError: engines died more often than the recipe allows.
             RefitError: it was refused or aborted for another reason; the engines keep the old weights.
         """
-        self._enter_refitting()  # before the lock: it may wait for a replaced engine, whose healer tries the lock
+        self.enter_refitting()  # before the lock: it may wait for a replaced engine, whose healer tries the lock
         with self._refitting:
             while True:
                 engines = self._engines.settled()
@@ -217,7 +211,7 @@ class RayWeightSync:
         try:
             if policy.version != self._committed:
                 return False
-            with self._healing():
+            with self.healing():
                 return self._join([engine]) and self._attempt([engine], self._committed) is not None
         finally:
             self._joined = ()
