@@ -17,7 +17,7 @@ from rl_launcher.load_model import check_teacher, pad_token_id
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
 from rl_launcher.ray.dispatch import RayEngine
-from rl_launcher.ray.engine_pool import EngineLimits, EnginePool, OnEvent, ignore_event
+from rl_launcher.ray.engine_pool import EnginePool, OnEvent
 from rl_launcher.ray.model_skeleton import read_skeleton
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.ray.policy import RayPolicy, start_trainers
@@ -152,7 +152,7 @@ def start_engines(
     model_name: str,
     stop_token_ids: Sequence[int],
     pad_token_id: int,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent,
 ) -> StartedEngines:
     """Start the recipe's engines in their places, without weights, and connect them with the policy.
 
@@ -188,11 +188,9 @@ def start_engines(
         spec=spec,
         start_actor=start_actor,
         hosts=[runtime.nodes[place.node].ip for place in placement.engines],
-        limits=EngineLimits(
-            max_restarts=recipe.policy.generation.max_restarts,
-            start_timeout_s=recipe.cluster.start_timeout_s,
-            call_timeout_s=recipe.cluster.call_timeout_s,
-        ),
+        max_restarts=recipe.policy.generation.max_restarts,
+        start_timeout_s=recipe.cluster.start_timeout_s,
+        call_timeout_s=recipe.cluster.call_timeout_s,
         on_event=on_event,
         on_change=runtime.write_processes,
     )

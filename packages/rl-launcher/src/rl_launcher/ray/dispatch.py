@@ -73,10 +73,10 @@ class RayEngine:
 
     def explain(self) -> str:
         """How many engines there are, what each is, and what happens when one dies."""
-        engines, limits = self.engines.all(), self.engines.limits
+        engines = self.engines.all()
         lines = [
             f"{len(engines)} x {self.engines.spec.explain()}",
-            f"an engine that dies is restarted and refitted, at most {limits.max_restarts} times in the run",
+            f"an engine that dies is restarted and refitted, at most {self.engines.max_restarts} times in the run",
         ]
         lines += engines[0].info().text.splitlines() if engines and engines[0].started is not None else []
         return "\n".join(lines)
@@ -109,7 +109,7 @@ class _Dispatch:
 
     def run(self) -> None:
         """Return when every prompt has its rollouts, or raise what prevented it."""
-        changed, limit_s = self.engines.changed, self.engines.limits.call_timeout_s
+        changed, limit_s = self.engines.changed, self.engines.call_timeout_s
         with changed:
             while not self.over:
                 serving = self.engines.serving()
@@ -160,7 +160,7 @@ class _Dispatch:
                 "generate",
                 [self.prompts[place] for place in chunk],
                 [self.samplings[place] for place in chunk],
-                timeout_s=self.engines.limits.call_timeout_s,
+                timeout_s=self.engines.call_timeout_s,
             )
             why: Any = reply.died
         except RemoteDiedError as error:

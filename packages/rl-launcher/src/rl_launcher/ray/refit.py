@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
-from rl_launcher.ray.engine_pool import LOOPBACK, EnginePool, RunningEngine
+from rl_launcher.ray.cluster import LOOPBACK
+from rl_launcher.ray.engine_pool import EnginePool, RunningEngine
 from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.remote_calls import Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
@@ -85,7 +86,7 @@ class RayWeightSync:
         """The leader's report; None if an engine died, and all must repeat it."""
         for engine in engines if self._repeating else ():  # some may have committed what others have not
             with suppress(RemoteDiedError):  # noticed again below
-                engine.process().call("repeat", version, timeout_s=self._engines.limits.call_timeout_s)
+                engine.process().call("repeat", version, timeout_s=self._engines.call_timeout_s)
         deadline_s = self._config.deadline_s
         pendings = [(engine, engine.process().submit("receive", deadline_s)) for engine in engines]
         aborted: RefitError | None = None
@@ -136,7 +137,7 @@ class RayWeightSync:
 
     def _join(self, engines: Sequence[RunningEngine]) -> bool:
         """Have all engines alive and in one parties with the ranks; False if one is found dead."""
-        limit_s = self._engines.limits.call_timeout_s
+        limit_s = self._engines.call_timeout_s
         checks = [(engine, engine.process().submit("alive")) for engine in engines]
         dead = False
         for engine, pending in checks:
