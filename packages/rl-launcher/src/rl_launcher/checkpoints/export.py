@@ -8,7 +8,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,15 +25,9 @@ from rl_launcher.checkpoints.folders import (
 from rl_launcher.errors import Refusal
 from rl_launcher.load_model import load_policy
 from rl_launcher.recipe_files import load_recipe
+from rl_launcher.run_parts import TrainedPolicy
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory
-
-
-class SavesPretrained(Protocol):
-    """A policy."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder that does not exist yet."""
 
 
 def export(run_or_checkpoint: str | Path, to: str | Path, *, step: int | None = None) -> Path:
@@ -97,7 +91,7 @@ def _convert(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
         policy.close()
 
 
-def fill_folder(folder: Path, *, policy: SavesPretrained, tokenizer: Any) -> None:
+def fill_folder(folder: Path, *, policy: TrainedPolicy, tokenizer: Any) -> None:
     """Write model and tokenizer to an existing, empty folder."""
     weights = folder / "weights"  # the policy refuses a folder that exists
     policy.save_pretrained(weights)

@@ -9,9 +9,9 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -135,8 +135,7 @@ def _remove(checkpoint: Checkpoint) -> None:
 # ---- When to save, and what to keep: pure functions.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
+class Due(NamedTuple):
     """What to do after a step."""
 
     save: bool

@@ -78,21 +78,18 @@ class Component(NamedTuple):
     """How many GPUs it needs; with fewer it is not checked."""
 
 
-_SUM_HINT = "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault"
+_SUM = "the sum is right"
+_NCCL_HINT = "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault"
 COMPONENTS = {
     "TensorBoard": Component(("tensorboard",), "wrote one value", works="written"),
     "gloo": Component(
         ("collective", "gloo", "2"),
         "all-reduce over 2 processes on loopback",
         "several ranks need it even on one machine; is the interface lo up?",
-        works="the sum is right",
+        works=_SUM,
     ),
-    "NCCL × 1": Component(
-        ("collective", "nccl", "1"), "all-reduce over 1 GPU", _SUM_HINT, works="the sum is right", gpus=1
-    ),
-    "NCCL × 2": Component(
-        ("collective", "nccl", "2"), "all-reduce over 2 GPUs", _SUM_HINT, works="the sum is right", gpus=2
-    ),
+    "NCCL × 1": Component(("collective", "nccl", "1"), "all-reduce over 1 GPU", _NCCL_HINT, works=_SUM, gpus=1),
+    "NCCL × 2": Component(("collective", "nccl", "2"), "all-reduce over 2 GPUs", _NCCL_HINT, works=_SUM, gpus=2),
     # Through which colocated engines receive weights without a copy in host memory.
     "CUDA IPC": Component(
         ("cuda_ipc",),

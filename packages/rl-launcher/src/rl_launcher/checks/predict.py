@@ -55,13 +55,8 @@ def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJE
     except ModelError as error:
         if is_import_string(policy.model_name) or local_folder(policy.model_name) is not None:
             raise
-        unknown = "unknown without the model, see Policy"
-        return Prediction(
-            policy=f"unknown without the model: {error}",
-            engine=unknown,
-            refit=unknown,
-            figures={"unknown": str(error)},
-        )
+        why, unknown = f"unknown without the model: {error}", "unknown without the model, see Policy"
+        return Prediction(policy=why, engine=unknown, refit=unknown, figures={"unknown": str(error)})
     adapters = adapters_of(policy, without_weights(skeleton))
     text, peak = _policy(recipe, skeleton, adapters, ranks=len(placement.ranks))
     engine, engine_bytes = _engine(recipe, skeleton)

@@ -128,10 +128,9 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
     if recipe.distill is not None:
         models["distill.teacher.model_name"] = recipe.distill.teacher.model_name
     for key, name in models.items():
-        if is_import_string(name):
-            continue
         try:
-            local_folder(name)
+            if not is_import_string(name):
+                local_folder(name)
         except ValueError as error:
             raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
     check_trackers(recipe.logger)
@@ -142,8 +141,7 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
         folder = _existing_parent(recipe.run_dir)
         try:
             # Tried before the free space is read: a folder that cannot be written, such as /proc, may report 0 bytes.
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             why = (error.strerror or type(error).__name__).lower()
             raise Refusal(
@@ -202,11 +200,7 @@ def _where_to_look(path: Path) -> str:
 
 
 def check_disk(recipe: Recipe, *, model: KnownModel, free_bytes: int | None = None) -> None:
-    """Refuse a run whose checkpoints and final model do not fit on the disk; `free_bytes=None` reads the disk.
-
-    Raises:
-        DiskSpaceError: with the needed and the free bytes.
-    """
+    """Refuse, as `check_space`, a run whose checkpoints and final model do not fit on the disk."""
     if not recipe.stages:
         return
     weights = model.parameters * FLOAT32_BYTES
@@ -221,11 +215,9 @@ class MemoryNeeds(NamedTuple):
     """The least bytes that a run holds, summed over all its GPUs or processes."""
 
     trainer_bytes: int
-    """Weights, gradients and optimizer state."""
     frozen_bytes: int
     """The reference model, if there is a separate one."""
     engine_bytes: int
-    """The weights of all engines."""
 
 
 def lacking_memory(
@@ -236,22 +228,19 @@ def lacking_memory(
     It does not fit if weights, gradients and optimizer state alone exceed `available_bytes`, the memory of all GPUs or
     processes together. None reads this machine.
     """
-    needs = least_needed(recipe, model=model, placement=placement)
-    on_gpu = placement.device == "cuda"
     available = _available(recipe, placement) if available_bytes is None else available_bytes
     if available is None:
         return None
+    needs, on_gpu = least_needed(recipe, model=model, placement=placement), placement.device == "cuda"
     needed = sum(needs)
     if placement.colocated and on_gpu and recipe.cluster.runtime == "ray":
         needed = max(needs.trainer_bytes, needs.engine_bytes)  # colocated: each is offloaded while the other works
     if needed <= available:
         return None
-    lora = recipe.policy.dtensor_cfg.lora_cfg
+    smaller = "LoRA (policy.dtensor_cfg.lora_cfg.rank=16)"
     if recipe.policy.megatron_cfg.enabled:
         smaller = "policy.megatron_cfg.precision=bfloat16"
-    elif lora is None:
-        smaller = "LoRA (policy.dtensor_cfg.lora_cfg.rank=16)"
-    else:
+    elif (lora := recipe.policy.dtensor_cfg.lora_cfg) is not None:
         smaller = f"policy.dtensor_cfg.lora_cfg.base_dtype=bfloat16 (it is {lora.base_dtype})"
     reference = f", reference {_gib(needs.frozen_bytes)}" if needs.frozen_bytes else ""
     return (
@@ -301,11 +290,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def check_prompt_format(recipe: Recipe) -> None:
-    """Refuse `data.prompt_format=chat` with a tokenizer that has no chat template.
-
-    Raises:
-        Refusal: with both keys.
-    """
+    """Refuse `data.prompt_format=chat` with a tokenizer that has no chat template."""
     policy = recipe.policy
     if recipe.data.prompt_format != "chat" or is_import_string(policy.model_name):
         return

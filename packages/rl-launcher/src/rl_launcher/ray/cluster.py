@@ -185,12 +185,10 @@ class RayRuntime:
 
     def write_processes(self) -> None:
         """Write the processes that are alive, and this one, the driver, into `processes.json`."""
-        entries: list[dict[str, Any]] = [
-            {"role": "driver", "index": 0, "node": socket.gethostname(), "pid": os.getpid()}
-        ]
+        driver = ProcessInfo(role="driver", index=0, node=socket.gethostname(), pid=os.getpid())
         with self._writing:  # engines are replaced by threads
-            for who in (actor.who for actor in self._actors.values() if actor.alive):
-                entries.append({"role": who.role, "index": who.index, "node": who.node, "pid": who.pid})
+            alive = (driver, *(actor.who for actor in self._actors.values() if actor.alive))
+            entries = [{"role": who.role, "index": who.index, "node": who.node, "pid": who.pid} for who in alive]
             write_text(self.run_dir / "processes.json", json.dumps(entries, indent=2))
 
     def put(self, value: Any) -> Any:
