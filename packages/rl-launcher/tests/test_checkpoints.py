@@ -93,7 +93,7 @@ def test_too_little_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_pat
     sizes = {"checkpoint_bytes": 12_000_000_000, "model_bytes": 4_000_000_000}
     check_space(tmp_path, **sizes, config=CheckpointingConfig(), free_bytes=16_000_000_000)
     check_space(tmp_path, **sizes, config=config, free_bytes=52_000_000_000)
-    with pytest.raises(DiskSpaceError, match=r"has 51\.9 GB free, and the run needs at least 52\.0 GB: .*_latest_k=2"):
+    with pytest.raises(DiskSpaceError, match=r"has 51\.9 GB free, and the run needs at least 52 GB: .*_latest_k=2"):
         check_space(tmp_path, **sizes, config=config, free_bytes=51_900_000_000)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory
+from rl_observe.number_format import format_bytes
 
 STATE_PER_WEIGHT = 3
 """A checkpoint has at least the weights and AdamW's two moments, in the dtype of the weights."""
@@ -48,11 +49,11 @@ def check_space(
     needed = checkpoint_bytes * (kept + 1) + model_bytes
     free = shutil.disk_usage(folder).free if free_bytes is None else free_bytes
     if free < needed:
+        each, model = format_bytes(checkpoint_bytes), format_bytes(model_bytes)
         raise DiskSpaceError(
-            f"{folder} has {_in_words(free)} free, and the run needs at least {_in_words(needed)}: checkpoints of "
-            f"{_in_words(checkpoint_bytes)} each, of which checkpointing.ft_keep_latest_k={config.ft_keep_latest_k} "
-            f"and keep_top_k={config.keep_top_k} are kept and one more is written, and a model of "
-            f"{_in_words(model_bytes)}. "
+            f"{folder} has {format_bytes(free)} free, and the run needs at least {format_bytes(needed)}: "
+            f"checkpoints of {each} each, of which checkpointing.ft_keep_latest_k={config.ft_keep_latest_k} and keep_top_k="
+            f"{config.keep_top_k} are kept and one more is written, and a model of {model}. "
             f"Free some space, keep fewer checkpoints, or choose a run_dir on another disk"
         )
 
@@ -60,16 +61,9 @@ def check_space(
 def describe_space(folder: Path) -> str:
     """Return how much space is free, for the message of a full disk."""
     try:
-        return f"{_in_words(shutil.disk_usage(folder).free)} are free in {folder}"
+        return f"{format_bytes(shutil.disk_usage(folder).free)} are free in {folder}"
     except OSError as error:
         return f"the free space of {folder} is unknown: {error}"
-
-
-def _in_words(num_bytes: int) -> str:
-    value, units = float(num_bytes), ["bytes", "KB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
 @contextmanager

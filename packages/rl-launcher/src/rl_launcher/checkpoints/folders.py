@@ -9,26 +9,19 @@
 those of the backend's own marker, which in turn has those of the weights.
 """
 
-import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_backends.checkpoints.atomic import unfinished_name
-from rl_backends.checkpoints.files import digest_of
-from rl_launcher.errors import Refusal
+from rl_backends.checkpoints.marker import read_marker, write_marker
 from rl_observe import RunDirectory
 
 POLICY, MARKER, STAGE_START = "policy", "complete.json", "stage_start"
-FORMAT, FORMAT_VERSION = "rl-launcher checkpoint", 1
+FORMAT = ("rl-launcher checkpoint", 1)
 _NAME = re.compile(r"step_\d{8,}")
 _REMEDY = "restore it from a copy, or delete that folder to resume from an earlier checkpoint"
-
-
-class CheckpointError(Refusal):
-    """A checkpoint is incomplete, damaged or missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +80,13 @@ def unfinished_of(run: RunDirectory) -> list[Path]:
     return sorted(root_of(run).glob(unfinished_name(Path("*"))))
 
 
-# ---- Complete or not: the marker.
-
-
 def mark_complete(folder: Path, about: dict[str, Any]) -> None:
     """Write the marker of a folder whose other files are written."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder).parts
-        # The backend's marker has the digests of its other files, which are too large to be read twice.
-        if path.is_file() and (inside[0] != POLICY or inside[1:] == ("checkpoint.json",)):
-            files["/".join(inside)] = [path.stat().st_size, digest_of(path)]
-    body = {"format": FORMAT, "format_version": FORMAT_VERSION, **about, "files": files}
-    (folder / MARKER).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    # The backend's marker has the digests of its other files, which are too large to be read twice.
+    policy = folder / POLICY
+    files = [path for path in files if policy not in path.parents or path == policy / "checkpoint.json"]
+    write_marker(folder / MARKER, about, format=FORMAT, files=files)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -108,30 +95,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is incomplete, damaged, or of another format.
     """
-    marker = folder / MARKER
-    if not marker.is_file():
-        raise CheckpointError(
-            f"{folder} is incomplete, or no checkpoint: it has no {MARKER}, which is written last; {_REMEDY}"
-        )
-    try:
-        body: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
-        digest, kind, version = body.pop("sha256"), body["format"], body["format_version"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{marker} is damaged: {error}; {_REMEDY}") from error
-    if digest != _digest(body):
-        raise CheckpointError(f"{marker} is damaged: its digest does not match its text; {_REMEDY}")
-    if (kind, version) != (FORMAT, FORMAT_VERSION):
-        raise CheckpointError(
-            f"{marker} has format {kind} {version}, and this release reads {FORMAT} {FORMAT_VERSION}: resume with the "
-            f"release of rl-launcher that wrote it"
-        )
-    for name, (num_bytes, file_digest) in body["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != num_bytes or digest_of(path) != file_digest:
-            raise CheckpointError(f"{path} is not what was written: missing or damaged; {_REMEDY}")
+    body = read_marker(folder / MARKER, format=FORMAT, remedy=_REMEDY)
     names = ("stage", "step", "total", "version", "metric")
     return Checkpoint(folder=folder, **{name: body[name] for name in names})
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -26,7 +26,6 @@ class ClusterJob:
     run_dir: str
     """The run directory on the cluster; relative to the shared directory."""
     num_nodes: int
-    """Nodes."""
     gpus_per_node: int
     """GPUs of each node; 0 if the policy is on the CPU."""
     overrides: tuple[str, ...] = ()
@@ -127,6 +126,13 @@ class RayPorts:
                 raise Refusal(
                     f"ports.{name}={port} is among the workers', {self.min_worker} to {self.max_worker}; move either"
                 )
+
+
+def check_least(options: object, **least: int) -> None:
+    """Refuse an option that is less than it must be."""
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            raise Refusal(f"{name}={getattr(options, name)} must be >= {number}")
 
 
 def environment(variables: Sequence[str]) -> tuple[tuple[str, str | None], ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, check_text, environment, render
+from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, check_least, check_text, environment, render
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
@@ -85,9 +85,7 @@ class KubernetesOptions:
             raise Refusal(
                 f"shared_dir={self.shared_dir!r} must be absolute and contain no `:`, since it is a mount path"
             )
-        for name, least in (("retries", 0), ("join_timeout_s", 1), ("grace_s", 1), ("keep_s", 0)):
-            if getattr(self, name) < least:
-                raise Refusal(f"{name}={getattr(self, name)} must be >= {least}")
+        check_least(self, retries=0, join_timeout_s=1, grace_s=1, keep_s=0)
         _variables(self)
 
 

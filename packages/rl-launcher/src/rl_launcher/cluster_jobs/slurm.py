@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, environment, render
+from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, check_least, environment, render
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
@@ -71,9 +71,7 @@ class SlurmOptions:
                 raise Refusal(f"directives: {directive!r} is not an sbatch directive; write it as --qos=high")
         if not Path(self.shared_dir).is_absolute():
             raise Refusal(f"shared_dir={self.shared_dir!r} must be absolute: nodes share no current directory")
-        for name, least in (("join_timeout_s", 1), ("grace_s", 1), ("max_requeues", 0)):
-            if getattr(self, name) < least:
-                raise Refusal(f"{name}={getattr(self, name)} must be >= {least}")
+        check_least(self, join_timeout_s=1, grace_s=1, max_requeues=0)
         if self.mounts and self.container is None:
             raise Refusal(f"mounts={list(self.mounts)} need a container, and there is none; set container")
         environment(self.env)

@@ -25,11 +25,7 @@ NOT_WEIGHTS = ("gradients", "optimizer")
 
 
 def check_colocation(recipe: Recipe) -> None:
-    """Refuse what cannot share devices.
-
-    Raises:
-        Refusal: asynchronous GRPO on devices that engines and trainer share.
-    """
+    """Refuse asynchronous GRPO on devices that engines and trainer share."""
     asynchronous = recipe.grpo is not None and recipe.grpo.async_grpo is not None
     if asynchronous and recipe.cluster.runtime == "ray" and recipe.policy.generation.colocated.enabled:
         raise Refusal(
@@ -67,13 +63,7 @@ class Colocation:
         with self._lock:
             if phase == self.phase:
                 return
-            match phase:
-                case "training":
-                    self._train()
-                case "generating":
-                    self._generate()
-                case "refitting":
-                    self._refit()
+            {"training": self._train, "generating": self._generate, "refitting": self._refit}[phase]()
             self.phase = phase
 
     def _train(self) -> None:

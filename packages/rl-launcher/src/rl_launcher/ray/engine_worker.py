@@ -29,7 +29,6 @@ class EngineInfo:
     processes: tuple[ChildProcess, ...]
     """Those that the engine started besides the actor: they may survive an actor that is killed."""
     limits: Limits
-    """Of its requests."""
     sink_device: str
     """Where new weights are staged."""
     text: str
@@ -80,12 +79,7 @@ class EngineWorker:
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> GenerateReply:
-        """Generate for each prompt with its own Sampling.
-
-        Raises:
-            Refusal: samples were not done in time.
-            ValueError: whatever the engine refuses.
-        """
+        """Generate for each prompt with its own Sampling; raises what the engine refuses."""
         with self._counting:
             self._calls += 1
         try:
@@ -105,13 +99,8 @@ class EngineWorker:
         self._refit = parties.sink_refit(self._made.sink, rank=rank, host=self._host)
 
     def receive(self, timeout_s: float) -> RefitReport:
-        """Take part in the next refit, which must begin within `timeout_s`.
-
-        Raises:
-            RefitError: it was aborted.
-        """
-        refit = self._refit
-        if refit is None:
+        """Take part in the next refit, which must begin within `timeout_s`; a RefitError says why it was aborted."""
+        if (refit := self._refit) is None:
             raise RefitError("this engine has no refit yet; call join_refit() before receive()")
         return self._in_order(lambda: refit.receive(timeout_s=timeout_s))
 

@@ -20,24 +20,20 @@ class PlacementError(Refusal):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The place of one rank of the trainer."""
+    """The node and the slot of one rank of the trainer; both count from 0."""
 
     rank: int
     node: int
-    """From 0."""
     slot: int
-    """Of the node, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """The place of one engine."""
+    """The node of one engine, and as many slots of it as the engine has ranks."""
 
     engine: int
     node: int
-    """From 0."""
     slots: tuple[int, ...]
-    """Of the node; as many as the engine has ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +41,13 @@ class Placement:
     """The places of all ranks and engines."""
 
     num_nodes: int
-    """Nodes of the run."""
     slots_per_node: int
-    """Of each node."""
     device: Literal["cpu", "cuda"]
     """What a slot is: a process on the CPU, or a GPU."""
     colocated: bool
     """Whether ranks and engines share the same slots."""
     ranks: tuple[RankPlace, ...]
-    """By rank."""
     engines: tuple[EnginePlace, ...]
-    """By number."""
     in_process: bool = False
     """Whether everything runs in the process that starts the run."""
 

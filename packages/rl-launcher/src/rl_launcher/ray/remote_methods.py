@@ -92,6 +92,6 @@ class Reply:
     value: Any
     """The result, from those ranks whose result is used."""
     version: int
-    """Of the policy, afterwards."""
+    """Optimizer steps that the policy's weights have seen by now."""
     learning_rate: float | None
     """Of the next step; None before `start_training`."""

@@ -33,13 +33,11 @@ class TrainerSpec:
     """What every rank is made from."""
 
     policy: PolicyConfig
-    """Which backend, and how it shards."""
     model_name: str
     """A folder that all ranks see, or a hub id."""
     seed: int
     """Of the initial values of adapters."""
     num_ranks: int
-    """Ranks of the trainer."""
     threads: int
     """CPU threads of each rank."""
     profiler: ProfilerConfig | None = None
