@@ -13,8 +13,11 @@ TIMEOUT = timedelta(seconds=30)
 ELEMENTS = 1024
 
 
-def check_all_reduce(backend: str, processes: int) -> None:
+def check_all_reduce(backend: str, processes: int) -> dict[str, int]:
     """All-reduce one tensor over `processes` processes on this machine: gloo on loopback, NCCL with a GPU each.
+
+    Returns:
+        What was tried: the number of `processes`.
 
     Raises:
         Exception: what torch raises in the first process that fails; an ArithmeticError if the sum is wrong.
@@ -24,6 +27,7 @@ def check_all_reduce(backend: str, processes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (backend, processes, f"{folder}/store")
         mp.spawn(_add_up, args=arguments, nprocs=processes)  # type: ignore[attr-defined,no-untyped-call]
+    return {"processes": processes}
 
 
 def _add_up(rank: int, backend: str, processes: int, store: str) -> None:  # noqa: PLR0917 - spawn passes positional arguments
@@ -46,8 +50,8 @@ def _add_up(rank: int, backend: str, processes: int, store: str) -> None:  # noq
     dist.destroy_process_group()
 
 
-def check_cuda_ipc() -> int:
-    """Let another process write into a tensor of this one's GPU memory; return the bytes that arrived.
+def check_cuda_ipc() -> dict[str, int]:
+    """Let another process write into a tensor of this one's GPU memory; return how many `bytes` arrived.
 
     Raises:
         OSError: the other process failed.
@@ -62,7 +66,7 @@ def check_cuda_ipc() -> int:
         raise OSError(f"the other process ended with {process.exitcode}; CUDA IPC may be disabled in this container")
     if float(shared.sum()) != ELEMENTS:
         raise ArithmeticError("what the other process wrote did not arrive")
-    return shared.nbytes
+    return {"bytes": shared.nbytes}
 
 
 def _fill(tensor: Tensor) -> None:

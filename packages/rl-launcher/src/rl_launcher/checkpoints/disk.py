@@ -51,9 +51,9 @@ def check_space(
     if free < needed:
         each, model = format_bytes(checkpoint_bytes), format_bytes(model_bytes)
         raise DiskSpaceError(
-            f"{folder} has {format_bytes(free)} free, and the run needs at least {format_bytes(needed)}: "
-            f"checkpoints of {each} each, of which checkpointing.ft_keep_latest_k={config.ft_keep_latest_k} and keep_top_k="
-            f"{config.keep_top_k} are kept and one more is written, and a model of {model}. "
+            f"{folder} has {format_bytes(free)} free, and the run needs at least {format_bytes(needed)}: checkpoints "
+            f"of {each} each, of which checkpointing.ft_keep_latest_k={config.ft_keep_latest_k} and "
+            f"keep_top_k={config.keep_top_k} are kept and one more is written, and a model of {model}. "
             f"Free some space, keep fewer checkpoints, or choose a run_dir on another disk"
         )
 

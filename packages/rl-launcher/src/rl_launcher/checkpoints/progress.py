@@ -71,11 +71,7 @@ class Progress:
 
     @property
     def weights(self) -> Path:
-        """The backend's folder in the checkpoint that this was loaded from.
-
-        Raises:
-            ValueError: the run was not loaded from a checkpoint.
-        """
+        """The backend's folder in the checkpoint that this was loaded from; a new run has none."""
         if self.folder is None:
             raise ValueError("a new run has no checkpoint to load weights from")
         return self.folder / POLICY

@@ -67,7 +67,7 @@ class Component(NamedTuple):
     """How one component is checked."""
 
     probe: tuple[str, ...]
-    """The probe of `doctor_probes`, and its arguments."""
+    """A function of `doctor_probes`, or `module:function`; and its arguments."""
     checked: str
     hint: str = ""
     works: str = ""
@@ -78,21 +78,21 @@ class Component(NamedTuple):
     """How many GPUs it needs; with fewer it is not checked."""
 
 
-_SUM = "the sum is right"
+_ALL_REDUCE, _SUM = "rl_refit.machine_check:check_all_reduce", "the sum is right"
 _NCCL_HINT = "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault"
 COMPONENTS = {
     "TensorBoard": Component(("tensorboard",), "wrote one value", works="written"),
     "gloo": Component(
-        ("collective", "gloo", "2"),
+        (_ALL_REDUCE, "gloo", "2"),
         "all-reduce over 2 processes on loopback",
         "several ranks need it even on one machine; is the interface lo up?",
         works=_SUM,
     ),
-    "NCCL × 1": Component(("collective", "nccl", "1"), "all-reduce over 1 GPU", _NCCL_HINT, works=_SUM, gpus=1),
-    "NCCL × 2": Component(("collective", "nccl", "2"), "all-reduce over 2 GPUs", _NCCL_HINT, works=_SUM, gpus=2),
+    "NCCL × 1": Component((_ALL_REDUCE, "nccl", "1"), "all-reduce over 1 GPU", _NCCL_HINT, works=_SUM, gpus=1),
+    "NCCL × 2": Component((_ALL_REDUCE, "nccl", "2"), "all-reduce over 2 GPUs", _NCCL_HINT, works=_SUM, gpus=2),
     # Through which colocated engines receive weights without a copy in host memory.
     "CUDA IPC": Component(
-        ("cuda_ipc",),
+        ("rl_refit.machine_check:check_cuda_ipc",),
         "wrote from another process",
         "in a container use --ipc=host and give both the same GPUs; engines on their own GPUs do not need it",
         works="the write arrived",
@@ -284,7 +284,7 @@ RESULT_PREFIX = "doctor's result: "
 
 
 def run_probe(probe: str, *arguments: str, timeout_s: float) -> ProbeResult:
-    """Run a function of `doctor_probes` in a new process, and kill its process group after `timeout_s` seconds."""
+    """Run a probe in a new process, and kill its process group after `timeout_s` seconds."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", "rl_launcher.checks.doctor_probes", probe, *arguments],

@@ -1,13 +1,13 @@
-"""`python -m rl_launcher.checks.doctor_probes NAME`: check one component, and print its figures as one line of JSON.
+"""`python -m rl_launcher.checks.doctor_probes PROBE`: check one component, and print its figures as one line of JSON.
 
 `doctor_findings.run_probe` runs each probe in its own process; an exception means that the component does not work.
 """
 
+import importlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ TASK_TIMEOUT_S = 30.0  # of a task; the process has its own, longer deadline
 ELEMENTS = 1024
 
 
-def torch_works() -> dict[str, Any]:
+def torch() -> dict[str, Any]:
     """Multiply on the CPU, add on the first GPU, and return what torch knows of the GPUs."""
     import torch
 
@@ -40,12 +40,12 @@ def torch_works() -> dict[str, Any]:
     return figures
 
 
-def shared_memory(folder: str, size: str) -> dict[str, Any]:
+def shared_memory(folder: str, size: int) -> dict[str, Any]:
     """Write `size` bytes to `folder` and read the first of them back."""
     with tempfile.TemporaryFile(dir=folder) as file:
         pattern = b"rl-launcher " * 4096
         written = 0
-        while written < int(size):
+        while written < size:
             written += file.write(pattern)
         file.flush()
         file.seek(0)
@@ -54,7 +54,7 @@ def shared_memory(folder: str, size: str) -> dict[str, Any]:
     return {"bytes": written}
 
 
-def ray_starts() -> dict[str, Any]:
+def ray() -> dict[str, Any]:
     """Start Ray with one CPU, run one task, and stop it."""
     import ray
 
@@ -75,12 +75,10 @@ def _process_id() -> int:  # Ray refuses the builtin os.getpid
 
 def imports(module: str) -> dict[str, Any]:
     """Import one module, for example `vllm`."""
-    import importlib
-
     return {"version": str(getattr(importlib.import_module(module), "__version__", ""))}
 
 
-def tensorboard_writes() -> dict[str, Any]:
+def tensorboard() -> dict[str, Any]:
     """Write one value as a TensorBoard event."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -90,38 +88,15 @@ def tensorboard_writes() -> dict[str, Any]:
         return {"bytes": sum(path.stat().st_size for path in Path(folder).iterdir())}
 
 
-def check_all_reduce(backend: str, processes: str) -> dict[str, Any]:
-    """All-reduce one tensor over `processes` processes on this machine."""
-    from rl_refit import machine_check
-
-    machine_check.check_all_reduce(backend, int(processes))
-    return {"processes": int(processes)}
-
-
-def check_cuda_ipc() -> dict[str, Any]:
-    """Let another process write into a tensor of this one's GPU memory."""
-    from rl_refit import machine_check
-
-    return {"bytes": machine_check.check_cuda_ipc()}
-
-
-PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    "torch": torch_works,
-    "collective": check_all_reduce,
-    "cuda_ipc": check_cuda_ipc,
-    "shared_memory": shared_memory,
-    "ray": ray_starts,
-    "imports": imports,
-    "tensorboard": tensorboard_writes,
-}
-
-
 def main(arguments: list[str]) -> None:
-    """Run one probe."""
+    """Run one probe: a function of this module, or `module:function`. Arguments of digits are numbers."""
     from rl_launcher.checks.doctor_findings import RESULT_PREFIX
 
-    name, *rest = arguments
-    sys.stdout.write(f"\n{RESULT_PREFIX}{json.dumps(PROBES[name](*rest))}\n")
+    probe, *rest = arguments
+    module, _, function = probe.rpartition(":")
+    check = getattr(importlib.import_module(module or __name__), function)
+    figures = check(*(int(each) if each.isdigit() else each for each in rest))
+    sys.stdout.write(f"\n{RESULT_PREFIX}{json.dumps(figures)}\n")
 
 
 if __name__ == "__main__":

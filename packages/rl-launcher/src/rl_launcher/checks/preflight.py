@@ -111,8 +111,7 @@ def known_model(policy: PolicyConfig) -> KnownModel | None:
 def check_files(recipe: Recipe, *, new_run: bool) -> None:
     """Refuse missing model folders, data files and code files, and for a new run a run directory that is in use.
 
-    Raises:
-        ValueError: with the key, the path, and an existing file of nearly the same name.
+    The message has the key, the path, and an existing file of nearly the same name.
     """
     for key, text in named_code(recipe).items():
         file = Path(text.rpartition(":")[0]).expanduser()

@@ -156,14 +156,7 @@ def start_engines(
 ) -> StartedEngines:
     """Start the recipe's engines in their places, without weights, and connect them with the policy.
 
-    Args:
-        runtime: the cluster, with its placement.
-        recipe: of the run.
-        policy: the trainer's ranks, loaded.
-        model_name: a folder that all nodes see, or a hub id.
-        stop_token_ids: tokens that end a response.
-        pad_token_id: any token.
-        on_event: called when an engine dies, with the reaction.
+    `model_name` is a folder that all nodes see, or a hub id. `on_event` is called when an engine dies.
 
     Raises:
         ValueError: what an engine or the recipe's combination refuses.

@@ -38,10 +38,7 @@ def check_colocation(recipe: Recipe) -> None:
 class Colocation:
     """Which side has the devices. A phase is changed under a lock, by the thread that needs another one.
 
-    Args:
-        policy: what trains; has `offload` and `onload`, as the backends.
-        engines: what samples; not started yet.
-        moves: whether there is memory to free: on GPUs.
+    `moves` tells whether there is memory to free, as on GPUs; the engines must not be started yet.
     """
 
     def __init__(self, policy: Any, engines: EnginePool, *, moves: bool) -> None:
@@ -161,12 +158,8 @@ class Colocation:
 class ColocatedModel:
     """A policy, a reference or a teacher on shared devices: its methods enter the phase of their row first.
 
-    What the table does not name is passed through.
-
-    Args:
-        model: the policy, or one of its frozen models.
-        colocation: of its devices.
-        offload_references: keep references in host memory between their calls.
+    What the table does not name is passed through. `offload_references` keeps references in host memory between their
+    calls.
     """
 
     def __init__(self, model: Any, colocation: Colocation, *, offload_references: bool = False) -> None:

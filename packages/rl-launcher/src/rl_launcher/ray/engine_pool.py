@@ -159,11 +159,7 @@ class EnginePool:
             return tuple(engine for engine in self._engines if engine.state == "serving")
 
     def require_weights(self) -> Limits:
-        """The limits of requests, once engines have weights.
-
-        Raises:
-            Refusal: no refit has been committed yet.
-        """
+        """The limits of requests, once a refit has been committed."""
         if not self._have_weights or self._request_limits is None:
             raise Refusal("the engines have no weights yet: no refit has been committed")
         return self._request_limits

@@ -35,16 +35,10 @@ def read_skeleton(
     folder: Path,
     objects: Objects = NO_OBJECTS,
 ) -> ModelSkeleton:
-    """Read the model that a section of the recipe names.
+    """Read the model that a section of the recipe names; `key` is for errors.
 
-    Args:
-        named: the section.
-        seed: of the weights of a model that a function makes.
-        key: of the recipe, for errors.
-        padded_vocabulary: accept more embeddings than tokens.
-        folder: where a model that a function makes, or that is given as an object, is saved for the ranks; what an
-            earlier start left there is replaced.
-        objects: a model and a tokenizer that were given in Python.
+    A model that a function makes (from `seed`), or that is given as an object, is saved in `folder` for the ranks; what
+    an earlier start left there is replaced. `padded_vocabulary` accepts more embeddings than tokens.
 
     Raises:
         ValueError: there is no such model, its function fails, or the tokenizer has another vocabulary.

@@ -40,23 +40,13 @@ class RayPolicy:
         """Held during a call."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the table.
-
-        Raises:
-            AttributeError: it is not in the table.
-        """
+        """A method of the table."""
         if name not in POLICY_METHODS:
             raise AttributeError(f"a policy on Ray has no method {name!r}; it has {', '.join(POLICY_METHODS)}")
         return functools.partial(self.call, POLICY_METHODS[name], POLICY)
 
     def call(self, method: RemoteMethod, model: int, /, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the table on all ranks, and return what its row says.
-
-        Args:
-            method: the row.
-            model: number of the model on the ranks; 0 is the policy.
-            arguments: of the method.
-            options: keyword arguments of the method.
+        """Call a method of the table on all ranks, of model number `model`, and return what its row says.
 
         Raises:
             RemoteError: a rank failed, died or did not answer in time.
@@ -136,11 +126,7 @@ class RayPolicy:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step.
-
-        Raises:
-            RuntimeError: `start_training` was not called.
-        """
+        """Of the next step, after `start_training`."""
         if self._learning_rate is None:
             raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
         return self._learning_rate
@@ -171,11 +157,7 @@ class RayModel:
         self._policy, self.number = policy, number
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the table that frozen models have.
-
-        Raises:
-            AttributeError: they have none of that name.
-        """
+        """A method of the table that frozen models have."""
         method = POLICY_METHODS.get(name)
         if method is None or not method.frozen_models:
             raise AttributeError(f"a frozen model on Ray has no method {name!r}")

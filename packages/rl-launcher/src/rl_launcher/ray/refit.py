@@ -23,14 +23,7 @@ from rl_refit.parties import Parties, choose_transport
 
 
 class RayWeightSync:
-    """A `WeightSync` from the trainer's ranks to all engines of a pool.
-
-    Args:
-        policy: the ranks.
-        engines: started.
-        config: the recipe's.
-        policy_hosts: addresses of the nodes that the ranks are on.
-    """
+    """A `WeightSync` from the trainer's ranks, on the nodes `policy_hosts`, to all engines of a pool."""
 
     def __init__(
         self, policy: RayPolicy, engines: EnginePool, config: RefitConfig, *, policy_hosts: Sequence[str]

@@ -85,12 +85,8 @@ class Pending:
 class Actor:
     """A process of the run, as the driver holds it; `RayRuntime.start_actors` makes it.
 
-    Args:
-        handle: Ray's, of an `ActorHost`.
-        who: the process.
-        name: Ray's name of it.
-        ip: address of its node that the other nodes reach.
-        strategy: Ray's scheduling strategy that puts a task on the same node.
+    `handle` is Ray's, of an `ActorHost`; `ip` the address of its node that the other nodes reach; `strategy` the
+    scheduling strategy that puts a task on the same node.
     """
 
     def __init__(self, handle: Any, *, who: ProcessInfo, name: str, ip: str, strategy: Any) -> None:

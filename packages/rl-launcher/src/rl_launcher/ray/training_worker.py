@@ -49,11 +49,7 @@ class TrainerSpec:
 class TrainingWorker:
     """A rank. Starting takes two calls: rank 0 serves the store (`host_store`), then all ranks `load` together.
 
-    Args:
-        spec: the same for all ranks.
-        rank: this one.
-        local_rank: its GPU among those of the node.
-        ip: address of the node that the other nodes reach.
+    `local_rank` is its GPU among those of the node, `ip` the address of the node that the other nodes reach.
     """
 
     def __init__(self, spec: TrainerSpec, *, rank: int, local_rank: int, ip: str) -> None:
@@ -132,13 +128,10 @@ class TrainingWorker:
     # -- Rows of POLICY_METHODS that the worker runs itself -----------------------------------------------------------
 
     def load_teacher(self, model_name: str, *, training: Mapping[str, Any], **options: Any) -> Backend:
-        """Load another model, sharded as the policy is.
+        """Load another model, sharded as the policy is; `options` are those of `from_pretrained`.
 
-        Args:
-            model_name: a folder that all ranks see, or a hub id.
-            training: arguments of `start_training`, which sets the temperature. A teacher never steps, so that its
-                optimizer never allocates state.
-            options: of `from_pretrained`.
+        `training` has the arguments of `start_training`, which sets the temperature. A teacher never steps, so its
+        optimizer never allocates state.
         """
         teacher = select_backend(self._spec.policy).without_adapters().from_pretrained(model_name, **options)
         teacher.start_training(**training)
