@@ -2,7 +2,6 @@
 
 import pytest
 
-from rl_backends import CheckpointError
 from rl_backends.checkpoints.atomic import atomic_folder
 from rl_backends.checkpoints.shared_folder import probe_file, require_shared, sees
 
@@ -27,6 +26,6 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_by_its_name(tmp_path):
         same_name = other / path.rpartition("/")[2]
         same_name.write_text("of another run")
         blind = {"rank 0": True, "rank 1 on b": sees(str(same_name), token), "rank 2": sees("none", "x")}
-        with pytest.raises(CheckpointError, match=r"not the same folder for rank 1 on b, rank 2: .* every node mounts"):
+        with pytest.raises(ValueError, match=r"not the same folder for rank 1 on b, rank 2: .* every node mounts"):
             require_shared(folder, blind)
     assert not folder.exists()

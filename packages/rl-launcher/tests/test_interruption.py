@@ -221,7 +221,7 @@ def test_a_run_is_not_resumed_on_other_data(recipe, tmp_path, monkeypatch, inter
     interrupt()
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace("5+0", "5+4"))
-    with pytest.raises(Refusal, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data have changed"):
         resume(tmp_path / "run")
     (tmp_path / "rows.jsonl").write_text(rows)
     assert resume(tmp_path / "run")["steps"] == 14
@@ -231,7 +231,7 @@ def test_a_run_is_not_resumed_on_other_answers_to_the_same_prompts(recipe, tmp_p
     interrupt()
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('"answer": "3"', '"answer": "4"'))
-    with pytest.raises(Refusal, match="the data are no longer those"):
+    with pytest.raises(Refusal, match="the data have changed"):
         resume(tmp_path / "run")
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_backends.errors import CheckpointError
-
 
 @contextmanager
 def probe_file(folder: Path) -> Iterator[tuple[str, str]]:
@@ -42,10 +40,10 @@ def require_shared(folder: Path, seen: Mapping[str, bool]) -> None:
     """Refuse a folder that not every rank sees; `seen` has the result of `sees` by rank.
 
     Raises:
-        CheckpointError: with the ranks that do not see it, and the remedy.
+        ValueError: with the ranks that do not see it, and the remedy.
     """
     if blind := [rank for rank, sees_it in seen.items() if not sees_it]:
-        raise CheckpointError(
+        raise ValueError(
             f"{folder.absolute()} is not the same folder for {', '.join(blind)}: all ranks write checkpoints, and read "
             f"them when the run is resumed; choose a folder that every node mounts at the same path (in a recipe, "
             f"run_dir)"

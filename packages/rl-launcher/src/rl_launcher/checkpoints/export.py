@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from rl_backends import CheckpointError, DTensorConfig, select_backend
+from rl_backends import DTensorConfig, select_backend
 from rl_backends.checkpoints.atomic import atomic_folder
 from rl_launcher.checkpoints.folders import (
     POLICY,
+    CheckpointError,
     find_latest,
     folder_name,
     read_checkpoint,

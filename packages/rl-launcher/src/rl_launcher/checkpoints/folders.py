@@ -14,14 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rl_backends
 from rl_backends.checkpoints.atomic import unfinished_name
 from rl_backends.checkpoints.marker import read_marker, write_marker
+from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
 POLICY, MARKER, STAGE_START = "policy", "complete.json", "stage_start"
 FORMAT = ("rl-launcher checkpoint", 1)
 _NAME = re.compile(r"step_\d{8,}")
 _REMEDY = "restore it from a copy, or delete that folder to resume from an earlier checkpoint"
+
+
+class CheckpointError(Refusal):
+    """A checkpoint of a run is incomplete, damaged or missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is incomplete, damaged, or of another format.
     """
-    body = read_marker(folder / MARKER, format=FORMAT, remedy=_REMEDY)
+    try:
+        body = read_marker(folder / MARKER, format=FORMAT, remedy=_REMEDY)
+    except rl_backends.CheckpointError as error:
+        raise CheckpointError(str(error)) from error
     names = ("stage", "step", "total", "version", "metric")
     return Checkpoint(folder=folder, **{name: body[name] for name in names})

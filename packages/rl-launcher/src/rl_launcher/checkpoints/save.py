@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rl_backends import CheckpointError
 from rl_backends.checkpoints.atomic import atomic_folder, unfinished_name
 from rl_backends.checkpoints.nested_state import pack, unpack
 from rl_launcher.checkpoints.folders import (
     POLICY,
     STAGE_START,
     Checkpoint,
+    CheckpointError,
     folder_name,
     list_checkpoints,
     mark_complete,

@@ -169,7 +169,7 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
 
     Raises:
         ClusterError: a process did not start.
-        CheckpointError: a rank does not see the run directory, which checkpoints are written to.
+        ValueError: a rank does not see the run directory, which checkpoints are written to.
         RemoteError: a rank failed, died or was too slow while it loaded; also an instance of what it raised.
     """
     timeout_s = runtime.config.start_timeout_s
