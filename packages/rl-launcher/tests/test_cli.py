@@ -1,6 +1,8 @@
 """The command line: there at once, documented, one line of JSON for whoever measures, one screen for a mistake."""
 
+import functools
 import json
+import operator
 import subprocess
 import sys
 
@@ -12,7 +14,8 @@ from rl_launcher.bundled_recipes import shipped_recipes
 from rl_launcher.cli import app
 from rl_launcher.cli.arguments import complete_keys, complete_recipes
 from rl_launcher.cli.console import or_refuse
-from rl_launcher.errors import Refusal
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
 
 COMMANDS = {
     "run",
@@ -140,20 +143,20 @@ def test_a_file_that_cannot_be_written_is_answered_in_words(tmp_path):
     assert "Errno" not in result.output
 
 
-def test_a_refusal_is_one_message_and_a_bug_is_raised(capsys):
-    def refuse():
-        raise Refusal("no such thing; write another")
-
-    def fail():
-        return {}["nothing"]
-
+def test_a_refusal_is_one_message_and_a_bug_is_raised(tmp_path, capsys):
+    missing = tmp_path / "missing.yaml"
+    refuse = functools.partial(load_recipe, missing, schema=Recipe)
+    fail = functools.partial(operator.getitem, {}, "nothing")
     with pytest.raises(typer.Exit) as refused:
         or_refuse(refuse)
     assert refused.value.exit_code == 2
-    assert capsys.readouterr().err == "rl-launcher: no such thing; write another\n"
+    message = capsys.readouterr().err
+    assert message.startswith("rl-launcher: ")
+    assert str(missing) in message
+    assert "in load_recipe" not in message
     with pytest.raises(typer.Exit):
         or_refuse(refuse, traceback=True)
-    assert "in refuse" in capsys.readouterr().err
+    assert "in load_recipe" in capsys.readouterr().err
     with pytest.raises(KeyError):
         or_refuse(fail)
 
@@ -245,9 +248,6 @@ def test_a_translation_lists_what_it_drops_where_asked_and_its_exit_code_says_wh
 
 
 def test_explain_names_a_shipped_recipe_and_not_the_folder_that_it_is_installed_in():
-    from rl_launcher.recipe_files import load_recipe
-    from rl_launcher.schema import Recipe
-
     text = load_recipe(shipped_recipes()["grpo"], schema=Recipe).explain()
     assert "  shipped grpo.yaml:" in text
     assert "/recipes/" not in text

@@ -31,7 +31,7 @@ SMALL = {
 }
 # What makes a recipe small enough for a test, beside its own model and data.
 SHORT = {
-    "quickstart": ["sft.max_num_steps=2", "grpo.max_num_steps=4"],
+    "quickstart": ["sft.max_num_steps=20", "grpo.max_num_steps=4"],
     "quickstart-dpo": ["sft.max_num_steps=40", "dpo.max_num_steps=2", "dpo.num_prompts=64"],
     "multi-turn": ["sft.max_num_steps=8", "grpo.max_num_steps=4"],
 }

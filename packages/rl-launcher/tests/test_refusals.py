@@ -25,7 +25,7 @@ CASES = {
     "missing model folder": (["policy.model_name={folder}/none"], ["none: does not exist", "save_pretrained wrote"]),
     "no GPU": (
         ["policy.dtensor_cfg.device=cuda", "policy.model_name={folder}/model.py:build"],
-        ["dtensor_cfg.device=cuda", "sees no GPU", "say device=cpu"],
+        ["dtensor_cfg.device=cuda", "sees no GPU", "set device=cpu"],
     ),
     "no vLLM": (["policy.generation.backend=vllm"], ["vLLM is not installed", "rl-launcher[vllm]"]),
     "missing reward file": (["env.reward={folder}/none.py:score"], ["there is no file", "none.py"]),

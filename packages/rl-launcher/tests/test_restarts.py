@@ -146,7 +146,7 @@ def test_a_run_does_not_start_again_on_other_data(start, dies_at, tmp_path):
             rows.write_text(rows.read_text().replace('"answer": "3"', '"answer": "4"'))
 
     dies_at(3)
-    with pytest.raises(RunStoppedError, match="it could not restart: the data are no longer those"):
+    with pytest.raises(RunStoppedError, match="it could not restart: the data have changed"):
         start("checkpointing.save_period=2", before=before)
 
 

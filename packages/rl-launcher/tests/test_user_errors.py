@@ -51,7 +51,7 @@ def test_a_reward_that_raises_is_shown_with_file_line_and_source(recipe, tmp_pat
 
 def test_a_reward_that_exits_does_not_end_the_run_without_a_word(recipe, tmp_path, reward):
     place = reward("import sys; sys.exit(3)")
-    with pytest.raises(RunStoppedError, match=r"called sys\.exit\(3\)") as stopped:
+    with pytest.raises(RunStoppedError, match=r"it raised SystemExit\(3\)") as stopped:
         run_with(recipe)
     assert stopped.value.exit_code == 1
     assert place in str(stopped.value)

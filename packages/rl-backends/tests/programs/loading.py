@@ -181,7 +181,7 @@ def one_commit(model, out):
     assert source.folder.name == commits[0], source.folder
     torn = dataclasses.replace(source, folder=source.folder.with_name(commits[dist.get_rank()]))
     assert "the ranks have opened 2 commits of people/tiny" in told(lambda: torn.load_into(source.skeleton()))
-    assert "people/other is no folder here" in told(lambda: open_model("people/other"))
+    assert "people/other is not a local folder" in told(lambda: open_model("people/other"))
 
 
 def told(action):
