@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_not_told_to_be_full(recipe, folder):
 
 def loaded_with(recipe, *overrides):
     value = load_recipe(recipe, schema=Recipe, overrides=overrides).value
-    model = known_model(value.policy) or KnownModel(name="billion", config=None, parameters=10**9)
+    model = known_model(value.policy) or KnownModel(name="billion", parameters=10**9)
     return value, model, plan_placement(value)
 
 
@@ -186,7 +186,7 @@ def test_other_machines_memory_is_not_guessed(recipe):
     value, model, placement = loaded_with(
         recipe, "cluster={runtime: ray, address: auto, num_nodes: 2, gpus_per_node: 2}"
     )
-    huge = KnownModel(name="x", config=None, parameters=10**13)
+    huge = KnownModel(name="x", parameters=10**13)
     assert lacking_memory(value, model=huge, placement=placement) is None
     assert model.parameters == 10**9
 

@@ -30,14 +30,9 @@ def check_space(
     config: CheckpointingConfig,
     free_bytes: int | None = None,
 ) -> None:
-    """Refuse before the first step a run whose checkpoints would not fit on the disk.
+    """Refuse before the first step a run whose checkpoints would not fit on the disk of `folder`.
 
-    Args:
-        folder: an existing folder on the run's disk.
-        checkpoint_bytes: the least size of one checkpoint.
-        model_bytes: the size of the trained model.
-        config: how many checkpoints are kept.
-        free_bytes: the free space; None reads the disk.
+    `checkpoint_bytes` is the least size of one checkpoint; `free_bytes=None` reads the disk.
 
     Raises:
         DiskSpaceError: with the needed and the free bytes.

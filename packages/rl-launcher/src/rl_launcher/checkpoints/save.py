@@ -44,13 +44,8 @@ DISCARDED = ".discarded"
 class CheckpointManager:
     """The checkpoints of one run, while it trains.
 
-    Args:
-        run: the run's directory.
-        config: when to save, and how many checkpoints to keep.
-        parts: what is saved.
-        progress: how far the run has come.
-        started: `time.perf_counter` when this process started on the run.
-        counted_until: the same clock, up to which `progress.wall_s` counts the run's seconds; None means `started`.
+    `started` is `time.perf_counter` when this process started on the run; `progress.wall_s` counts the run's seconds up
+    to `counted_until` of the same clock, None meaning `started`.
     """
 
     def __init__(
@@ -146,12 +141,12 @@ class Due(NamedTuple):
 def due(
     config: CheckpointingConfig, *, before: int, after: int, since_save_s: float, elapsed_s: float, step_s: float
 ) -> Due:
-    """Decide what to do after a step.
+    """Decide what to do after a batch.
 
     Args:
         config: the recipe's `checkpointing`.
-        before: steps over all stages before this batch.
-        after: steps over all stages after it; one batch may take several steps.
+        before: steps over all stages before the batch.
+        after: steps over all stages after it; one batch may take several.
         since_save_s: seconds since the last checkpoint, or since the process started.
         elapsed_s: seconds since the process started.
         step_s: seconds of the longest step so far; the next one may take as long.
@@ -198,10 +193,8 @@ def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path)
     state, tensors = pack(progress.keep_state() if progress.keep_state else None, prefix="state")
     with atomic_folder(folder) as unfinished:
         parts.policy.save_checkpoint(unfinished / POLICY)
-        save_file(
-            {**{f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}, **tensors},
-            unfinished / TENSORS,
-        )
+        kept = {f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}
+        save_file({**kept, **tensors}, unfinished / TENSORS)
         (unfinished / NUMBERS).write_text(json.dumps({**progress.numbers, "state": state}), encoding="utf-8")
         names = (each.name for each in fields(Checkpoint) if each.name != "folder")
         mark_complete(unfinished, {name: getattr(progress, name) for name in names})

@@ -8,7 +8,7 @@ import fcntl
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rl_backends import DTensorConfig, ModelError, load_tokenizer, select_backend
 from rl_backends.least_memory import device_bytes, host_bytes, least_memory
@@ -77,8 +77,6 @@ class KnownModel:
 
     name: str
     """As in the recipe."""
-    config: Any
-    """The transformers configuration."""
     parameters: int
     """Elements of all weights; tied weights count once."""
     adapters: AdapterSize | None = None
@@ -102,7 +100,7 @@ def known_model(policy: PolicyConfig) -> KnownModel | None:
             raise
         return None  # loading the model will report why the hub did not answer
     adapters = None if policy.dtensor_cfg.lora_cfg is None else adapters_of(policy, source.skeleton())
-    return KnownModel(name=policy.model_name, config=source.config, parameters=parameters, adapters=adapters)
+    return KnownModel(name=policy.model_name, parameters=parameters, adapters=adapters)
 
 
 # ---- Files and the run directory.

@@ -67,7 +67,6 @@ class Node:
     """A node of the run."""
 
     index: int
-    """In the placement."""
     name: str
     """Its host name."""
     ip: str
@@ -136,7 +135,17 @@ class RayRuntime:
             ClusterError: one did not start in time, or the run has ended.
         """
         starting = [self._begin(place, threads=threads, sees=sees) for place in places]
-        return [self._await(actor, started) for actor, started in starting]
+        for actor, started in starting:
+            try:
+                about = started.result(timeout_s=self.config.start_timeout_s)
+                actor.who = replace(actor.who, pid=about["pid"])
+                self._actors[actor.name] = actor
+            except RemoteError as error:
+                actor.kill()
+                raise ClusterError(f"{actor.name} on {actor.who.node} did not start: {error}") from error
+            finally:
+                self._starting.discard(actor)
+        return [actor for actor, _ in starting]
 
     def _begin(self, place: Place, *, threads: int, sees: Literal["own", "all"]) -> tuple[Actor, Pending]:
         import ray
@@ -160,18 +169,6 @@ class RayRuntime:
             actor = Actor(handle, who=who, name=name, ip=node.ip, strategy=strategy)
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
-
-    def _await(self, actor: Actor, started: Pending) -> Actor:
-        try:
-            about = started.result(timeout_s=self.config.start_timeout_s)
-            actor.who = replace(actor.who, pid=about["pid"])
-            self._actors[actor.name] = actor
-        except RemoteError as error:
-            actor.kill()
-            raise ClusterError(f"{actor.name} on {actor.who.node} did not start: {error}") from error
-        finally:
-            self._starting.discard(actor)
-        return actor
 
     def _strategy(self, node: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

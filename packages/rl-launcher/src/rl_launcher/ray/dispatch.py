@@ -38,7 +38,6 @@ class RayEngine:
 
         Raises:
             PromptError: a request is invalid; none was begun.
-            Refusal: no refit has been committed yet.
             EngineDiedError: engines died more often than the recipe allows.
             RemoteError: an engine failed, or did not answer in time.
         """

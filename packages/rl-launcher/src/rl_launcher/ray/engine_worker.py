@@ -48,13 +48,8 @@ class GenerateReply:
 class EngineWorker:
     """An engine of rl_generation behind a few methods that cross processes.
 
-    Args:
-        spec: of the engine.
-        host: address of this node that the trainer's ranks reach.
-        leftovers: processes of an engine that died here before; they are killed first.
-
-    Raises:
-        ValueError: whatever the engine refuses.
+    `host` is the address of this node that the trainer's ranks reach. `leftovers` are processes of an engine that died
+    here before; they are killed first.
     """
 
     def __init__(self, spec: TrainingEngineSpec, *, host: str, leftovers: Sequence[ChildProcess] = ()) -> None:

@@ -117,12 +117,7 @@ class RemoteError(RuntimeError):
 
 
 class RemoteFailedError(RemoteError):
-    """It raised; also an instance of the class that was raised there, so that `except` clauses for that class match.
-
-    Attributes:
-        type_name: the class of what was raised.
-        remote_traceback: the whole, as Python prints it there.
-    """
+    """It raised; also an instance of the class that was raised there, so that `except` clauses for that class match."""
 
     def __init__(self, failure: Failure, *, who: ProcessInfo, call: str) -> None:
         failed = f"{who} failed in {call}: {failure.type_name}: {failure.message}"
