@@ -155,10 +155,9 @@ class Recorder:
         self.report_events(stage, step)
         stop: ConditionError | None = None
         errors = self.progress.reward_errors
-        for noticed in self._watch.observe(stage, values, errors=errors, samples=samples):
-            event = noticed.event
+        for event in self._watch.observe(stage, values, errors=errors, samples=samples):
             self._events.report(event.name, event.message, reaction=event.reaction, stage=stage, step=step)
-            if noticed.stop:
+            if event.stop:
                 stop = ConditionError(event.name, event.message)
         due = self.keeper.after_step(before=before)
         if due.end and stop is None:
