@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory
-from rl_observe.number_format import format_bytes
+from  import format_bytes
 
 STATE_PER_WEIGHT = 3
 """A checkpoint has at least the weights and AdamW's two moments, in the dtype of the weights."""

@@ -166,14 +166,15 @@ def _check_mesh(recipe: Recipe, *, num_ranks: int) -> None:
     """Refuse sizes of the backend's mesh that do not divide `num_ranks`, as the backend itself would later."""
     selection, cluster = select_backend(recipe.policy), recipe.cluster
     config, section = selection.config, f"policy.{selection.backend}_cfg"
-    megatron = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    dtensor = (
+    names: tuple[str, ...] = (
         "data_parallel_replicate_size",
         "expert_parallel_size",
         "context_parallel_size",
         "tensor_parallel_size",
     )
-    sizes = {name: getattr(config, name) for name in (dtensor if selection.backend == "dtensor" else megatron)}
+    if isinstance(config, MegatronConfig):
+        names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = {name: getattr(config, name) for name in names}
     product = math.prod(sizes.values())
     if num_ranks % product:
         in_process = cluster.runtime == "in_process"
