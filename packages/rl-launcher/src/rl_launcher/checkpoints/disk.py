@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory
-from  import format_bytes
+from rl_observe.glossary import format_value
 
 STATE_PER_WEIGHT = 3
 """A checkpoint has at least the weights and AdamW's two moments, in the dtype of the weights."""
@@ -44,11 +44,13 @@ def check_space(
     needed = checkpoint_bytes * (kept + 1) + model_bytes
     free = shutil.disk_usage(folder).free if free_bytes is None else free_bytes
     if free < needed:
-        each, model = format_bytes(checkpoint_bytes), format_bytes(model_bytes)
+        there, least, each, model = (
+            format_value(size, "bytes") for size in (free, needed, checkpoint_bytes, model_bytes)
+        )
         raise DiskSpaceError(
-            f"{folder} has {format_bytes(free)} free, and the run needs at least {format_bytes(needed)}: checkpoints "
-            f"of {each} each, of which checkpointing.ft_keep_latest_k={config.ft_keep_latest_k} and "
-            f"keep_top_k={config.keep_top_k} are kept and one more is written, and a model of {model}. "
+            f"{folder} has {there} free, and the run needs at least {least}: checkpoints of {each} each, of which "
+            f"checkpointing.ft_keep_latest_k={config.ft_keep_latest_k} and keep_top_k={config.keep_top_k} are kept and "
+            f"one more is written, and a model of {model}. "
             f"Free some space, keep fewer checkpoints, or choose a run_dir on another disk"
         )
 
@@ -56,7 +58,7 @@ def check_space(
 def describe_space(folder: Path) -> str:
     """Return how much space is free, for the message of a full disk."""
     try:
-        return f"{format_bytes(shutil.disk_usage(folder).free)} are free in {folder}"
+        return f"{format_value(shutil.disk_usage(folder).free, 'bytes')} are free in {folder}"
     except OSError as error:
         return f"the free space of {folder} is unknown: {error}"
 

@@ -166,15 +166,10 @@ def _check_mesh(recipe: Recipe, *, num_ranks: int) -> None:
     """Refuse sizes of the backend's mesh that do not divide `num_ranks`, as the backend itself would later."""
     selection, cluster = select_backend(recipe.policy), recipe.cluster
     config, section = selection.config, f"policy.{selection.backend}_cfg"
-    names: tuple[str, ...] = (
-        "data_parallel_replicate_size",
-        "expert_parallel_size",
-        "context_parallel_size",
-        "tensor_parallel_size",
-    )
+    names = "data_parallel_replicate_size expert_parallel_size context_parallel_size tensor_parallel_size"
     if isinstance(config, MegatronConfig):
-        names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    sizes = {name: getattr(config, name) for name in names}
+        names = "tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size"
+    sizes = {name: getattr(config, name) for name in names.split()}
     product = math.prod(sizes.values())
     if num_ranks % product:
         in_process = cluster.runtime == "in_process"
