@@ -23,16 +23,12 @@ from typing import Any, Literal, TypeVar
 from rl_algorithms.background_collection import Collectors, gated
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect, episode_seed, require_some_judged
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
-from rl_algorithms.examples import prepare
-from rl_algorithms.grpo import GRPOConfig, minibatches, step
-from rl_algorithms.metrics import describe, mean_of_steps
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.grpo import GRPOConfig, minibatches, prepare, step
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
-from rl_algorithms.rollouts import Rollouts, concatenate
+from rl_algorithms.rollouts import Rollouts, collect, concatenate, describe, episode_seed, require_some_judged
 from rl_algorithms.staleness import batches_ahead, refuse_uncorrected
-from rl_algorithms.stepping import batches_left
+from rl_algorithms.stepping import PhaseTimer, batches_left, mean_of_steps
 
 __all__ = ["AsyncGRPOConfig", "make_buffer", "train"]
 

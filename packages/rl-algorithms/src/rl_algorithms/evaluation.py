@@ -13,11 +13,10 @@ from typing import ClassVar, TypeVar
 
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect, require_some_judged
 from rl_algorithms.contracts import Engine, Environment
 from rl_algorithms.estimates import Estimate, majority_at_k, pass_at_k
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.rollouts import Rollouts
+from rl_algorithms.rollouts import Rollouts, collect, require_some_judged
+from rl_algorithms.stepping import PhaseTimer
 
 __all__ = ["Accuracy", "Figures", "evaluate", "judge"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.stepping import PhaseTimer
 from rl_launcher.checkpoints import CheckpointManager, Progress
 from rl_launcher.conditions import name_of
 from rl_launcher.errors import ConditionError, user_location

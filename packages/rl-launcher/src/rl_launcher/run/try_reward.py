@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_algorithms.advantages import group_advantage, has_signal
-from rl_algorithms.collecting import collect
 from rl_algorithms.objective import AdvantageConfig
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.rollouts import collect
+from rl_algorithms.stepping import PhaseTimer
 from rl_launcher.build import build, sampling
 from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal

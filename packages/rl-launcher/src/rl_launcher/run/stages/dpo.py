@@ -11,12 +11,11 @@ from torch import Tensor
 
 from rl_algorithms import dpo
 from rl_algorithms.chat import Prompt
-from rl_algorithms.collecting import collect
 from rl_algorithms.contracts import Reference
 from rl_algorithms.data import DataError, batches
-from rl_algorithms.examples import take_rows
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.preferences.pairs import Pair, pairs_from_rollouts, rows_of_pairs
+from rl_algorithms.rollouts import collect
+from rl_algorithms.stepping import PhaseTimer, take_rows
 from rl_launcher.build import sampling
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
