@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_algorithms.stepping import PhaseTimer
-from rl_launcher.checkpoints import Keeper, Progress
+from rl_launcher.checkpoints import CheckpointManager, Progress
 from rl_launcher.conditions import name_of
 from rl_launcher.errors import ConditionError, user_location
 from rl_launcher.run.evaluate import Evaluator
@@ -35,7 +35,7 @@ class Recorder:
         view: LiveView,
         *,
         parts: Parts,
-        keeper: Keeper,
+        keeper: CheckpointManager,
         watch: Watch,
         events: Reporter,
         interruption: Interruption,
