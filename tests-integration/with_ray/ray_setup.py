@@ -14,10 +14,10 @@ from rl_backends import DTensorConfig, OptimizerConfig
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
+from rl_launcher.ray.build import StartedEngines, start_engines
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace
 from rl_launcher.ray.policy import RayPolicy, start_trainers
-from rl_launcher.ray.start_engines import StartedEngines, start_engines
 from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.schema import (
     AsyncConfig,

@@ -21,8 +21,6 @@ from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 from rl_observe import Secrets, redact
 
-__all__ = ["Explained", "describe_backend", "explain"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_algorithms.stepping import PhaseTimer
 from rl_launcher.build.parts import Parts
-from rl_launcher.checkpoints import Keeper, Progress
+from rl_launcher.checkpoints import CheckpointManager, Progress
 from rl_launcher.errors import ConditionError, user_location
 from rl_launcher.run.conditions import name_of
 from rl_launcher.run.evaluate import Evaluator
@@ -33,7 +33,7 @@ class Recorder:
         view: LiveView,
         *,
         parts: Parts,
-        keeper: Keeper,
+        keeper: CheckpointManager,
         watch: Watch,
         events: Reporter,
         interruption: Interruption,

@@ -20,21 +20,22 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from rl_backends.checkpoints.atomic import atomic_folder, write_text
 from rl_launcher.build.build import build
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import (
     CheckpointError,
-    Keeper,
+    CheckpointManager,
     Progress,
-    cut_history,
     find_latest,
     load_progress,
-    save_in_a_step,
+    save_mid_step,
+    truncate_logs,
     unfinished_of,
 )
 from rl_launcher.checkpoints.disk import STATE_PER_WEIGHT, DiskSpaceError, check_space, claimed, describe_space
 from rl_launcher.checkpoints.export import fill_folder
-from rl_launcher.checkpoints.folders import appearing, root_of, write_text
+from rl_launcher.checkpoints.folders import root_of
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
 from rl_launcher.checks.explain import describe_backend
@@ -219,7 +220,7 @@ class Run:
         recipe, directory, resumption = self.recipe, self.directory, self.resumption
         self.progress = progress = Progress() if resumption is None else resumption.progress
         counted_until, elapsed_s = None if resumption is None else resumption.counted_until, progress.wall_s
-        self.keeper = Keeper(
+        self.keeper = CheckpointManager(
             directory,
             recipe.checkpointing,
             parts=self.parts,
@@ -231,7 +232,7 @@ class Run:
             elapsed_s = self.keeper.count_time()
         earlier, progress.code = progress.code, code_digests(recipe)
         changed = "".join(f"; {each}" for each in changed_code(recipe, earlier, progress.code))
-        discarded = [] if resumption is None else cut_history(directory, logs=progress.logs)
+        discarded = [] if resumption is None else truncate_logs(directory, logs=progress.logs)
         totals = [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in recipe.stages.items()]
         self.view = LiveView(f"{recipe.headline} · {recipe.data.source} · {recipe.policy.model_name}", totals)
         logger = recipe.logger
@@ -327,7 +328,7 @@ class Run:
             shutil.rmtree(self.directory.adapter, ignore_errors=True)
             adapted: Any = policy  # a backend with adapters, or the ranks that have them
             adapted.save_adapter(self.directory.adapter, base_model_name=self.recipe.policy.model_name)
-        with appearing(self.directory.model) as unfinished:
+        with atomic_folder(self.directory.model) as unfinished:
             fill_folder(unfinished, policy=policy, tokenizer=parts.tokenizer)
 
     def _plan_restart(self, error: BaseException) -> str:
@@ -411,7 +412,7 @@ class Run:
                 return f"{newest}. Continue with: {again}"
             if lost or exact:
                 return f"No checkpoint was saved. Start again with: {again}"
-            folder = save_in_a_step(progress, parts, directory)
+            folder = save_mid_step(progress, parts, directory)
         except Exception as second:  # noqa: BLE001 - the first cause is what the user must read
             failed = f"The weights could NOT be saved: {second}"
             with suppress(CheckpointError):

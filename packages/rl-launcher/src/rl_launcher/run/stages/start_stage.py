@@ -51,14 +51,14 @@ def start_stage(
     of_base = is_base(parts.selection.adapters, steps_before=progress.total - taken)
     if not taken:
         if with_reference and not of_base:
-            keeper.keep_beginning()
+            keeper.save_stage_start()
         progress.tensors, progress.state, progress.keep_state = {}, None, None
         return StageStart(taken=0, reference=_freeze(policy, of_base=of_base) if with_reference else None)
     reference = None
     if progress.folder is not None and taken < num_steps:
         if with_reference:
             if not of_base:
-                policy.load_checkpoint(keeper.beginning, optimizer=False)
+                policy.load_checkpoint(keeper.stage_start, optimizer=False)
             reference = _freeze(policy, of_base=of_base)
         # Even if only the weights are needed: the random generators must be where they were.
         policy.load_checkpoint(progress.weights)

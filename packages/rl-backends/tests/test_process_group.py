@@ -4,19 +4,19 @@ import subprocess
 import sys
 import textwrap
 
-from rl_launcher.ray.process_group import interface_of
+from rl_backends.process_group import interface_of
 
 RANK = """
     import os, socket, sys
     import torch, torch.distributed as dist
-    from rl_launcher.ray.process_group import host_store, join
+    from rl_backends.process_group import host_store, meet_at
 
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     ip, store = "127.0.0.2", None  # of this machine, and not the address that stands for a run on one machine
     if rank == 0:
         store, port = host_store(ip, num_ranks=2, timeout_s=120.0)
         print(port, flush=True)
-    join((ip, port), store=store, rank=rank, num_ranks=2, local_rank=rank, device="cpu", timeout_s=120.0)
+    meet_at((ip, port), store=store, rank=rank, num_ranks=2, local_rank=rank, device="cpu", timeout_s=120.0)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     print(total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
