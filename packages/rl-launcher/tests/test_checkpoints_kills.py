@@ -22,7 +22,6 @@ PROGRAM = """
     import importlib
     from rl_launcher.recipe_files import load_recipe
     from rl_launcher.schema import Recipe
-    from rl_launcher.run.record import Recorder
     from rl_launcher.run import run
     from rl_backends import DTensorBackend
 
@@ -31,7 +30,7 @@ PROGRAM = """
 
     places = {
         "a step": (DTensorBackend, "optim_step"),
-        "after a step is logged": (Recorder, "_check_and_save"),
+        "after a step is logged": (save.CheckpointManager, "after_step"),
         "the progress of a checkpoint": (save, "save_file"),
         "the marker of a checkpoint": (save, "mark_complete"),
         "the name of a checkpoint": (atomic, "sync_tree"),
