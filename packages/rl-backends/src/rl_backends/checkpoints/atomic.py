@@ -15,10 +15,16 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     An existing `folder` is replaced only when the new one is complete. A kill leaves either the unfinished folder or
     the complete one.
+
+    Raises:
+        NotADirectoryError: a file stands where the parent of `folder` is to be.
     """
     unfinished = folder.with_name(unfinished_name(folder))
     shutil.rmtree(unfinished, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # which a caller would take for `folder` being there
+        raise NotADirectoryError(f"{folder.parent} is a file, so {folder} cannot be a folder in it") from error
     try:
         unfinished.mkdir()
         yield unfinished
