@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rl_algorithms.chat import PromptFormat
+from rl_algorithms.choices import check_fields
 from rl_algorithms.data.datasets import Dataset, Form, RowSource, are_conversations, load_dataset
 from rl_algorithms.data.reading import SkippedRows
 from rl_algorithms.data.rows import DataError
@@ -52,6 +53,7 @@ class DataConfig:
     """`chat` renders prompts with the tokenizer's chat template; `plain` takes the text as it is."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.held_out_share is not None and not 0.0 < self.held_out_share < 1.0:
             raise ValueError(f"held_out_share={self.held_out_share} must be between 0 and 1")
 
