@@ -67,8 +67,8 @@ def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iter
     ordered = [pattern for pattern, style in styles.items() if _orders_rows(model, pattern, style)]
     if ordered:
         yield (
-            f"rows of {', '.join(ordered)} are put in the order of the ranks: load weights before sharding, and take "
-            "them out by export_state_dict; torch's set_model_state_dict and full state dicts know nothing of the order"
+            f"rows of {', '.join(ordered)} are dealt to the ranks segment by segment, and registered in a shape of "
+            "their own: state dicts and exports have them as the unsharded model does, an optimizer's state does not"
         )
     dropout = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
     config = text_config(model)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.row_order import halves_in_order, segments_read
 from rl_parallel_plans.styles.in_block import own_names
 from rl_parallel_plans.styles.local_parameters import (
     REPLICATED,
@@ -62,7 +62,7 @@ def parameter_rule(style: str, name: str, ndim: int) -> ParameterRule:
         return ParameterRule(placement=Shard(ndim - 1))
     if style in PACKED_COLWISE | PACKED_ROWWISE and ndim > 1:
         dim = ndim - 2 if style in PACKED_COLWISE else ndim - 1
-        return ParameterRule(placement=_StridedShard(dim, split_factor=PACKED))
+        return ParameterRule(placement=Shard(dim), row_order=halves_in_order)
     raise PlanError(f"Hugging Face style {style!r} cannot place the {ndim}-dimensional parameter {name!r}")
 
 
@@ -79,7 +79,7 @@ def uneven(module: nn.Module, rules: Mapping[str, ParameterRule], tp: int) -> li
         if dim is None:
             continue
         size = module.get_parameter(name).shape[dim]
-        units = getattr(rule.placement, "split_factor", 1) * tp
+        units = tp if rule.row_order is None else PACKED * tp
         if size % units:
             what = f"tp={tp}" if units == tp else f"tp={tp} times {units // tp} packed matrices"
             found.append(f"has {name} with {size} features, which {what} does not divide: choose a tp that does")
@@ -170,8 +170,13 @@ class PackedColwise(LocalParameters):
     """A linear layer that packs [gate | up], each cut by columns (`packed_colwise`): puts out [gate_r | up_r]."""
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows of both matrices, those of the bias too."""
-        return dict.fromkeys(own_names(module), ParameterRule(placement=_StridedShard(0, split_factor=PACKED)))
+        """Rows of both matrices; a bias, being small, whole."""
+        return {
+            name: ParameterRule(placement=Shard(0), row_order=halves_in_order)
+            if p.ndim > 1
+            else ParameterRule(placement=Replicate(), reads=segments_read([len(p) // PACKED] * PACKED))
+            for name, p in module.named_parameters(recurse=False)
+        }
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Rows that tp does not divide."""

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.row_order import halves_in_order, segments_in_order, segments_read
 from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL, LocalParameters, ParameterRule
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class BlockPackedColwise(BlockColwise):
     """A fused linear layer, [q | k | v] or [gate | up], each segment shared out.
 
     sizes: rows of each segment. units: indivisible units of each.
-    Rows are put in the order q_0 k_0 v_0 q_1 k_1 v_1 ..., and the weight is Shard(0) in it; export puts them back.
+    A rank's rows are q_r k_r v_r, its part of each segment; state dicts and exports have the unsharded order.
     """
 
     def __init__(self, sizes: Sequence[int], *, units: Sequence[int], what: str = "output features") -> None:
@@ -86,14 +85,10 @@ class BlockPackedColwise(BlockColwise):
         self.sizes, self.all_units = tuple(sizes), tuple(units)
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows, in the order of the ranks."""
-        return {name: ParameterRule(placement=Shard(0), row_order=self.row_order) for name in own_names(module)}
-
-    def row_order(self, tp: int) -> Tensor:
-        """Index [rows] of the row of the fused weight that stands at each place of the sharded one."""
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        segments = [torch.arange(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
-        return torch.cat([s.chunk(tp)[rank] for rank in range(tp) for s in segments])
+        """Rows, in the order of the ranks; a bias, being small, whole."""
+        rule = ParameterRule(placement=Shard(0), row_order=segments_in_order(self.sizes))
+        bias = ParameterRule(placement=Replicate(), reads=segments_read(self.sizes))
+        return {name: rule if p.ndim > 1 else bias for name, p in module.named_parameters(recurse=False)}
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Segments that tp does not divide."""
@@ -133,7 +128,7 @@ class BlockExperts(LocalParameters):
             return ParameterRule(placement=Shard(ndim - 2 if self.transposed else ndim - 1))
         dim = ndim - 1 if self.transposed or bias else ndim - 2
         if name.startswith("gate_up") and not self.interleaved:
-            return ParameterRule(placement=_StridedShard(dim, split_factor=2))
+            return ParameterRule(placement=Shard(dim), row_order=halves_in_order)
         return ParameterRule(placement=Shard(dim))
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:

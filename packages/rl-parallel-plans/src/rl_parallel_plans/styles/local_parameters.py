@@ -21,15 +21,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.row_order import RowOrder, RowsOfRanks, RowsRead, row_orders, set_row_order
+from rl_parallel_plans.styles.fused_weights import keep_state_dicts_unsharded
 from rl_parallel_plans.styles.partial_gradients import complete_after_backward
-from rl_parallel_plans.styles.row_order_mark import mark_row_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _numbers = itertools.count()  # all ranks apply one plan, in one order
-
-RowOrder = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +51,32 @@ class ParameterRule:
     """How one parameter lies on the tp mesh."""
 
     placement: Placement
-    """`Shard(d)`, `_StridedShard` or `Replicate()`."""
+    """`Shard(d)` or `Replicate()`."""
     partial_gradient: bool = False
     """Whether a whole parameter's gradient on this rank is one term of a sum over ranks."""
     first_rank_only: bool = False
     """Whether only the first rank computes with it: a bias that is added before outputs are summed over ranks."""
-    row_order: RowOrder | None = None
-    """tp to the order [rows] that puts rank 0's rows first, then rank 1's: for fused weights. None keeps the order."""
+    row_order: RowsOfRanks | None = None
+    """Of a fused weight that is sharded over the dim of `placement`: which of its rows each rank holds; see
+    `rl_parallel_plans.row_order`. None keeps their order."""
+    reads: RowsRead | None = None
+    """The rows of a replicated parameter that a rank computes with; None for all. Its gradient is one term of a sum."""
     runs: RunsOfRank | None = None
     """(tp, rank) to the runs of a rank's rows, of which some are gathered for the forward. None gathers nothing."""
 
     @property
+    def registered(self) -> Placement:
+        """The placement of the parameter in the shape in which it is registered."""
+        if self.row_order is None:
+            return self.placement
+        assert isinstance(self.placement, Shard)
+        return Shard(max(self.placement.dim, 1))  # RowOrder.ranks_dim
+
+    @property
     def gradient(self) -> Placement:
         """What this rank's gradient is a piece of."""
-        return Partial() if self.partial_gradient or self.first_rank_only else self.placement
+        is_term = self.partial_gradient or self.first_rank_only or self.reads is not None
+        return Partial() if is_term else self.registered
 
 
 class LocalParameters(ParallelStyle):
@@ -107,12 +118,13 @@ def place_parameters(
         old = module.get_parameter(name)
         data = old.detach()
         if rule.row_order is not None:
-            order = rule.row_order(mesh.size(-1))
-            data = data[order.to(data.device)]
-            module.__dict__.setdefault("row_orders", {})[name] = order
-            mark_row_order(module, mesh.size(-1))
+            dim, tp = rule.placement.dim, mesh.size(-1)  # type: ignore[attr-defined]
+            order = RowOrder(dim=dim, rows=rule.row_order(tp, data.shape[dim]).view(tp, -1))
+            data = order.dealt(data)
+            set_row_order(module, name, order)
+            keep_state_dicts_unsharded(module)
         # A piece of its own memory: a whole copy of `data` must not stay alive behind it.
-        new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.placement], src_data_rank=src_data_rank))
+        new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.registered], src_data_rank=src_data_rank))
         if rule.gradient.is_partial():
             numbers[name] = next(_numbers)
             complete_after_backward(new, numbers[name], aside=True)  # a frozen one too: it may thaw
@@ -143,7 +155,9 @@ def shadow(
         ):
             if name in numbers and parameter.requires_grad:  # `to_empty` may have made another parameter of it
                 complete_after_backward(parameter, numbers[name], aside=False)
-            module.__dict__[name] = local_of(parameter, rules[name], leading)
+            module.__dict__[name] = local_of(
+                parameter, rules[name], leading=leading, order=row_orders(module).get(name)
+            )
             names.append(name)
     module.__dict__.setdefault("shadowed", []).append(names)
 
@@ -155,10 +169,17 @@ def unshadow(module: nn.Module, _args: object, _output: object) -> None:
         module.__dict__.pop(name, None)
 
 
-def local_of(parameter: DTensor, rule: ParameterRule, leading: tuple[Placement, ...] = ()) -> Tensor:
+def local_of(
+    parameter: DTensor, rule: ParameterRule, *, leading: tuple[Placement, ...] = (), order: RowOrder | None = None
+) -> Tensor:
     """This rank's part, whose gradient autograd places as the rule says."""
     local = parameter.to_local(grad_placements=[*leading, rule.gradient])
+    if order is not None:
+        local = order.local(local)
     rank = parameter.device_mesh.get_local_rank(-1)
+    if rule.reads is not None:
+        rows = [local[each] for each in rule.reads(parameter.device_mesh.size(-1), rank)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
     if rule.first_rank_only and rank:
         return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
     if rule.runs is not None:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.row_order import RowsOfRanks, RowsRead
 from rl_parallel_plans.styles.blocks import BlockParallel, Counts
 from rl_parallel_plans.styles.in_block import BlockColwise, BlockNorm, BlockPackedColwise, BlockReplicated, own_names
 from rl_parallel_plans.styles.local_parameters import (
     REPLICATED,
     LocalParameters,
     ParameterRule,
-    RowOrder,
     RunsOfRank,
     shadow,
     unshadow,
@@ -140,7 +140,7 @@ class BlockSharedRows(LocalParameters):
     Every row lies on one rank; what more than one needs is gathered for the forward: a few rows beside many (B and C of
     Mamba 2). Rows are put in the order of the ranks, as in `BlockPackedColwise`.
     sizes: rows of each segment.
-    parameters: how many the layer has, a bias included.
+    parameters: how many the layer has that are sharded: a bias, being small, stays whole.
     fits: tp to why it does not fit, a sentence that goes on after the module's name, or None.
     """
 
@@ -149,18 +149,20 @@ class BlockSharedRows(LocalParameters):
         sizes: Sequence[int],
         *,
         parameters: int,
-        row_order: RowOrder,
+        row_order: RowsOfRanks,
+        reads: RowsRead,
         runs: RunsOfRank,
         fits: Callable[[int], str | None],
     ) -> None:
         super().__init__()
         self.sizes, self.parameters = tuple(sizes), parameters
-        self.row_order, self.runs, self.fits = row_order, runs, fits
+        self.row_order, self.reads, self.runs, self.fits = row_order, reads, runs, fits
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows, in the order of the ranks."""
+        """Rows, in the order of the ranks; a bias whole."""
         rule = ParameterRule(placement=Shard(0), row_order=self.row_order, runs=self.runs)
-        return dict.fromkeys(own_names(module), rule)
+        bias = ParameterRule(placement=Replicate(), reads=self.reads)
+        return {name: rule if p.ndim > 1 else bias for name, p in module.named_parameters(recurse=False)}
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Units that tp does not divide."""
