@@ -9,7 +9,7 @@ Inside a module everything is a plain tensor. Strings on parameters (`experts.ga
 that holds them: `own`, the parameter's name to the string.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from rl_parallel_plans.styles.local_parameters import (
     LocalParameters,
     ParameterRule,
 )
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 from rl_parallel_plans.styles.sums import sum_over_ranks, with_summed_gradient
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ class SummedModule(OwnParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_sum_input_gradients, mesh=device_mesh), with_kwargs=True)
-        module.register_forward_hook(partial(_sum_output, mesh=device_mesh))
+        wrap_forward(module, partial(_sum_input_gradients, mesh=device_mesh))
+        wrap_forward(module, partial(_sum_output, mesh=device_mesh))
         return module
 
 
@@ -142,7 +143,7 @@ class SummedOutput(LocalParameters):
         return {"all_reduce": 1}, {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        module.register_forward_hook(partial(_sum_output, mesh=device_mesh))
+        wrap_forward(module, partial(_sum_output, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -188,7 +189,7 @@ class PackedColwise(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_sum_input_gradients, mesh=device_mesh), with_kwargs=True)
+        wrap_forward(module, partial(_sum_input_gradients, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -231,7 +232,7 @@ class LatentAttentionDown(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_hook(partial(_sum_rope_gradient, mesh=device_mesh, features=self.rope_features))
+        wrap_forward(module, partial(_sum_rope_gradient, mesh=device_mesh, features=self.rope_features))
         return module
 
     def __repr__(self) -> str:
@@ -250,7 +251,7 @@ class SharedIdentity(LocalParameters):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        module.register_forward_pre_hook(partial(_share, ranks=device_mesh.size()))
+        wrap_forward(module, partial(_share, ranks=device_mesh.size()))
         return module
 
     def __repr__(self) -> str:
@@ -268,28 +269,40 @@ def _listed(own: Mapping[str, str]) -> str:
 
 
 def _sum_input_gradients(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
-) -> tuple[Any, ...]:
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
     def summed(value: Any) -> Any:
         wanted = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         return with_summed_gradient(value, mesh) if wanted else value
 
-    return tree_map(summed, args), tree_map(summed, kwargs)
+    return call(*tree_map(summed, args), **tree_map(summed, kwargs))
 
 
 def _sum_rope_gradient(
-    _module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh", features: int
+    _module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mesh: "DeviceMesh",
+    features: int,
 ) -> Tensor:
+    output = call(*args, **kwargs)
     latent, rope = torch.split(output, [output.shape[-1] - features, features], dim=-1)
     return torch.cat([latent, with_summed_gradient(rope, mesh)], dim=-1)
 
 
-def _sum_output(_module: nn.Module, _args: object, output: Any, *, mesh: "DeviceMesh") -> Any:
+def _sum_output(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
+    output = call(*args, **kwargs)
     if isinstance(output, tuple | list):
         return type(output)([sum_over_ranks(output[0], mesh), *output[1:]])
     return sum_over_ranks(output, mesh)
 
 
-def _share(_module: nn.Module, args: tuple[Any, ...], *, ranks: int) -> tuple[Any, ...]:
+def _share(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, ranks: int
+) -> Any:
     hidden, *others = args
-    return (hidden / ranks, *others)
+    return call(hidden / ranks, *others, **kwargs)

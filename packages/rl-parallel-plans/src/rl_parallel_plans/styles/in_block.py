@@ -4,7 +4,7 @@ None of them communicates, but for `BlockNorm` and `BlockGatheredColwise`, which
 of the block do it for all (`blocks`). Weights are those of nn.Linear, [out, in], unless a style says otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.row_order import halves_in_order, segments_in_order, segments_read
 from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL, LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -169,8 +170,7 @@ class BlockNorm(LocalParameters):
             old = module.get_parameter(name)
             new = distribute_tensor(old.detach(), device_mesh, [rule.placement], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
-        module.register_forward_pre_hook(partial(_features_in, mesh=device_mesh))
-        module.register_forward_hook(_features_out)
+        wrap_forward(module, partial(_over_all_features, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -185,21 +185,28 @@ class BlockGatheredColwise(BlockColwise):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_gather_features, mesh=device_mesh))
+        wrap_forward(module, partial(_gather_features, mesh=device_mesh))
         return module
 
 
-def _features_in(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:
-    hidden, *others = args
-    return (DTensor.from_local(hidden, mesh, [Shard(hidden.ndim - 1)], run_check=False), *others)
+def _over_all_features(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
+    def features(value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_dtensor(value):
+            return value
+        return DTensor.from_local(value, mesh, [Shard(value.ndim - 1)], run_check=False)
 
-
-def _features_out(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    output = call(*map(features, args), **{name: features(value) for name, value in kwargs.items()})
     # A tensor of its own: models change it in place (OLMoE's clip_qkv), which a view of a DTensor must not be.
     return output.to_local().clone() if is_dtensor(output) else output
 
 
-def _gather_features(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:
+def _gather_features(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
     hidden, *others = args
     features = DTensor.from_local(hidden, mesh, [Shard(hidden.ndim - 1)], run_check=False)
-    return (features.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *others)
+    return call(
+        features.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *others, **kwargs
+    )
