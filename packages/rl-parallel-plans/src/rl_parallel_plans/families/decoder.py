@@ -31,9 +31,12 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final
 
 
 def decoder_plan(
-    model: nn.Module, *, sequence_parallel: bool = False, projections: Projections = "rowwise"
+    model: nn.Module, *, tp: int = 1, sequence_parallel: bool = False, projections: Projections = "rowwise"
 ) -> "dict[str, ParallelStyle]":
-    """Pattern of module names to style; NotRecognizedError with the part that no rule knows."""
+    """Pattern of module names to style; NotRecognizedError with the part that no rule knows.
+
+    tp: where it is larger than the number of key/value heads, these are replicated over groups of ranks.
+    """
     stack = text_layers(model)
     if stack is None:
         raise NotRecognizedError("it holds no nn.ModuleList of decoder layers")
@@ -44,7 +47,7 @@ def decoder_plan(
     config = text_config(model)
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
     for index, layer in layers.named_children():
-        styles = layer_styles(layer, config, sequence_parallel=sequence_parallel, projections=projections)
+        styles = layer_styles(layer, config, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
         for inside, style in styles.items():
             end = f".{inside}" if inside else ""  # the layer itself where it is empty
             by_pattern[f"{path}.*{end}"].append((f"{path}.{index}{end}", style))

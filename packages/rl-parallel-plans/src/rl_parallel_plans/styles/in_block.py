@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.row_order import halves_in_order, segments_in_order, segments_read
+from rl_parallel_plans.row_order import RowsRead, halves_in_order, segments_in_order, segments_read
 from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL, LocalParameters, ParameterRule
 from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
@@ -103,6 +103,42 @@ class BlockPackedColwise(BlockColwise):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)} of {list(self.all_units)} {self.what})"
+
+
+class BlockReplicatedHeads(LocalParameters):
+    """A linear layer of fewer heads than there are ranks: whole on each, which computes one head with its rows.
+
+    Rank r has head r * heads // tp, as the query heads of r need it. Each rank's gradient is a term of the sum, which
+    is zero in the other heads' rows. Also fits whatever else has its rows by heads: a norm with a weight for each head.
+    """
+
+    def __init__(self, *, heads: int, what: str = "key/value heads") -> None:
+        super().__init__()
+        self.heads, self.what = heads, what
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Every parameter whole, and of its rows those of one head read."""
+        return {
+            name: ParameterRule(placement=Replicate(), reads=self._reads(p.shape[0] // self.heads))
+            for name, p in module.named_parameters(recurse=False)
+        }
+
+    def _reads(self, size: int) -> RowsRead:
+        def read(tp: int, rank: int) -> list[slice]:
+            first = rank * self.heads // tp * size
+            return [slice(first, first + size)]
+
+        return read
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Heads of which tp is no multiple."""
+        del module
+        if tp % self.heads == 0:
+            return []
+        return [f"has {self.heads} {self.what}, of which tp={tp} is no multiple: choose one that is"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.heads} {self.what})"
 
 
 class BlockExperts(LocalParameters):
