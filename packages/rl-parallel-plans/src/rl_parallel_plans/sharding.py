@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from rl_parallel_plans.styles.local_parameters import LocalView
+
 
 def shard(
     model: nn.Module, tp_mesh: "DeviceMesh", styles: "Mapping[str, ParallelStyle]", *, src_data_rank: int | None
@@ -61,7 +63,7 @@ def _replicate_the_rest(model: nn.Module, tp_mesh: "DeviceMesh", *, src_data_ran
         names = [name for name, p in module.named_parameters(recurse=False) if not is_dtensor(p)]
         if names:
             rest[path] = (module, names)
-    views = {}
+    views: dict[str, tuple[nn.Module, tuple[LocalView, ...]]] = {}
     for path, (module, names) in rest.items():
         rules = dict.fromkeys(names, REPLICATED)
         place_parameters(module, tp_mesh, rules, src_data_rank=src_data_rank)

@@ -125,7 +125,7 @@ def place_parameters(
         module.register_parameter(name, new)
         if rule.gradient.is_partial():  # of a frozen one too: it may thaw
             sum_gradient_of(module, name)
-    compute_locally(module, [(module, local_views(mesh, rules, leading))])
+    compute_locally(module, [(None, local_views(mesh, rules, leading))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,8 @@ def local_views(
     )
 
 
-Parts = Sequence[tuple[nn.Module, tuple[LocalView, ...]]]
+Parts = Sequence[tuple[nn.Module | None, tuple[LocalView, ...]]]
+"""Modules with their parameters; None for the module that runs, which would otherwise refer to itself."""
 
 
 def compute_locally(module: nn.Module, parts: Parts) -> None:
@@ -191,12 +192,13 @@ def compute_locally(module: nn.Module, parts: Parts) -> None:
         wrap_forward(module, partial(_with_local_tensors, parts=parts))
 
 
-def _with_local_tensors(
-    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: Parts
+def _with_local_tensors(  # noqa: PLR0917 - a wrapper
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: Parts
 ) -> Any:
     hidden: list[tuple[nn.Module, str]] = []
     try:
-        for part, views in parts:
+        for other, views in parts:
+            part = module if other is None else other
             for view in views:
                 # An entry of the instance's __dict__ hides the parameter of the same name, which stays registered.
                 if view.name in part.__dict__:
