@@ -31,7 +31,7 @@ class ParameterGroup:
     parameters: tuple[nn.Parameter, ...]
     """This rank's shards, in the order of the names."""
     row_dims: tuple[int | None, ...]
-    """Of a fused weight that is sharded row by row: the dim of the parameter's rows, before the dim that counts tp ranks
+    """Of a fused weight that is sharded row by row: the first of the two dims that its rows are registered as
     (`rl_parallel_plans.NamedShard.row_order`). None of any other parameter."""
 
 

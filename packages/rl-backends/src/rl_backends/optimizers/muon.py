@@ -102,7 +102,7 @@ def orthogonalized(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _orthogonalized_whole(direction: Tensor, *, dtype: torch.dtype, row_dim: int | None = None) -> Tensor:
-    """`orthogonalized` of the whole tensor, cut as `direction` is. In which order its rows stand makes no difference."""
+    """`orthogonalized` of the whole tensor, cut as `direction` is. The order of its rows makes no difference."""
     if not isinstance(direction, DTensor):
         return orthogonalized(direction, dtype=dtype)
     # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
