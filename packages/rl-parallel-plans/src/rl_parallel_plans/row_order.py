@@ -49,7 +49,7 @@ class RowOrder:
         """The unsharded tensor in the registered shape: a copy."""
         by_place = self.rows.T if self.dim == 0 else self.rows
         rows = unsharded.index_select(self.dim, by_place.flatten().to(unsharded.device))
-        return rows.unflatten(self.dim, by_place.shape)
+        return rows.view(*rows.shape[: self.dim], *by_place.shape, *rows.shape[self.dim + 1 :])
 
     def undealt(self, registered: Tensor) -> Tensor:
         """The whole of a registered tensor in the shape and order of the unsharded one: a copy."""

@@ -55,7 +55,7 @@ def _complete_after_backward(parameter: Tensor, number: int) -> None:
         return
     parameter.__dict__["completed"] = id(parameter)
     trains = parameter.requires_grad
-    parameter.requires_grad_(requires_grad=True)  # a frozen one takes no hook, and may thaw
+    parameter.requires_grad_()  # a frozen one takes no hook, and may thaw
     parameter.register_hook(lambda gradient: _set_aside(parameter, gradient))  # type: ignore[no-untyped-call]
     hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public one
     if hooks and any(getattr(hook, "func", None) is _note for hook in hooks.values()):

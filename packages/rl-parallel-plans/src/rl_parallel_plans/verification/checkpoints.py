@@ -22,8 +22,9 @@ State = Mapping[str, Tensor]
 
 def round_trip(question: Question, model: nn.Module) -> dict[str, Any]:
     """Each road to the names that came out otherwise; collective. The folder is made by rank 0 and removed."""
-    from torch.distributed.checkpoint import load, save
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     truth = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     sharded = copy.deepcopy(model)
@@ -34,7 +35,8 @@ def round_trip(question: Question, model: nn.Module) -> dict[str, Any]:
 
     def full_state_dict() -> State:
         # What every rank holds whole comes as the model's own memory, which the other roads empty.
-        full.update({name: tensor.clone() for name, tensor in get_model_state_dict(sharded, options=options).items()})
+        found: dict[str, Any] = get_model_state_dict(sharded, options=options)
+        full.update({name: tensor.clone() for name, tensor in found.items()})
         return full
 
     def into_unsharded() -> State:
