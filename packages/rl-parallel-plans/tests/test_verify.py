@@ -64,6 +64,7 @@ def test_own_plan_is_exact_in_every_check():
         "uneven vocabulary, other tie: ties",
         "linear_logp",
         "bf16 clipping",
+        "checkpoint round trip",
         "collectives of a layer",
     } <= names
     assert json.loads(report.json())["ok"] is True
@@ -92,6 +93,30 @@ def test_vision_language_model_is_verified_with_an_image():
     report = verify(config, only=("forward and backward", "with an image"), full_size=False)
     assert report.ok, report.text()
     assert {check.name: check.verdict for check in report.checks}["with an image: gradients"] == "ok"
+
+
+def test_layers_compile_without_a_graph_break_and_with_the_same_gradients():
+    report = verify(qwen3(), sequence_parallel=True, compile="aot_eager", only=("bf16 clipping",), full_size=False)
+    checks = {check.name: check for check in report.checks}
+    assert report.ok, report.text()
+    assert checks["layers compiled with aot_eager: gradients"].error < 1e-5
+    assert checks["layers compiled with aot_eager: graph breaks"].detail == "0 breaks, 2 graphs"
+
+
+def test_graph_break_is_named():
+    found = wrong(verify(qwen3(), apply=published_plans.with_a_graph_break, compile="aot_eager", only=ONCE))
+    assert "graph break" in found["layers compiled with aot_eager: graph breaks"]
+
+
+@pytest.mark.parametrize(
+    "config", [transformers.Phi3Config(**SMALL, pad_token_id=None), qwen3()], ids=["phi3", "qwen3"]
+)
+def test_weights_that_a_checkpoint_would_change_are_named(config):
+    found = wrong(verify(config, apply=published_plans.rows_in_an_order_of_their_own, only=("checkpoint round trip",)))[
+        "checkpoint round trip"
+    ]
+    assert "full state dict: 2 differ, model.layers.*.mlp.down_proj.weight: other numbers" in found
+    assert "distributed checkpoint, into the unsharded model: 2 differ" in found
 
 
 # -- Published plans that are wrong --------------------------------------------------------------

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import rl_parallel_plans as plans
+
 LAYER = "model.layers.*"
 
 
@@ -209,3 +211,19 @@ class _Sum(torch.autograd.Function):
 def _reduced(value, group, operation):
     dist.all_reduce(value, op=operation, group=group)
     return value
+
+
+def with_a_graph_break(model, mesh):
+    """A right plan, and a hook that torch.compile cannot look into."""
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=mesh["tp"].size()), src_data_rank=None)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+
+
+@torch.no_grad()
+def rows_in_an_order_of_their_own(model, mesh):
+    """Rows moved inside of each rank, as they were dealt to ranks before state dicts put them back."""
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=mesh["tp"].size()), src_data_rank=None)
+    for layer in model.model.layers:
+        local = layer.mlp.down_proj.weight.to_local()
+        local.copy_(local.flip(0))

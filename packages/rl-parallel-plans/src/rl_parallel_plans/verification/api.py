@@ -36,6 +36,7 @@ def tasks_for(*, tp: int, dp: int, images: bool = False) -> tuple[Task, ...]:
         Task(name="uneven vocabulary, other tie", variant="uneven", length=17, loss="logp", optimize=False),
         Task(name="linear_logp", length=16, loss="hidden"),
         Task(name="bf16 clipping", only="clip"),
+        Task(name="checkpoint round trip", only="checkpoint"),
     ]
     if images:
         tasks.append(Task(name="with an image", image=True))
@@ -69,6 +70,8 @@ class Options(TypedDict, total=False):
     """Function (parameters) in the place of `get_grad_norm`."""
     clip: Hook | None
     """Function (parameters, max_norm, total_norm) in the place of `clip_grad_by_total_norm_`."""
+    compile: str | None
+    """Also compile each layer with this backend of torch.compile ("aot_eager", "inductor"); None does not."""
     only: Sequence[str]
     """Names of tasks, of `tasks_for`; all by default."""
     deadline_s: float
@@ -128,6 +131,9 @@ def assert_plan_is_exact(
     return report
 
 
+COMPILE_DEADLINE_S = 600.0
+"""A compiler takes longer than a step of a small model."""
+
 PASSED_ON = (
     "output_projections",
     "custom",
@@ -148,6 +154,9 @@ def _question(config: Any, options: Options, *, tp: int, dp: int, sequence_paral
         known = [task.name for task in tasks]
         raise PlanError(f"{unknown} are no tasks at tp={tp}, dp={dp}: there are {known}")
     tasks = tuple(task for task in tasks if not only or task.name in only)
+    if (backend := options.get("compile")) is not None:
+        tasks = (*tasks, Task(name=f"layers compiled with {backend}", backend=backend))
+        options = {"deadline_s": COMPILE_DEADLINE_S, **options}
     shrink = options.get("shrink", True)
     passed_on: dict[str, Any] = {name: options[name] for name in PASSED_ON if name in options}  # type: ignore[literal-required]
     return Question(

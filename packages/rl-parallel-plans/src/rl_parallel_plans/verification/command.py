@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apply", metavar="MODULE:NAME", help="a function (model, mesh) that shards by itself")
     parser.add_argument("--force", action="store_true", help="run a plan that is refused, as parallelize_module would")
     parser.add_argument("--no-shrink", action="store_true", help="the configuration is small already")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="also compile each layer with torch.compile, by this backend (default inductor; aot_eager is faster)",
+    )
     parser.add_argument("--only", metavar="TASK", action="append", default=[], help="one task; may be given again")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON instead of a table")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
@@ -42,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             apply=arguments.apply,
             check_first=not arguments.force,
             shrink=not arguments.no_shrink,
+            compile=arguments.compile,
             only=arguments.only,
             revision=arguments.revision,
             trust_remote_code=arguments.trust_remote_code,

@@ -80,12 +80,16 @@ def _of_task(question: Question, task: Task, facts: Facts) -> list[Check]:
         return [_bf16_clip(task, facts)]
     if task.only == "count":
         return []
+    if task.only == "checkpoint":
+        return [_checkpoint(task, facts)]
     if task.only == "outputs":
         return _outputs(task, facts)
     checks = [_logits(task, facts)] if task.loss != "hidden" else []
     if task.loss != "logits":
         checks.append(_logp(task, facts))
     checks.append(_gradients(task, facts))
+    if task.backend:
+        checks.append(_compiled(task, facts))
     if task.freeze:
         checks.append(_frozen(task, facts))
     if task.optimize:
@@ -318,6 +322,27 @@ def _bf16_clip(task: Task, facts: Facts) -> Check:
         )
     return Check(
         name=task.name, verdict=_verdict(wrong=bool(lines)), error=abs(clipped * ratio - 0.5), culprits=tuple(lines)
+    )
+
+
+def _checkpoint(task: Task, facts: Facts) -> Check:
+    lines = tuple(
+        f"{road}: {len(names)} differ, {collapsed(names[0])}" for road, names in facts["roads"].items() if names
+    )
+    detail = "" if lines else f"{len(facts['roads'])} roads, every weight bit for bit that of the unsharded model"
+    return Check(name=task.name, verdict=_verdict(wrong=bool(lines)), detail=detail, culprits=lines)
+
+
+def _compiled(task: Task, facts: Facts) -> Check:
+    found = facts["compiler"]
+    lines = tuple(f"graph break ({count}): {reason}" for reason, count in found["breaks"].items())
+    if not found["graphs"]:
+        lines += ("nothing was compiled",)
+    return Check(
+        name=f"{task.name}: graph breaks",
+        verdict=_verdict(wrong=bool(lines)),
+        detail=f"{sum(found['breaks'].values())} breaks, {found['graphs']} graphs",
+        culprits=lines,
     )
 
 

@@ -33,8 +33,10 @@ class Task:
     """Whether every third parameter takes no gradient."""
     optimize: bool = False
     """Whether norm, clipping and an optimizer step follow."""
-    only: Literal["", "clip", "count", "outputs"] = ""
-    """Not a backward: clip bf16 gradients, count collectives, or compare the output of each module."""
+    backend: str = ""
+    """Backend of torch.compile that each layer is compiled with; empty compiles nothing."""
+    only: Literal["", "clip", "count", "outputs", "checkpoint"] = ""
+    """Not a backward: clip bf16 gradients, count collectives, compare the output of each module, or save and load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.structure import output_head
 from rl_parallel_plans.verification import optimize
+from rl_parallel_plans.verification.checkpoints import round_trip
 from rl_parallel_plans.verification.communication import collectives
+from rl_parallel_plans.verification.compiled import compile_layers, compiler_facts
 from rl_parallel_plans.verification.gradients import collected, whole
 from rl_parallel_plans.verification.outputs import differing_outputs
 from rl_parallel_plans.verification.question import Question, Task
@@ -63,6 +65,8 @@ def _facts(question: Question, task: Task, subject: "Subject") -> Facts:
         return optimize.clip_in_bf16(question, subject.model)
     if task.only == "count":
         return collectives(question, subject.model)
+    if task.only == "checkpoint":
+        return round_trip(question, subject.model)
     if task.only == "outputs":
         return differing_outputs(question, subject.model, subject.batches[task.name])
     return _Run(question, task, subject).facts()
@@ -89,6 +93,8 @@ class _Run:
         self.frozen = _freeze(self.model) if task.freeze else set()
         self.ties = tie_groups(self.model)
         self.mesh = shard(question, self.model)
+        if task.backend:
+            compile_layers(self.model, task.backend)
         self.dp_rank = self.mesh.get_local_rank("dp") if question.dp > 1 else 0
         self.found: Facts = {"logits": 0.0}
         self.extra: dict[str, Tensor] = {}
@@ -104,6 +110,8 @@ class _Run:
             "thawed": sorted(n for n, p in self.model.named_parameters() if p.requires_grad == (n in self.frozen)),
             **collected(self.model, self.truth, question=self.question, frozen=self.frozen),
         }
+        if self.task.backend:
+            self.found["compiler"] = compiler_facts()
         if self.task.optimize:
             self.found |= optimize.steps(self.question, self.model, reference=self.subject.model, truth=self.truth)
         return self.found

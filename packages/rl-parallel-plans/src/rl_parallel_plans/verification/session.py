@@ -156,7 +156,7 @@ def _prepare(question: Question, subjects: dict[str, Subject]) -> dict[str, str]
     skipped = {}
     same: dict[tuple[Any, ...], str] = {}
     for task in question.tasks:
-        if task.only in {"clip", "count"}:
+        if task.only in {"clip", "count", "checkpoint"}:
             continue
         subject = subjects[task.variant]
         key = (task.variant, task.length, task.rows, task.microbatches, task.left_padding, task.image)
