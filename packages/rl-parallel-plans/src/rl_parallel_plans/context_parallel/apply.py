@@ -179,12 +179,13 @@ def _rows_of_positions(
             f"position_ids of shape {tuple(positions.shape)} are not those of this rank's tokens, [rows, T / cp] or "
             "[1, T / cp] of two chunks each: pass sequence_positions(length, mesh)"
         )
-    if not has_numbers(positions):  # a forecast
+    group = cp_mesh.get_group()
+    if not has_numbers(positions) or dist.get_backend(group) == "fake":  # a forecast: nothing can be gathered
         return None
     # One small collective a forward, unconditionally: from its own positions a rank cannot tell whether another's
     # restart. All ranks then judge the same numbers, and refuse together.
     held = [torch.empty_like(positions) for _ in range(cp_mesh.size())]
-    dist.all_gather(held, positions.contiguous(), group=cp_mesh.get_group())
+    dist.all_gather(held, positions.contiguous(), group=group)
     rows = layout_of_positions(torch.stack(held).cpu(), cp_mesh.get_local_rank())
     for name, value in kwargs.items():
         if name.startswith("cu_seq") and value is not None:
