@@ -6,6 +6,7 @@ from parallel_plans_cases.models import tiny
 from torch import nn
 
 from rl_parallel_plans.export import export_state_dict
+from rl_parallel_plans.row_order import RowOrder, set_row_order
 
 pytest.importorskip("safetensors")
 
@@ -62,10 +63,11 @@ def test_plain_model_is_exported_without_any_process_group():
 def test_rows_go_back_to_their_order():
     linear = nn.Linear(3, 6)
     truth = linear.weight.detach().clone()
-    order = torch.tensor([0, 1, 4, 2, 3, 5])
-    with torch.no_grad():
-        linear.weight.copy_(truth[order])
-    linear.row_orders = {"weight": order}
+    order = RowOrder(dim=0, rows=torch.tensor([[0, 1, 4], [2, 3, 5]]))
+    linear.weight = nn.Parameter(order.dealt(truth))
+    assert linear.weight.shape == (3, 2, 3)
+    assert torch.equal(linear.weight[:, 1], truth[[2, 3, 5]])
+    set_row_order(linear, "weight", order)
     found = dict(export_state_dict(linear))
     assert torch.equal(found["weight"], truth)
     assert torch.equal(found["bias"], linear.bias)

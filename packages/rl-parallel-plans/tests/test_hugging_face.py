@@ -9,7 +9,6 @@ from parallel_plans_cases.hugging_face import built
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl_parallel_plans import (
     PlanError,
@@ -125,14 +124,16 @@ def test_model_without_a_plan_is_refused():
         ("colwise", "sinks", 1, Shard(0)),
         ("rowwise", "down_proj", 3, Shard(2)),
         ("rowwise", "bias", 1, Replicate()),
-        ("packed_colwise", "gate_up_proj", 3, _StridedShard(1, split_factor=2)),
-        ("packed_rowwise", "gate_up_proj", 3, _StridedShard(2, split_factor=2)),
-        ("local_packed_rowwise", "gate_up_proj", 3, _StridedShard(2, split_factor=2)),
+        ("packed_colwise", "gate_up_proj", 3, Shard(1)),
+        ("packed_rowwise", "gate_up_proj", 3, Shard(2)),
+        ("local_packed_rowwise", "gate_up_proj", 3, Shard(2)),
         ("replicated_with_grad_allreduce", "weight", 1, Replicate()),
     ],
 )
 def test_string_on_a_parameter_places_it(style, name, ndim, placement):
-    assert parameter_rule(style, name, ndim).placement == placement
+    rule = parameter_rule(style, name, ndim)
+    assert rule.placement == placement
+    assert (rule.row_order is not None) == ("packed" in style)
 
 
 @pytest.mark.parametrize("style", ["moe_tp_experts", "packed_rowwise", "packed_colwise"])

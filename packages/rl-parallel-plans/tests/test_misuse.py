@@ -24,14 +24,6 @@ def test_selective_checkpointing_communicates_no_more_than_none(ranks):
     assert full > none
 
 
-def test_rows_in_the_order_of_the_ranks_are_not_taken_for_a_plain_models(ranks):
-    for own, into_plain, into_sharded, exported in ranks("misuse:whole_state_dicts", 2):
-        assert own is None
-        assert "rows_ordered_for_tp" in into_plain
-        assert "ordered for tp=2 and those of the state dict are in the order of the unsharded model" in into_sharded
-        assert exported is None
-
-
 @pytest.mark.parametrize("how", ["to_empty", "reentrant checkpointing"])
 def test_gradients_are_whole_after_what_makes_other_parameters(ranks, how):
     for partial, largest in ranks("misuse:gradients_after", 2, how=how):

@@ -148,8 +148,8 @@ def test_heads_that_do_not_divide_are_all_named_at_once():
 
 
 def test_head_count_is_checked_even_where_rows_divide():
-    model = tiny_on_meta("llama", num_key_value_heads=1)
-    with pytest.raises(PlanError, match=r"k_proj has 1 key/value heads \(16 rows, 16 each\)"):
+    model = tiny_on_meta("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
+    with pytest.raises(PlanError, match=r"k_proj has 3 key/value heads \(48 rows, 16 each\)"):
         plan_for(model, tp=2).check(model)
 
 

@@ -21,20 +21,16 @@ def test_boxes_of_four_ranks_cover_every_tensor_with_its_own_numbers(ranks, arch
         assert int(copies.min()) >= 1, f"no rank holds the whole of {name}"
 
 
-def test_plain_tensor_is_one_box_and_rows_in_another_order_are_one_for_each_run():
+def test_plain_tensor_is_one_box():
     tensor = torch.arange(12.0).view(6, 2)
     [whole] = local_boxes(tensor)
     assert (whole.offsets, whole.sizes, whole.local_offsets) == ((0, 0), (6, 2), (0, 0))
-    order = torch.tensor([0, 1, 4, 2, 3, 5])
-    boxes = local_boxes(tensor, row_order=order)
-    assert [(box.offsets[0], box.sizes[0], box.local_offsets[0]) for box in boxes] == [
-        (0, 2, 0),
-        (4, 1, 2),
-        (2, 2, 3),
-        (5, 1, 5),
-    ]
-    for box in boxes:
-        assert torch.equal(box.of_local(tensor[order]), box.of_whole(tensor))
+
+
+def test_dealt_rows_are_one_box_for_each_run_of_a_rank(ranks):
+    boxes = ranks("shards:boxes_of_dealt_rows", 2)
+    assert boxes[0] == [[[0, 0], [2, 2], [0, 0]], [[4, 0], [1, 2], [2, 0]]]
+    assert boxes[1] == [[[2, 0], [2, 2], [0, 0]], [[5, 0], [1, 2], [2, 0]]]
 
 
 def test_plain_model_needs_no_process_group_and_gives_a_tied_weight_once():

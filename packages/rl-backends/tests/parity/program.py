@@ -93,7 +93,7 @@ def whole(model, *, of):
             continue
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if shard.row_order is not None:
-            full = torch.empty_like(full).index_copy_(0, shard.row_order, full)
+            full = shard.row_order.undealt(full)
         tensors[shard.name] = full.clone()  # clipping scales in place
     return tensors
 

@@ -126,7 +126,10 @@ def row_logp(self, ids):
 
 def whole(tensor, order):
     full = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-    return full if order is None else torch.empty_like(full).index_copy_(0, order, full)
+    if order is None:
+        return full
+    of_ranks = (full if order.dim else full.transpose(0, 1)).flatten(order.dim, order.dim + 1)
+    return torch.empty_like(of_ranks).index_copy_(order.dim, order.rows.flatten(), of_ranks)
 
 
 def differing(ours, theirs):

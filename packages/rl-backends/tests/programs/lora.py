@@ -204,7 +204,7 @@ def shards_of(model):
 
 def gather(tensor, row_order):
     whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-    return whole.clone() if row_order is None else torch.empty_like(whole).index_copy_(0, row_order, whole)
+    return whole.clone() if row_order is None else row_order.undealt(whole)
 
 
 def main(task):

@@ -40,6 +40,8 @@ def put_gradients(shards, *, step):
         for box in shard.boxes():
             box.of_local(local).copy_(box.of_whole(whole))
         if isinstance(shard.tensor, DTensor):
+            if shard.row_order is not None:  # the dim that counts the ranks of tp
+                local = local.unsqueeze(shard.row_order.ranks_dim)
             local = DTensor.from_local(
                 local,
                 shard.tensor.device_mesh,

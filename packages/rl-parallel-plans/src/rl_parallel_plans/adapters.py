@@ -80,7 +80,7 @@ def _matrix_styles(path: str, style: "ParallelStyle") -> "tuple[ParallelStyle, P
     from rl_parallel_plans import styles
 
     # Not their subclasses, which do more to what enters or leaves the linear layer than cut its weight.
-    if type(style) in (styles.BlockColwise, styles.BlockPackedColwise):
+    if type(style) in (styles.BlockColwise, styles.BlockPackedColwise, styles.BlockReplicatedHeads):
         return styles.BlockReplicated(), style
     if type(style) is styles.BlockRowwise:
         return styles.BlockRowwise(), styles.BlockReplicated()

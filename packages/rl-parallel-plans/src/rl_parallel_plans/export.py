@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.row_order import RowOrder, row_orders
 from rl_parallel_plans.structure import joined
-
-MARK = "rows_ordered_for_tp"
-"""Buffer by which a state dict says in which order rows of fused weights lie; `styles.row_order_mark` writes it."""
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Tokens of dotted names that wrappers of torch put in."""
@@ -71,14 +69,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def entries(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def entries(model: nn.Module) -> Iterator[tuple[str, Tensor, RowOrder | None]]:
     """Name, tensor and order of rows of everything that a state dict has, in its order."""
     for path, module in model.named_modules(remove_duplicate=False):
-        orders: dict[str, Tensor] = module.__dict__.get("row_orders", {})
+        orders = row_orders(module)
         transient = module._non_persistent_buffers_set  # noqa: SLF001 - no public one
         own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-        own += [(name, buffer) for name, buffer in buffers if name not in transient and name != MARK]
+        own += [(name, buffer) for name, buffer in buffers if name not in transient]
         for name, tensor in own:
             yield joined(_unwrapped(path), name), tensor, orders.get(name)
 
@@ -87,12 +85,12 @@ def _unwrapped(path: str) -> str:
     return ".".join(token for token in path.split(".") if token not in WRAPPERS)
 
 
-def _whole(tensor: Tensor, order: Tensor | None) -> Tensor:
+def _whole(tensor: Tensor, order: RowOrder | None) -> Tensor:
     whole = tensor.detach()
     if is_dtensor(whole):
         # Offloaded shards lie in CPU memory, where the mesh of a GPU cannot gather them.
         whole = whole.to(whole.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-    return whole if order is None else torch.empty_like(whole).index_copy_(0, order.to(whole.device), whole)
+    return whole if order is None else order.undealt(whole)
 
 
 def _moved(tensor: Tensor, *, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

@@ -96,7 +96,7 @@ def _by_structure(model: nn.Module, asked: Asked) -> "Made":
     sequence_parallel = asked.sequence_parallel and asked.tp > 1
     adapted = has_adapters(model)
     bare = without_adapters(model) if adapted else model
-    styles = decoder_plan(bare, sequence_parallel=sequence_parallel, projections=asked.output_projections)
+    styles = decoder_plan(bare, tp=asked.tp, sequence_parallel=sequence_parallel, projections=asked.output_projections)
     styles = with_adapters(model, styles) if adapted else styles
     notes = tuple(departures(model, styles)) if asked.tp > 1 else ()
     return (styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)), notes

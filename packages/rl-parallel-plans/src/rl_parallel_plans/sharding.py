@@ -4,7 +4,6 @@ Parameters that no pattern names become whole DTensors too, so that everything l
 parameters, and torch's own gradient norm, take no mixture.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -50,41 +49,28 @@ def _refuse_router_loss(model: nn.Module, _args: object, kwargs: dict[str, objec
 
 
 def _replicate_the_rest(model: nn.Module, tp_mesh: "DeviceMesh", *, src_data_rank: int | None) -> None:
-    from rl_parallel_plans.styles.local_parameters import REPLICATED, place_parameters
+    from rl_parallel_plans.styles.local_parameters import (
+        REPLICATED,
+        compute_locally,
+        local_views,
+        place_parameters,
+    )
 
     rest: dict[str, tuple[nn.Module, list[str]]] = {}
     for path, module in model.named_modules():
         names = [name for name, p in module.named_parameters(recurse=False) if not is_dtensor(p)]
         if names:
             rest[path] = (module, names)
-    for module, names in rest.values():
-        place_parameters(module, tp_mesh, dict.fromkeys(names, REPLICATED), src_data_rank=src_data_rank)
+    views = {}
+    for path, (module, names) in rest.items():
+        rules = dict.fromkeys(names, REPLICATED)
+        place_parameters(module, tp_mesh, rules, src_data_rank=src_data_rank)
+        views[path] = (module, local_views(tp_mesh, rules))
     # A parent may read a child's weight without calling the child (interpolated position embeddings, a router): the
     # parent itself, where FSDP may have gathered it, or the model.
     parents = {path.rpartition(".")[0] for path in rest if path}
-    for parent in parents - {""}:
-        children = [each for path, each in rest.items() if path and path.rpartition(".")[0] == parent]
-        _shadow_during(model.get_submodule(parent), children)
+    for parent in sorted(parents - {""}):
+        children = [each for path, each in views.items() if path and path.rpartition(".")[0] == parent]
+        compute_locally(model.get_submodule(parent), children)
     if rest:
-        _shadow_during(model, list(rest.values()))
-
-
-def _shadow_during(owner: nn.Module, rest: list[tuple[nn.Module, list[str]]]) -> None:
-    owner.register_forward_pre_hook(partial(_shadow_all, rest=rest))
-    owner.register_forward_hook(partial(_unshadow_all, rest=rest), always_call=True)
-
-
-def _shadow_all(_model: nn.Module, _args: object, *, rest: list[tuple[nn.Module, list[str]]]) -> None:
-    from rl_parallel_plans.styles.local_parameters import REPLICATED, shadow
-
-    for module, names in rest:
-        shadow(module, (), rules=dict.fromkeys(names, REPLICATED))
-
-
-def _unshadow_all(
-    _model: nn.Module, _args: object, _output: object, *, rest: list[tuple[nn.Module, list[str]]]
-) -> None:
-    from rl_parallel_plans.styles.local_parameters import unshadow
-
-    for module, _ in rest:
-        unshadow(module, (), None)
+        compute_locally(model, list(views.values()))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.export import entries, reshard
+from rl_parallel_plans.row_order import RowOrder
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -47,17 +48,22 @@ class NamedShard:
     name: str
     """In the unsharded model."""
     tensor: Tensor
-    """As the module has it: a DTensor or a plain tensor."""
+    """As the module has it: a DTensor or a plain tensor; of a fused weight in the shape in which it is registered."""
     shape: tuple[int, ...]
     """Of the whole."""
-    row_order: Tensor | None = None
-    """Order [rows] in which sharding put the rows of a fused weight; None where it kept them."""
+    row_order: RowOrder | None = None
+    """Which rows of a fused weight each rank holds; None where sharding kept their order."""
 
     @property
     def local(self) -> Tensor:
         """This rank's tensor, its memory and not a copy; on the device where it lies."""
-        tensor = self.tensor.detach()
-        return tensor.to_local() if is_dtensor(tensor) else tensor
+        return self.local_of(self.tensor)
+
+    def local_of(self, tensor: Tensor) -> Tensor:
+        """As `local`, of another tensor that is sharded alike, such as a moment of the optimizer."""
+        tensor = tensor.detach()
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        return local if self.row_order is None else self.row_order.local(local)
 
     def boxes(self, tensor: Tensor | None = None) -> list[Box]:
         """The parts of the whole that `local` consists of; none where this rank holds nothing.
@@ -77,21 +83,24 @@ def named_shards(model: nn.Module) -> Iterator[NamedShard]:
     for name, tensor, order in entries(model):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield NamedShard(name=name, tensor=tensor, shape=tuple(tensor.shape), row_order=order)
+            shape = tuple(tensor.shape) if order is None else order.shape(tensor.shape)
+            yield NamedShard(name=name, tensor=tensor, shape=shape, row_order=order)
 
 
-def local_boxes(tensor: Tensor, *, row_order: Tensor | None = None) -> list[Box]:
+def local_boxes(tensor: Tensor, *, row_order: RowOrder | None = None) -> list[Box]:
     """The parts of the whole that this rank's piece of `tensor` consists of, in any placement.
 
     tensor: a DTensor, or a plain tensor, which is whole.
-    row_order: order [rows] in which the rows of the whole were put before it was cut; None for their own.
+    row_order: which rows of a fused weight each rank holds, where `tensor` is registered as one; None for their own.
 
     Together the boxes of all ranks cover the whole; where it is replicated, more than once. Raises ValueError for a
     Partial placement, which is no part of a tensor but a term of it.
     """
     indices = [_local_indices(tensor, dim) for dim in range(tensor.ndim)]
     if row_order is not None:
-        indices[0] = row_order.to(indices[0].device)[indices[0]]
+        # One dim counts the ranks of tp, of which there is one here. Boxes are those of the tensor without it.
+        (rank,) = indices.pop(row_order.ranks_dim).tolist()
+        indices[row_order.dim] = row_order.rows[rank][indices[row_order.dim]]
     runs = [list(_runs(each.tolist())) for each in indices]
     return [
         Box(

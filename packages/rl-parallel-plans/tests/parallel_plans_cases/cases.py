@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import rl_parallel_plans as plans
 from parallel_plans_cases.models import tiny, tiny_on_meta, token_ids
+from rl_parallel_plans.row_order import row_orders
 
 
 def whole(tensor):
@@ -53,12 +54,8 @@ def both(found, truth):
 def ordered(model, name, gradient):
     """Rows of a fused weight in the order of the unsharded model."""
     path, _, parameter = name.rpartition(".")
-    order = getattr(model.get_submodule(path), "row_orders", {}).get(parameter)
-    if order is None:
-        return gradient
-    rows = torch.empty_like(whole(gradient))
-    rows[order] = whole(gradient)
-    return rows
+    order = row_orders(model.get_submodule(path)).get(parameter)
+    return gradient if order is None else order.undealt(whole(gradient))
 
 
 def is_tied(model):

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,19 +60,6 @@ def collectives_with_checkpointing(mode):
     with Collectives() as counted:
         loss.backward()
     return counted.number
-
-
-def whole_state_dicts():
-    """A fused weight's rows lie in the order of the ranks: neither state dict is taken for the other."""
-    model, plain = sharded("phi3"), tiny("phi3")
-    options = StateDictOptions(full_state_dict=True)
-    taken = get_model_state_dict(model, options=options)
-    own = refused(set_model_state_dict, model, taken, options=options)
-    into_plain = refused(plain.load_state_dict, taken)
-    into_sharded = refused(model.load_state_dict, tiny("phi3").state_dict())
-    exported = dict(plans.export_state_dict(model, every_rank=True))
-    refused_export = refused(tiny("phi3").load_state_dict, exported)
-    return [own, into_plain, into_sharded, refused_export]
 
 
 def gradients_after(how):

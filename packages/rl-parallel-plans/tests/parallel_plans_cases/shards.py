@@ -1,10 +1,13 @@
 """What one rank does in the tests of shards: its boxes beside the unsharded model's tensors."""
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel_plans_cases.export import sharded
 from parallel_plans_cases.models import tiny
-from rl_parallel_plans.shards import named_shards
+from rl_parallel_plans.row_order import RowOrder
+from rl_parallel_plans.shards import local_boxes, named_shards
 
 
 def boxes(architecture, *, tied=False):
@@ -23,3 +26,14 @@ def boxes(architecture, *, tied=False):
             shapes.append(shard.name)
         held[shard.name] = count.flatten().tolist()
     return {"wrong": wrong, "shapes": shapes, "held": held}
+
+
+def boxes_of_dealt_rows():
+    """Offsets, sizes and local offsets of each box of this rank, whose numbers are looked at too."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.arange(12.0).view(6, 2)
+    order = RowOrder(dim=0, rows=torch.tensor([[0, 1, 4], [2, 3, 5]]))
+    dealt = distribute_tensor(order.dealt(whole), mesh, [Shard(1)])
+    found = local_boxes(dealt, row_order=order)
+    assert all(torch.equal(box.of_local(order.local(dealt.to_local())), box.of_whole(whole)) for box in found)
+    return [[box.offsets, box.sizes, box.local_offsets] for box in found]

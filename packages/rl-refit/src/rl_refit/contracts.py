@@ -100,8 +100,8 @@ class ShardBox(Protocol):
 class NamedShard(Protocol):
     """This rank's part of one tensor, in the coordinates of the unsharded model.
 
-    A shard may also have `tensor`, a plain tensor or DTensor of the unsharded shape, and `row_order`, which is None
-    where sharding kept the order of the rows. Both are what `rl_parallel_plans.named_shards` yields.
+    A shard may also have `tensor`, a plain tensor or DTensor, and `row_order`, which is None where `tensor` has the
+    unsharded shape and sharding kept the order of the rows. Both are what `rl_parallel_plans.named_shards` yields.
     """
 
     @property

@@ -130,13 +130,15 @@ class StateDictSource(ModuleSource):
             cast: As for `StateDictSource`.
         """
         shards = list(shards)
-        laid_out = {shard.name: tensor for shard in shards if (tensor := getattr(shard, "tensor", None)) is not None}
-        boxed = [shard for shard in shards if shard.name not in laid_out or shard.row_order is not None]  # type: ignore[attr-defined]
+        laid_out = {
+            shard.name: tensor
+            for shard in shards
+            if (tensor := getattr(shard, "tensor", None)) is not None and getattr(shard, "row_order", None) is None
+        }
+        boxed = [shard for shard in shards if shard.name not in laid_out]
         # Memory without a name of its own is listed too, so that it is read. A rank may hold nothing but padding.
         storage = {
-            f"storage of {shard.name}, {number}": shard.local
-            for number, shard in enumerate(boxed)
-            if shard.name not in laid_out and shard.boxes()
+            f"storage of {shard.name}, {number}": shard.local for number, shard in enumerate(boxed) if shard.boxes()
         }
         device = shards[0].local.device
         replicated = {name: buffer.to(device) for name, buffer in (buffers or {}).items()}

@@ -68,8 +68,7 @@ class Held:
         tensor = tensor.detach()
         alike = getattr(tensor, "placements", None) == getattr(self.shard.tensor, "placements", None)
         boxes = self.boxes if alike else tuple(self.shard.boxes(tensor))
-        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return Piece(local=local, shape=self.shard.shape, boxes=boxes)
+        return Piece(local=self.shard.local_of(tensor), shape=self.shard.shape, boxes=boxes)
 
 
 def held_by(model: nn.Module) -> dict[str, Held]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
-from rl_parallel_plans import NamedShard, named_shards, to_local_if_dtensor
+from rl_parallel_plans import NamedShard, named_shards
 
 __all__ = ["gradients", "load", "weights"]
 
@@ -35,6 +35,6 @@ def _parts(backend: DTensorBackend, of: Callable[[NamedShard], Tensor | None]) -
         tensor = of(shard)
         if tensor is None or not tensor.is_floating_point():
             continue
-        local = to_local_if_dtensor(tensor)
+        local = shard.local_of(tensor)
         for box in shard.boxes(tensor):
             yield shard.name, tuple(box.offsets), box.of_local(local)

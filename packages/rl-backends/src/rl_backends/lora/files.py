@@ -91,7 +91,7 @@ def _read(model: nn.Module, layer: AdaptedLayer, folder: Path) -> list[tuple[Ten
         _check_config(_read_config(folder), layer, folder)
         with safe_open(str(folder / WEIGHTS), framework="pt") as file:
             shards = {peft_name(shard.name): shard for shard in named_shards(model)}
-            wanted = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model).items()}
+            wanted = {name: shards[name].shape for name in adapter_tensors(model)}
             held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             _check_same(wanted, held, folder / WEIGHTS)
             for name in wanted:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_parallel_plans.export import MARK, WRAPPERS, reshard
+from rl_parallel_plans.export import WRAPPERS, reshard
 
 __all__ = [
     "ADAPTER",
@@ -99,7 +99,7 @@ def named_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         for path, module in model.named_modules(remove_duplicate=False):
             for own, tensor in getattr(module, registered).items():
                 name = f"{unwrapped(path)}.{own}" if path else own
-                if tensor is not None and own != MARK and not _of_adapter(name):
+                if tensor is not None and not _of_adapter(name):
                     yield base_name(name), module, own
 
 

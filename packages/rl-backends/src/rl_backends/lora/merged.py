@@ -148,8 +148,11 @@ def _give_memory(tensor: Tensor) -> None:
 def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
     lora_a = _with_all_rows(layer.lora_a)
     base, lora_b = (to_local_if_dtensor(each.detach()).to(lora_a.device) for each in (layer.base, layer.lora_b))
+    if base.ndim == 3:  # of a fused layer, registered as [rows / tp, tp, in]; this rank has its rows of both alike
+        base, lora_b = base.squeeze(1), lora_b.squeeze(1)
     assert base.shape == (lora_b.shape[0], lora_a.shape[1]), f"{layer.name}: {base.shape}, {lora_b.shape}"
-    to_local_if_dtensor(out).copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling))
+    local = to_local_if_dtensor(out)
+    local.copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling).view(local.shape))
 
 
 def _with_all_rows(lora_a: Tensor) -> Tensor:

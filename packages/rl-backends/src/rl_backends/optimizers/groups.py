@@ -30,6 +30,9 @@ class ParameterGroup:
     """In the unsharded model; a tied parameter under its first name."""
     parameters: tuple[nn.Parameter, ...]
     """This rank's shards, in the order of the names."""
+    row_dims: tuple[int | None, ...]
+    """Of a fused weight that is sharded row by row: the dim of the parameter's rows, before the dim that counts tp ranks
+    (`rl_parallel_plans.NamedShard.row_order`). None of any other parameter."""
 
 
 def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
@@ -61,6 +64,7 @@ def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Paramet
             decays=decays,
             names=tuple(each.name for each in group),
             parameters=tuple(each.tensor for each in group if isinstance(each.tensor, nn.Parameter)),
+            row_dims=tuple(None if each.row_order is None else each.row_order.dim for each in group),
         )
         for (by_muon, decays, _), group in members.items()
     )

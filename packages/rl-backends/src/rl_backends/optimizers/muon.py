@@ -31,6 +31,8 @@ EPS = 1e-7
 class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` for plain parameters and DTensors, of two dims [A, B] or three [experts, A, B].
 
+    row_dims: by id, the fused weights whose rows A are registered as two dims [A / tp, tp], and the first of the two.
+
     State: `momentum_buffer`, sharded as the parameter is.
     """
 
@@ -43,11 +45,13 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool,
         adjust_lr_fn: Literal["original", "match_rms_adamw"],
         dtype: torch.dtype,
+        row_dims: Mapping[int, int] | None = None,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": 0.0, "momentum": momentum, "nesterov": nesterov}
         super().__init__([dict(group) for group in groups], defaults)
         self._adjust_lr_fn = adjust_lr_fn
         self._dtype = dtype
+        self._row_dims = dict(row_dims or {})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -65,10 +69,13 @@ class Muon(torch.optim.Optimizer):
         mean = state["momentum_buffer"]
         to_local_if_dtensor(mean).lerp_(to_local_if_dtensor(gradient), 1 - group["momentum"])
         direction = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-        update = to_local_if_dtensor(_orthogonalized_whole(direction, dtype=self._dtype))
+        row_dim = self._row_dims.get(id(parameter))
+        update = to_local_if_dtensor(_orthogonalized_whole(direction, dtype=self._dtype, row_dim=row_dim))
         weight = to_local_if_dtensor(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         rows, columns = parameter.shape[-2:]
+        if row_dim is not None:
+            rows, columns = parameter.flatten(row_dim, row_dim + 1).shape[-2:]
         weight.add_(update.to(weight.device), alpha=-group["lr"] * self._adjusted(rows, columns))
 
     def _adjusted(self, rows: int, columns: int) -> float:
@@ -94,16 +101,20 @@ def orthogonalized(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
     return each.mT if tall else each
 
 
-def _orthogonalized_whole(direction: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`orthogonalized` of the whole tensor, cut as `direction` is."""
+def _orthogonalized_whole(direction: Tensor, *, dtype: torch.dtype, row_dim: int | None = None) -> Tensor:
+    """`orthogonalized` of the whole tensor, cut as `direction` is. In which order its rows stand makes no difference."""
     if not isinstance(direction, DTensor):
         return orthogonalized(direction, dtype=dtype)
     # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
     on_mesh: DTensor = direction.to(device=direction.device_mesh.device_type)  # type: ignore[assignment]
-    uncut = [Replicate() if _cuts_matrices(each, direction.ndim) else each for each in direction.placements]
+    dims = 2 if row_dim is None else 3
+    uncut = [Replicate() if _cuts_matrices(each, direction.ndim, dims) else each for each in direction.placements]
     whole = on_mesh.redistribute(placements=uncut)
+    matrices = whole.to_local()
+    if row_dim is not None:
+        matrices = matrices.flatten(row_dim, row_dim + 1)
     update = DTensor.from_local(
-        orthogonalized(whole.to_local(), dtype=dtype),
+        orthogonalized(matrices, dtype=dtype).view(whole.to_local().shape),
         whole.device_mesh,
         whole.placements,
         run_check=False,
@@ -113,12 +124,13 @@ def _orthogonalized_whole(direction: Tensor, *, dtype: torch.dtype) -> Tensor:
     return update.redistribute(placements=direction.placements)
 
 
-def _cuts_matrices(placement: object, ndim: int) -> bool:
+def _cuts_matrices(placement: object, ndim: int, dims: int) -> bool:
+    """Whether it shards one of the last `dims` dims, which are those of a matrix."""
     if isinstance(placement, Replicate):
         return False
     dim = getattr(placement, "dim", None)  # a _StridedShard is no Shard, and has one too
     assert dim is not None, f"a gradient with the placement {placement} was not summed"
-    return int(dim) % ndim >= ndim - 2
+    return int(dim) % ndim >= ndim - dims
 
 
 def _placed_as(parameter: Tensor, gradient: Tensor | None) -> Tensor:

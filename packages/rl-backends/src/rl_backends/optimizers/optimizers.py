@@ -215,6 +215,12 @@ def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> tor
 
     return Muon(
         _as_torch_has_them(groups, config),
+        row_dims={
+            id(parameter): dim
+            for group in groups
+            for parameter, dim in zip(group.parameters, group.row_dims, strict=True)
+            if dim is not None
+        },
         lr=config.lr,
         momentum=config.muon.momentum,
         nesterov=config.muon.nesterov,

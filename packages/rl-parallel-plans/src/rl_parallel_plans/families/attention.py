@@ -7,6 +7,9 @@ q_norm k_norm over one head         whole, gradients summed
 MLA (DeepSeek-V2, arXiv:2405.04434): q_b_proj and kv_b_proj by heads; all that leads to them whole, and the indexer
 that chooses positions for all heads at once (DeepSeek-V3.2)
 sinks [heads]                       by heads (GPT-OSS)
+
+Fewer key/value heads than ranks, a divisor of them: each head is that of a group of ranks. k_proj and v_proj are whole,
+a rank computes its head, and the gradients of all ranks are summed; the rows of a fused qkv_proj are gathered.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,10 +25,12 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     replicated_inside,
 )
+from rl_parallel_plans.row_order import segments_in_order
 from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:
     from rl_parallel_plans.families.parts import Styles
+    from rl_parallel_plans.styles import LocalParameters
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
@@ -39,7 +44,7 @@ Projections = Literal["rowwise", "colwise"]
 
 
 def attention_block(
-    module: nn.Module, config: object, *, sequence_parallel: bool, projections: Projections
+    module: nn.Module, config: object, *, tp: int, sequence_parallel: bool, projections: Projections
 ) -> "Styles | None":
     """Styles of the block by path inside it; None where it is no attention. NotRecognizedError for unknown parts."""
     from torch.distributed.tensor import Shard
@@ -51,9 +56,9 @@ def attention_block(
     if "kv_b_proj" in parts(module):
         styles = _latent(module, config)
     elif linear(module, "q_proj") is not None:
-        styles = _separate(module, config)
+        styles = _separate(module, config, tp=tp)
     elif linear(module, "qkv_proj") is not None:
-        styles = _fused(module, config)
+        styles = _fused(module, config, tp=tp)
     elif type(module).__name__ in INTERLEAVED and linear(module, "query_key_value") is not None:
         styles = _interleaved(module, config)
     else:
@@ -64,14 +69,14 @@ def attention_block(
         sequence_parallel=sequence_parallel,
         output="features" if projections == "colwise" else "sum",
         own=own,
-        local_heads=LocalHeads((*ATTRIBUTES, *_output_sizes(module))),
+        local_heads=LocalHeads((*ATTRIBUTES, *_output_sizes(module)), key_heads=_replicated_heads(styles, config)),
     )
     refuse_unknown(module, styles, kind="attention")
     return styles
 
 
-def _separate(module: nn.Module, config: Any) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise
+def _separate(module: nn.Module, config: Any, *, tp: int) -> "Styles":
+    from rl_parallel_plans.styles import BlockColwise, BlockReplicatedHeads
 
     size = head_size(module, config)
     if size is None:
@@ -85,11 +90,18 @@ def _separate(module: nn.Module, config: Any) -> "Styles":
         if (key := linear(module, name)) is not None:
             key_heads = key.out_features // rows
             styles[name] = BlockColwise(units=key_heads, what="key/value heads")
+    if _are_replicated(key_heads, heads, tp) and not _spans_heads(module, KEY_NORMS, size):
+        replicated = BlockReplicatedHeads(heads=key_heads)
+        styles |= {name: replicated for name in ("k_proj", "v_proj") if name in styles}
     styles |= _gates(module, heads=heads, rows=(heads, query.out_features, heads * size))
     for names, rows, units in ((QUERY_NORMS, heads * size, heads), (KEY_NORMS, key_heads * size, key_heads)):
         for name in names:
             if name in parts(module):
                 styles |= _head_norm(module, name, size=size, rows=rows, heads=units)
+                if units == key_heads and {tuple(p.shape) for p in module.get_submodule(name).parameters()} == {
+                    (units, size)
+                }:
+                    styles[name] = styles.get("k_proj", styles[name])
     if "attn_sub_norm" in parts(module):  # BitNet normalizes all heads before the output projection
         styles |= _head_norm(module, "attn_sub_norm", size=-1, rows=heads * size, heads=-1)
     return styles
@@ -131,7 +143,7 @@ def _head_norm(module: nn.Module, name: str, *, size: int, rows: int, heads: int
     )
 
 
-def _fused(module: nn.Module, config: Any) -> "Styles":
+def _fused(module: nn.Module, config: Any, *, tp: int) -> "Styles":
     from rl_parallel_plans.styles import BlockPackedColwise
 
     size, fused = head_size(module, config), linear(module, "qkv_proj")
@@ -143,8 +155,56 @@ def _fused(module: nn.Module, config: Any) -> "Styles":
             f"qkv_proj has {fused.out_features} rows, which are not [q | k | v] of {heads} query and {key_heads} "
             f"key/value heads of {size}"
         )
+    if _are_replicated(key_heads, heads, tp):
+        return {"qkv_proj": _with_shared_heads(heads=heads, key_heads=key_heads, size=size)}
     units = (heads, key_heads, key_heads)
     return {"qkv_proj": BlockPackedColwise([n * size for n in units], units=units, what="heads")}
+
+
+def _replicated_heads(styles: "Styles", config: Any) -> int | None:
+    """How many key/value heads there are where a head is that of several ranks; None where every rank has its own."""
+    from rl_parallel_plans.styles import BlockReplicatedHeads, BlockSharedRows
+
+    if isinstance(key := styles.get("k_proj"), BlockReplicatedHeads):
+        return key.heads
+    return int(config.num_key_value_heads) if isinstance(styles.get("qkv_proj"), BlockSharedRows) else None
+
+
+def _are_replicated(key_heads: int, heads: int, tp: int) -> bool:
+    """Whether each key/value head is that of a group of ranks, whose query heads it is for."""
+    return key_heads < tp and tp % key_heads == 0 and heads % tp == 0
+
+
+def _spans_heads(module: nn.Module, names: tuple[str, ...], size: int) -> bool:
+    norms = [module.get_submodule(name) for name in names if name in parts(module)]
+    return any(p.ndim == 1 and p.shape[0] != size for norm in norms for p in norm.parameters())
+
+
+def _with_shared_heads(*, heads: int, key_heads: int, size: int) -> "LocalParameters":
+    """[q | k | v], every row on one rank: each gathers the key/value head that its query heads read."""
+    from rl_parallel_plans.styles import BlockSharedRows
+    from rl_parallel_plans.styles.local_parameters import Run
+
+    sizes = [heads * size, key_heads * size, key_heads * size]
+
+    def head(tp: int, rank: int) -> slice:
+        first = rank * key_heads // tp * size
+        return slice(first, first + size)
+
+    def runs(tp: int, rank: int) -> list[Run]:
+        return [Run(size=sizes[0] // tp), Run(size=2 * sizes[1] // tp, needed=head(tp, rank), parts=2)]
+
+    def reads(tp: int, rank: int) -> list[slice]:
+        own, one = slice(rank * sizes[0] // tp, (rank + 1) * sizes[0] // tp), head(tp, rank)
+        starts = (sizes[0], sizes[0] + sizes[1])
+        return [own, *(slice(start + one.start, start + one.stop) for start in starts)]
+
+    def fits(tp: int) -> str | None:
+        if sizes[1] % tp == 0:
+            return None
+        return f"has {sizes[1]} rows of {key_heads} key heads, which tp={tp} does not divide: choose one that does"
+
+    return BlockSharedRows(sizes, parameters=1, row_order=segments_in_order(sizes), reads=reads, runs=runs, fits=fits)
 
 
 def _interleaved(module: nn.Module, config: Any) -> "Styles":

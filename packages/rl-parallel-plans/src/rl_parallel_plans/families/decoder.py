@@ -31,9 +31,12 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final
 
 
 def decoder_plan(
-    model: nn.Module, *, sequence_parallel: bool = False, projections: Projections = "rowwise"
+    model: nn.Module, *, tp: int = 1, sequence_parallel: bool = False, projections: Projections = "rowwise"
 ) -> "dict[str, ParallelStyle]":
-    """Pattern of module names to style; NotRecognizedError with the part that no rule knows."""
+    """Pattern of module names to style; NotRecognizedError with the part that no rule knows.
+
+    tp: where it is larger than the number of key/value heads, these are replicated over groups of ranks.
+    """
     stack = text_layers(model)
     if stack is None:
         raise NotRecognizedError("it holds no nn.ModuleList of decoder layers")
@@ -44,7 +47,7 @@ def decoder_plan(
     config = text_config(model)
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
     for index, layer in layers.named_children():
-        styles = layer_styles(layer, config, sequence_parallel=sequence_parallel, projections=projections)
+        styles = layer_styles(layer, config, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
         for inside, style in styles.items():
             end = f".{inside}" if inside else ""  # the layer itself where it is empty
             by_pattern[f"{path}.*{end}"].append((f"{path}.{index}{end}", style))
@@ -67,8 +70,8 @@ def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iter
     ordered = [pattern for pattern, style in styles.items() if _orders_rows(model, pattern, style)]
     if ordered:
         yield (
-            f"rows of {', '.join(ordered)} are put in the order of the ranks: load weights before sharding, and take "
-            "them out by export_state_dict; torch's set_model_state_dict and full state dicts know nothing of the order"
+            f"rows of {', '.join(ordered)} are dealt to the ranks segment by segment, and registered in a shape of "
+            "their own: state dicts and exports have them as the unsharded model does, an optimizer's state does not"
         )
     dropout = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p}
     config = text_config(model)

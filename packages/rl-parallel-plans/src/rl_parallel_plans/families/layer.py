@@ -23,7 +23,9 @@ LAYER_INPUTS = {"per_layer_input_gate": "per_layer_input"}
 """Child of a layer to the argument of the layer's forward that comes with it (Gemma 4)."""
 
 
-def layer_styles(layer: nn.Module, config: object, *, sequence_parallel: bool, projections: Projections) -> "Styles":
+def layer_styles(
+    layer: nn.Module, config: object, *, tp: int, sequence_parallel: bool, projections: Projections
+) -> "Styles":
     """Styles of one decoder layer by path inside it."""
     if own := own_parameters(layer):
         raise NotRecognizedError(f"its {type(layer).__name__} itself holds parameters {sorted(own)}")
@@ -35,7 +37,7 @@ def layer_styles(layer: nn.Module, config: object, *, sequence_parallel: bool, p
         found = (
             mixture_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
             or mixer_block(child, sequence_parallel=sequence_parallel, projections=projections)
-            or attention_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
+            or attention_block(child, config, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
             or mlp_block(child, sequence_parallel=sequence_parallel, projections=projections)
             or _between_blocks(child, sequence_parallel=sequence_parallel)
         )

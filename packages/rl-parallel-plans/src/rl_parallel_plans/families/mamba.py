@@ -14,7 +14,6 @@ gathered for it. Mamba 1 mixes all of its channels between its two layers (x_pro
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from rl_parallel_plans.families.parts import (
@@ -25,13 +24,15 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     whole_block,
 )
+from rl_parallel_plans.row_order import segments_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_parallel_plans.families.parts import Styles
+    from rl_parallel_plans.row_order import RowsOfRanks, RowsRead
     from rl_parallel_plans.styles import LocalParameters
-    from rl_parallel_plans.styles.local_parameters import RowOrder, Run, RunsOfRank
+    from rl_parallel_plans.styles.local_parameters import Run, RunsOfRank
     from rl_parallel_plans.styles.mixers import Pieces
 
 WHOLE_MIXERS = ({"conv1d", "x_proj", "dt_proj"}, {"conv1d", "x_proj_weight", "dt_proj_weight"})
@@ -81,15 +82,9 @@ class Mamba2Sizes:
             return f"has {self.groups} groups, of which tp={tp} is neither a divisor nor a multiple: choose one that is"
         return None
 
-    def row_order(self, segments: slice) -> "RowOrder":
-        """From tp to the order of the rows of some segments in which each rank's are together."""
-        sizes = self.segments[segments]
-
-        def order(tp: int) -> torch.Tensor:
-            rows = torch.split(torch.arange(sum(sizes)), sizes)
-            return torch.cat([segment.chunk(tp)[rank] for rank in range(tp) for segment in rows])
-
-        return order
+    def row_order(self, segments: slice) -> "RowsOfRanks":
+        """The rows of some segments that each rank holds."""
+        return segments_in_order(self.segments[segments])
 
     def runs(self, segments: slice) -> "RunsOfRank":
         """(tp, rank) to a rank's rows of some segments, with B and C whole where heads of several ranks read them."""
@@ -106,15 +101,19 @@ class Mamba2Sizes:
 
         return of_rank
 
-    def rows(self, tp: int, rank: int) -> "Sequence[slice]":
-        """A rank's rows of in_proj, as they stand in the whole of it."""
-        found, start = [], 0
-        for number, size in enumerate(self.segments):
-            share = size // tp
-            run = self._needed(tp, rank) if number in (B, C) else slice(rank * share, (rank + 1) * share)
-            found.append(slice(start + run.start, start + run.stop))
-            start += size
-        return found
+    def reads(self, segments: slice) -> "RowsRead":
+        """The rows of some segments that a rank computes with, as they stand in the whole of them."""
+
+        def of_rank(tp: int, rank: int) -> "Sequence[slice]":
+            found, start = [], 0
+            for number, size in list(enumerate(self.segments))[segments]:
+                share = size // tp
+                run = self._needed(tp, rank) if number in (B, C) else slice(rank * share, (rank + 1) * share)
+                found.append(slice(start + run.start, start + run.stop))
+                start += size
+            return found
+
+        return of_rank
 
     def _needed(self, tp: int, rank: int) -> slice:
         """Rows of B, or of C, of the groups that a rank's heads read."""
@@ -161,8 +160,9 @@ def _projections(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
     def shared(name: str, segments: slice) -> BlockSharedRows:
         return BlockSharedRows(
             sizes.segments[segments],
-            parameters=len(own_parameters(module.get_submodule(name))),
+            parameters=sum(p.ndim > 1 for p in own_parameters(module.get_submodule(name)).values()),
             row_order=sizes.row_order(segments),
+            reads=sizes.reads(segments),
             runs=sizes.runs(segments),
             fits=sizes.fits,
         )
@@ -215,5 +215,5 @@ def _buffers(module: nn.Module, sizes: Mamba2Sizes) -> "dict[str, Pieces]":
             raise NotRecognizedError(
                 f"its state-space mixer has a buffer {name} {list(buffer.shape)}, which no rule knows"
             )
-        found[name] = (-1, sizes.rows)
+        found[name] = (-1, sizes.reads(ALL))
     return found

@@ -154,15 +154,15 @@ def _listed_experts(module: nn.Module) -> bool:
 
 def _split_by_counts(module: nn.Module) -> "Styles":
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
+    from rl_parallel_plans.row_order import halves_in_order
     from rl_parallel_plans.styles import BlockParameters, ParameterRule
 
     fused, down = (tuple(module.get_submodule(name).get_parameter("weight").shape) for name in FUSED[1])
     if fused != (down[0], 2 * down[2], down[1]):
         raise NotRecognizedError(f"its experts have the weights {fused} and {down}, which no rule knows")
     return {
-        "input_linear": BlockParameters({"weight": ParameterRule(placement=_StridedShard(1, split_factor=2))}),
+        "input_linear": BlockParameters({"weight": ParameterRule(placement=Shard(1), row_order=halves_in_order)}),
         "output_linear": BlockParameters({"weight": ParameterRule(placement=Shard(2))}),
     }
 

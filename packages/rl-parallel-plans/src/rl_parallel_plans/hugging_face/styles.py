@@ -9,7 +9,7 @@ Inside a module everything is a plain tensor. Strings on parameters (`experts.ga
 that holds them: `own`, the parameter's name to the string.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.row_order import halves_in_order, segments_read
 from rl_parallel_plans.styles.in_block import own_names
 from rl_parallel_plans.styles.local_parameters import (
     REPLICATED,
@@ -28,6 +28,7 @@ from rl_parallel_plans.styles.local_parameters import (
     LocalParameters,
     ParameterRule,
 )
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 from rl_parallel_plans.styles.sums import sum_over_ranks, with_summed_gradient
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def parameter_rule(style: str, name: str, ndim: int) -> ParameterRule:
         return ParameterRule(placement=Shard(ndim - 1))
     if style in PACKED_COLWISE | PACKED_ROWWISE and ndim > 1:
         dim = ndim - 2 if style in PACKED_COLWISE else ndim - 1
-        return ParameterRule(placement=_StridedShard(dim, split_factor=PACKED))
+        return ParameterRule(placement=Shard(dim), row_order=halves_in_order)
     raise PlanError(f"Hugging Face style {style!r} cannot place the {ndim}-dimensional parameter {name!r}")
 
 
@@ -79,7 +80,7 @@ def uneven(module: nn.Module, rules: Mapping[str, ParameterRule], tp: int) -> li
         if dim is None:
             continue
         size = module.get_parameter(name).shape[dim]
-        units = getattr(rule.placement, "split_factor", 1) * tp
+        units = tp if rule.row_order is None else PACKED * tp
         if size % units:
             what = f"tp={tp}" if units == tp else f"tp={tp} times {units // tp} packed matrices"
             found.append(f"has {name} with {size} features, which {what} does not divide: choose a tp that does")
@@ -124,8 +125,8 @@ class SummedModule(OwnParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_sum_input_gradients, mesh=device_mesh), with_kwargs=True)
-        module.register_forward_hook(partial(_sum_output, mesh=device_mesh))
+        wrap_forward(module, partial(_sum_input_gradients, mesh=device_mesh))
+        wrap_forward(module, partial(_sum_output, mesh=device_mesh))
         return module
 
 
@@ -142,7 +143,7 @@ class SummedOutput(LocalParameters):
         return {"all_reduce": 1}, {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        module.register_forward_hook(partial(_sum_output, mesh=device_mesh))
+        wrap_forward(module, partial(_sum_output, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -170,8 +171,13 @@ class PackedColwise(LocalParameters):
     """A linear layer that packs [gate | up], each cut by columns (`packed_colwise`): puts out [gate_r | up_r]."""
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows of both matrices, those of the bias too."""
-        return dict.fromkeys(own_names(module), ParameterRule(placement=_StridedShard(0, split_factor=PACKED)))
+        """Rows of both matrices; a bias, being small, whole."""
+        return {
+            name: ParameterRule(placement=Shard(0), row_order=halves_in_order)
+            if p.ndim > 1
+            else ParameterRule(placement=Replicate(), reads=segments_read([len(p) // PACKED] * PACKED))
+            for name, p in module.named_parameters(recurse=False)
+        }
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Rows that tp does not divide."""
@@ -183,7 +189,7 @@ class PackedColwise(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_sum_input_gradients, mesh=device_mesh), with_kwargs=True)
+        wrap_forward(module, partial(_sum_input_gradients, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -226,7 +232,7 @@ class LatentAttentionDown(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_hook(partial(_sum_rope_gradient, mesh=device_mesh, features=self.rope_features))
+        wrap_forward(module, partial(_sum_rope_gradient, mesh=device_mesh, features=self.rope_features))
         return module
 
     def __repr__(self) -> str:
@@ -245,7 +251,7 @@ class SharedIdentity(LocalParameters):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        module.register_forward_pre_hook(partial(_share, ranks=device_mesh.size()))
+        wrap_forward(module, partial(_share, ranks=device_mesh.size()))
         return module
 
     def __repr__(self) -> str:
@@ -263,28 +269,40 @@ def _listed(own: Mapping[str, str]) -> str:
 
 
 def _sum_input_gradients(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
-) -> tuple[Any, ...]:
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
     def summed(value: Any) -> Any:
         wanted = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         return with_summed_gradient(value, mesh) if wanted else value
 
-    return tree_map(summed, args), tree_map(summed, kwargs)
+    return call(*tree_map(summed, args), **tree_map(summed, kwargs))
 
 
 def _sum_rope_gradient(
-    _module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh", features: int
+    _module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mesh: "DeviceMesh",
+    features: int,
 ) -> Tensor:
+    output = call(*args, **kwargs)
     latent, rope = torch.split(output, [output.shape[-1] - features, features], dim=-1)
     return torch.cat([latent, with_summed_gradient(rope, mesh)], dim=-1)
 
 
-def _sum_output(_module: nn.Module, _args: object, output: Any, *, mesh: "DeviceMesh") -> Any:
+def _sum_output(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
+    output = call(*args, **kwargs)
     if isinstance(output, tuple | list):
         return type(output)([sum_over_ranks(output[0], mesh), *output[1:]])
     return sum_over_ranks(output, mesh)
 
 
-def _share(_module: nn.Module, args: tuple[Any, ...], *, ranks: int) -> tuple[Any, ...]:
+def _share(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, ranks: int
+) -> Any:
     hidden, *others = args
-    return (hidden / ranks, *others)
+    return call(hidden / ranks, *others, **kwargs)

@@ -11,6 +11,7 @@ from rl_parallel_plans.styles.in_block import (
     BlockNorm,
     BlockPackedColwise,
     BlockReplicated,
+    BlockReplicatedHeads,
     BlockRowwise,
 )
 from rl_parallel_plans.styles.layer_inputs import LayerReads, SplitLayerInputs
@@ -43,6 +44,7 @@ __all__ = [
     "BlockParallel",
     "BlockParameters",
     "BlockReplicated",
+    "BlockReplicatedHeads",
     "BlockReplicatedTree",
     "BlockRowwise",
     "BlockShare",

@@ -18,7 +18,7 @@ Hence the rule for everything whole inside a block (a router, the norm over a he
 gradient is one term of a sum. Axes: [B, S, H] batch, sequence, hidden. Any S will do: DTensor cuts ceil(S / tp) each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.local_heads import LocalHeads
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 from rl_parallel_plans.styles.sums import sum_over_ranks, with_summed_gradient
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ class BlockParallel(LocalParameters):
             self.local_heads.apply(module, device_mesh.size())
         produced: Placement = Partial() if self.output == "sum" else Shard(-1)
         outside: Placement = Shard(1) if self.sequence_parallel else Replicate()
-        module.register_forward_pre_hook(partial(_enter, mesh=device_mesh), with_kwargs=True)
-        module.register_forward_hook(partial(_leave, mesh=device_mesh, produced=produced, outside=outside))
+        wrap_forward(module, partial(_across_borders, mesh=device_mesh, produced=produced, outside=outside))
         return module
 
     def __repr__(self) -> str:
@@ -113,16 +113,28 @@ class SplitSequence(LocalParameters):
         return {}, {"all_gather": 1}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        module.register_forward_pre_hook(partial(_split, mesh=device_mesh), with_kwargs=True)
+        wrap_forward(module, partial(_split, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-def _enter(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _across_borders(
+    _module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mesh: "DeviceMesh",
+    produced: Placement,
+    outside: Placement,
+) -> Any:
+    args, kwargs = _enter(args, kwargs, mesh)
+    return _leave(call(*args, **kwargs), mesh, produced=produced, outside=outside)
+
+
+def _enter(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: "DeviceMesh") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Whole plain tensors, whose gradients are summed over the ranks."""
 
     def whole(value: Any) -> Any:
@@ -144,9 +156,7 @@ def _needs_sum(value: object) -> bool:
     return is_dtensor(value) or (value.requires_grad and torch.is_grad_enabled())
 
 
-def _leave(
-    _module: nn.Module, _args: object, output: Any, *, mesh: "DeviceMesh", produced: Placement, outside: Placement
-) -> Any:
+def _leave(output: Any, mesh: "DeviceMesh", *, produced: Placement, outside: Placement) -> Any:
     """The sum (or the joined features), whole or cut along the sequence; what else is returned is left alone."""
 
     def joined(tensor: Tensor) -> Tensor:
@@ -162,11 +172,11 @@ def _leave(
 
 
 def _split(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
     def cut(hidden: Tensor) -> DTensor:
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
 
     if args:
-        return (cut(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": cut(kwargs["hidden_states"])}
+        return call(cut(args[0]), *args[1:], **kwargs)
+    return call(**{**kwargs, "hidden_states": cut(kwargs["hidden_states"])})

@@ -10,7 +10,7 @@ travels along, so that a rank to which no token comes has gradients too, of zero
 Axes: N tokens, K choices, H hidden, M rows that arrive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rl_parallel_plans.dtensor import has_numbers
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.styles.in_block import BlockExperts, own_names
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule, place_parameters
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,9 +79,7 @@ class ExpertParallel(LocalParameters):
             if isinstance(module.__dict__.get(name), int):
                 setattr(module, name, experts // self.ep)
         dispatch = Dispatch(group=device_mesh.get_group(0), ep=self.ep, experts=experts)
-        module.register_forward_pre_hook(partial(_dispatch, dispatch=dispatch))
-        module.register_forward_hook(partial(_combine, dispatch=dispatch))
-        module.register_forward_hook(_forget, always_call=True)
+        wrap_forward(module, partial(_on_their_experts, dispatch=dispatch))
         return module
 
     def __repr__(self) -> str:
@@ -113,7 +112,14 @@ class _Way:
     """[N, K] of the choices."""
 
 
-def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -> tuple[Any, ...]:
+def _on_their_experts(  # noqa: PLR0917 - a wrapper
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, dispatch: Dispatch
+) -> Tensor:
+    args, way = _dispatch(module, args, dispatch=dispatch)
+    return _combine(call(*args, **kwargs), way, dispatch=dispatch)
+
+
+def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -> tuple[tuple[Any, ...], _Way]:
     if len(args) != 3 or any(not isinstance(a, Tensor) for a in args) or args[1].is_floating_point():
         raise PlanError(
             f"{type(module).__name__} is not called as experts(hidden, top_k_index, top_k_weights): expert parallelism "
@@ -130,15 +136,15 @@ def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -
     order = chosen.argsort(stable=True)
     sent, received = _counts(chosen // local, dispatch)
     way = _Way(order=order, sent=sent, received=received, weights=weights)
-    module.__dict__.setdefault("ways", []).append(way)
     rows = _AllToAll.apply(hidden[order // index.shape[1]], way.received, way.sent, dispatch.group)  # type: ignore[no-untyped-call]
     experts = chosen.new_empty(sum(way.received))
     dist.all_to_all_single(experts, chosen[order] % local, way.received, way.sent, group=dispatch.group)
-    return (
+    arrived = (
         torch.cat([rows, rows.new_zeros(1, rows.shape[1])]),
         torch.cat([experts, experts.new_zeros(1)])[:, None],
         weights.new_ones(len(experts) + 1, 1),
     )
+    return arrived, way
 
 
 def _counts(ranks: Tensor, dispatch: Dispatch) -> tuple[list[int], list[int]]:
@@ -152,17 +158,10 @@ def _counts(ranks: Tensor, dispatch: Dispatch) -> tuple[list[int], list[int]]:
     return sent.tolist(), received.tolist()
 
 
-def _combine(module: nn.Module, _args: object, output: Tensor, *, dispatch: Dispatch) -> Tensor:
-    way: _Way = module.__dict__["ways"][-1]
+def _combine(output: Tensor, way: _Way, *, dispatch: Dispatch) -> Tensor:
     rows = _AllToAll.apply(output[:-1], way.sent, way.received, dispatch.group)  # type: ignore[no-untyped-call]
     choices = torch.empty_like(rows).index_copy(0, way.order, rows).view(*way.weights.shape, -1)
     return (choices * way.weights[..., None].to(choices.dtype)).sum(1) + 0.0 * output[-1]
-
-
-def _forget(module: nn.Module, _args: object, _output: object) -> None:
-    """Also after an exception."""
-    if module.__dict__.get("ways"):
-        module.__dict__["ways"].pop()
 
 
 class _AllToAll(torch.autograd.Function):

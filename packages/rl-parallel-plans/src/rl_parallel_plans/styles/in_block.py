@@ -4,17 +4,17 @@ None of them communicates, but for `BlockNorm` and `BlockGatheredColwise`, which
 of the block do it for all (`blocks`). Weights are those of nn.Linear, [out, in], unless a style says otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.row_order import RowsRead, halves_in_order, segments_in_order, segments_read
 from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL, LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +78,7 @@ class BlockPackedColwise(BlockColwise):
     """A fused linear layer, [q | k | v] or [gate | up], each segment shared out.
 
     sizes: rows of each segment. units: indivisible units of each.
-    Rows are put in the order q_0 k_0 v_0 q_1 k_1 v_1 ..., and the weight is Shard(0) in it; export puts them back.
+    A rank's rows are q_r k_r v_r, its part of each segment; state dicts and exports have the unsharded order.
     """
 
     def __init__(self, sizes: Sequence[int], *, units: Sequence[int], what: str = "output features") -> None:
@@ -86,14 +86,10 @@ class BlockPackedColwise(BlockColwise):
         self.sizes, self.all_units = tuple(sizes), tuple(units)
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows, in the order of the ranks."""
-        return {name: ParameterRule(placement=Shard(0), row_order=self.row_order) for name in own_names(module)}
-
-    def row_order(self, tp: int) -> Tensor:
-        """Index [rows] of the row of the fused weight that stands at each place of the sharded one."""
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        segments = [torch.arange(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
-        return torch.cat([s.chunk(tp)[rank] for rank in range(tp) for s in segments])
+        """Rows, in the order of the ranks; a bias, being small, whole."""
+        rule = ParameterRule(placement=Shard(0), row_order=segments_in_order(self.sizes))
+        bias = ParameterRule(placement=Replicate(), reads=segments_read(self.sizes))
+        return {name: rule if p.ndim > 1 else bias for name, p in module.named_parameters(recurse=False)}
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Segments that tp does not divide."""
@@ -107,6 +103,42 @@ class BlockPackedColwise(BlockColwise):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)} of {list(self.all_units)} {self.what})"
+
+
+class BlockReplicatedHeads(LocalParameters):
+    """A linear layer of fewer heads than there are ranks: whole on each, which computes one head with its rows.
+
+    Rank r has head r * heads // tp, as the query heads of r need it. Each rank's gradient is a term of the sum, which
+    is zero in the other heads' rows. Also fits whatever else has its rows by heads: a norm with a weight for each head.
+    """
+
+    def __init__(self, *, heads: int, what: str = "key/value heads") -> None:
+        super().__init__()
+        self.heads, self.what = heads, what
+
+    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
+        """Every parameter whole, and of its rows those of one head read."""
+        return {
+            name: ParameterRule(placement=Replicate(), reads=self._reads(p.shape[0] // self.heads))
+            for name, p in module.named_parameters(recurse=False)
+        }
+
+    def _reads(self, size: int) -> RowsRead:
+        def read(tp: int, rank: int) -> list[slice]:
+            first = rank * self.heads // tp * size
+            return [slice(first, first + size)]
+
+        return read
+
+    def problems(self, module: nn.Module, tp: int) -> list[str]:
+        """Heads of which tp is no multiple."""
+        del module
+        if tp % self.heads == 0:
+            return []
+        return [f"has {self.heads} {self.what}, of which tp={tp} is no multiple: choose one that is"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.heads} {self.what})"
 
 
 class BlockExperts(LocalParameters):
@@ -133,7 +165,7 @@ class BlockExperts(LocalParameters):
             return ParameterRule(placement=Shard(ndim - 2 if self.transposed else ndim - 1))
         dim = ndim - 1 if self.transposed or bias else ndim - 2
         if name.startswith("gate_up") and not self.interleaved:
-            return ParameterRule(placement=_StridedShard(dim, split_factor=2))
+            return ParameterRule(placement=Shard(dim), row_order=halves_in_order)
         return ParameterRule(placement=Shard(dim))
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
@@ -174,8 +206,7 @@ class BlockNorm(LocalParameters):
             old = module.get_parameter(name)
             new = distribute_tensor(old.detach(), device_mesh, [rule.placement], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
-        module.register_forward_pre_hook(partial(_features_in, mesh=device_mesh))
-        module.register_forward_hook(_features_out)
+        wrap_forward(module, partial(_over_all_features, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -190,21 +221,28 @@ class BlockGatheredColwise(BlockColwise):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_gather_features, mesh=device_mesh))
+        wrap_forward(module, partial(_gather_features, mesh=device_mesh))
         return module
 
 
-def _features_in(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:
-    hidden, *others = args
-    return (DTensor.from_local(hidden, mesh, [Shard(hidden.ndim - 1)], run_check=False), *others)
+def _over_all_features(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
+    def features(value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_dtensor(value):
+            return value
+        return DTensor.from_local(value, mesh, [Shard(value.ndim - 1)], run_check=False)
 
-
-def _features_out(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    output = call(*map(features, args), **{name: features(value) for name, value in kwargs.items()})
     # A tensor of its own: models change it in place (OLMoE's clip_qkv), which a view of a DTensor must not be.
     return output.to_local().clone() if is_dtensor(output) else output
 
 
-def _gather_features(_module: nn.Module, args: tuple[Any, ...], *, mesh: "DeviceMesh") -> tuple[Any, ...]:
+def _gather_features(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
     hidden, *others = args
     features = DTensor.from_local(hidden, mesh, [Shard(hidden.ndim - 1)], run_check=False)
-    return (features.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *others)
+    return call(
+        features.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *others, **kwargs
+    )

@@ -5,7 +5,7 @@ multiplies the stream by a buffer of the layer.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.in_block import own_names
-from rl_parallel_plans.styles.local_parameters import REPLICATED, LocalParameters, ParameterRule, unshadow
-from rl_parallel_plans.styles.mixers import shadow_during_forward
+from rl_parallel_plans.styles.local_parameters import (
+    REPLICATED,
+    LocalParameters,
+    ParameterRule,
+    compute_locally,
+    local_views,
+)
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,9 +49,7 @@ class SplitLayerInputs(LocalParameters):
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         names = list(inspect.signature(module.forward).parameters)
         places = {name: names.index(name) for name in self.arguments}
-        module.register_forward_pre_hook(partial(_cut, mesh=device_mesh, places=places), with_kwargs=True)
-        module.register_forward_pre_hook(partial(_buffers_in, mesh=device_mesh))
-        module.register_forward_hook(unshadow, always_call=True)
+        wrap_forward(module, partial(_with_cut_inputs, mesh=device_mesh, places=places))
         return module
 
     def __repr__(self) -> str:
@@ -65,18 +69,24 @@ class LayerReads(LocalParameters):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        del device_mesh
         read = [part for name in self.children for part in module.get_submodule(name).modules()]
-        shadow_during_forward(module, [(part, dict.fromkeys(own_names(part), REPLICATED)) for part in read])
+        replicated = [(part, dict.fromkeys(own_names(part), REPLICATED)) for part in read]
+        compute_locally(module, [(part, local_views(device_mesh, rules)) for part, rules in replicated])
         return module
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.children)})"
 
 
-def _cut(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh", places: Mapping[str, int]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_cut_inputs(  # noqa: PLR0917 - a wrapper
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mesh: "DeviceMesh",
+    places: Mapping[str, int],
+) -> Any:
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or is_dtensor(value):
             return value
@@ -84,12 +94,13 @@ def _cut(
 
     positions = set(places.values())
     named = {name: cut(value) if name in places else value for name, value in kwargs.items()}
-    return tuple(cut(value) if place in positions else value for place, value in enumerate(args)), named
-
-
-def _buffers_in(module: nn.Module, _args: object, *, mesh: "DeviceMesh") -> None:
+    given = [cut(value) if place in positions else value for place, value in enumerate(args)]
     # An entry of the instance's __dict__ hides the buffer of the same name, which stays plain.
     names = [name for name, _ in module.named_buffers(recurse=False) if name not in module.__dict__]
-    for name in names:
-        module.__dict__[name] = DTensor.from_local(module.get_buffer(name), mesh, [Replicate()], run_check=False)
-    module.__dict__.setdefault("shadowed", []).append(names)
+    try:
+        for name in names:
+            module.__dict__[name] = DTensor.from_local(module.get_buffer(name), mesh, [Replicate()], run_check=False)
+        return call(*given, **named)
+    finally:
+        for name in names:
+            module.__dict__.pop(name, None)

@@ -1,19 +1,17 @@
 """Parameters that are DTensors on the mesh and plain tensors inside the forward of their module.
 
-A style says by a `ParameterRule` for each parameter how it is cut and what this rank's gradient is a piece of. Around
-each forward, hooks put the local tensor in place of the DTensor; autograd wraps its gradient back. Nothing inside the
-module dispatches through DTensor, so any code runs there, custom kernels included.
+A style says by a `ParameterRule` for each parameter how it is sharded and what this rank's gradient is a piece of. A
+wrapper around the forward puts the local tensor in place of the DTensor; autograd wraps its gradient back. Nothing
+inside the module dispatches through DTensor, so any code runs there, custom kernels included.
 
 A parameter that every rank holds whole while each computes with its own share of the heads has a Partial gradient: this
 rank's is one term of the sum. `partial_gradients` completes it at the end of each backward; under FSDP2, FSDP does.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.styles.partial_gradients import complete_after_backward
-from rl_parallel_plans.styles.row_order_mark import mark_row_order
+from rl_parallel_plans.row_order import RowOrder, RowsOfRanks, RowsRead, set_row_order
+from rl_parallel_plans.styles.fused_weights import keep_state_dicts_unsharded
+from rl_parallel_plans.styles.partial_gradients import sum_gradient_of
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_numbers = itertools.count()  # all ranks apply one plan, in one order
-
-RowOrder = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +48,32 @@ class ParameterRule:
     """How one parameter lies on the tp mesh."""
 
     placement: Placement
-    """`Shard(d)`, `_StridedShard` or `Replicate()`."""
+    """`Shard(d)` or `Replicate()`."""
     partial_gradient: bool = False
     """Whether a whole parameter's gradient on this rank is one term of a sum over ranks."""
     first_rank_only: bool = False
     """Whether only the first rank computes with it: a bias that is added before outputs are summed over ranks."""
-    row_order: RowOrder | None = None
-    """tp to the order [rows] that puts rank 0's rows first, then rank 1's: for fused weights. None keeps the order."""
+    row_order: RowsOfRanks | None = None
+    """Of a fused weight that is sharded over the dim of `placement`: which of its rows each rank holds; see
+    `rl_parallel_plans.row_order`. None keeps their order."""
+    reads: RowsRead | None = None
+    """The rows of a replicated parameter that a rank computes with; None for all. Its gradient is one term of a sum."""
     runs: RunsOfRank | None = None
     """(tp, rank) to the runs of a rank's rows, of which some are gathered for the forward. None gathers nothing."""
 
     @property
+    def registered(self) -> Placement:
+        """The placement of the parameter in the shape in which it is registered."""
+        if self.row_order is None:
+            return self.placement
+        assert isinstance(self.placement, Shard)
+        return Shard(max(self.placement.dim, 1))  # RowOrder.ranks_dim
+
+    @property
     def gradient(self) -> Placement:
         """What this rank's gradient is a piece of."""
-        return Partial() if self.partial_gradient or self.first_rank_only else self.placement
+        is_term = self.partial_gradient or self.first_rank_only or self.reads is not None
+        return Partial() if is_term else self.registered
 
 
 class LocalParameters(ParallelStyle):
@@ -102,71 +110,105 @@ def place_parameters(
     """
     if not rules:
         return
-    numbers: dict[str, int] = {}
     for name, rule in rules.items():
         old = module.get_parameter(name)
         data = old.detach()
         if rule.row_order is not None:
-            order = rule.row_order(mesh.size(-1))
-            data = data[order.to(data.device)]
-            module.__dict__.setdefault("row_orders", {})[name] = order
-            mark_row_order(module, mesh.size(-1))
+            dim, tp = rule.placement.dim, mesh.size(-1)  # type: ignore[attr-defined]
+            order = RowOrder(dim=dim, rows=rule.row_order(tp, data.shape[dim]).view(tp, -1))
+            data = order.dealt(data)
+            set_row_order(module, name, order)
+            keep_state_dicts_unsharded(module)
         # A piece of its own memory: a whole copy of `data` must not stay alive behind it.
-        new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.placement], src_data_rank=src_data_rank))
-        if rule.gradient.is_partial():
-            numbers[name] = next(_numbers)
-            complete_after_backward(new, numbers[name], aside=True)  # a frozen one too: it may thaw
+        new = nn.Parameter(distribute_tensor(data, mesh, [*leading, rule.registered], src_data_rank=src_data_rank))
         new.requires_grad_(old.requires_grad)
         module.register_parameter(name, new)
-    module.register_forward_pre_hook(partial(shadow, rules=dict(rules), leading=leading, numbers=numbers))
-    module.register_forward_hook(unshadow, always_call=True)
+        if rule.gradient.is_partial():  # of a frozen one too: it may thaw
+            sum_gradient_of(module, name)
+    compute_locally(module, [(module, local_views(mesh, rules, leading))])
 
 
-def shadow(
-    module: nn.Module,
-    _args: object,
-    *,
-    rules: Mapping[str, ParameterRule],
-    leading: tuple[Placement, ...] = (),
-    numbers: Mapping[str, int] = MappingProxyType({}),
-) -> None:
-    """Put local tensors in the place of the parameters that FSDP, where it is, has gathered."""
-    axes = len(leading) + 1  # FSDP's own axes come on top: what has more is not gathered
-    # An entry of the instance's __dict__ hides the parameter of the same name, which stays registered.
-    names = []
-    for name, parameter in module.named_parameters(recurse=False):
-        if (
-            name in rules
-            and name not in module.__dict__
-            and is_dtensor(parameter)
-            and parameter.device_mesh.ndim == axes
-        ):
-            if name in numbers and parameter.requires_grad:  # `to_empty` may have made another parameter of it
-                complete_after_backward(parameter, numbers[name], aside=False)
-            module.__dict__[name] = local_of(parameter, rules[name], leading)
-            names.append(name)
-    module.__dict__.setdefault("shadowed", []).append(names)
+@dataclass(frozen=True, kw_only=True)
+class LocalView:
+    """A parameter as one rank computes with it: constants only, which torch.compile need not look into."""
+
+    name: str
+    axes: int
+    """Axes of the parameter's mesh. FSDP's own come on top: what has more is not gathered."""
+    gradient: tuple[Placement, ...]
+    """What the local gradient is a piece of."""
+    ranks_dim: int | None = None
+    """Dim of size 1 that a fused weight is registered with."""
+    reads: tuple[slice, ...] | None = None
+    """Rows of a whole parameter that this rank computes with."""
+    is_zero: bool = False
+    """Whether another rank alone computes with it."""
+    runs: tuple[Run, ...] | None = None
+    """Rows of which some are gathered."""
+
+    def of(self, parameter: DTensor) -> Tensor:
+        """This rank's part, whose gradient autograd places as the rule says."""
+        local = parameter.to_local(grad_placements=list(self.gradient))
+        if self.ranks_dim is not None:
+            local = local.squeeze(self.ranks_dim)
+        if self.reads is not None:
+            rows = [local[each] for each in self.reads]
+            local = rows[0] if len(rows) == 1 else torch.cat(rows)
+        if self.is_zero:
+            return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
+        if self.runs is not None:
+            mesh = parameter.device_mesh
+            pieces = zip(torch.split(local, [run.size for run in self.runs]), self.runs, strict=True)
+            return torch.cat([piece if run.needed is None else _gathered(piece, run, mesh) for piece, run in pieces])
+        return local
 
 
-def unshadow(module: nn.Module, _args: object, _output: object) -> None:
-    """Undo the last `shadow`, which may be inside of another."""
-    shadowed: list[list[str]] = module.__dict__.get("shadowed", [])
-    for name in shadowed.pop() if shadowed else ():
-        module.__dict__.pop(name, None)
+def local_views(
+    mesh: "DeviceMesh", rules: Mapping[str, ParameterRule], leading: tuple[Placement, ...] = ()
+) -> tuple[LocalView, ...]:
+    """What this rank computes with, of parameters that lie on `mesh` by `rules`."""
+    tp, rank = mesh.size(-1), mesh.get_local_rank(-1)
+    return tuple(
+        LocalView(
+            name=name,
+            axes=len(leading) + 1,
+            gradient=(*leading, rule.gradient),
+            ranks_dim=None if rule.row_order is None else rule.registered.dim,  # type: ignore[attr-defined]
+            reads=None if rule.reads is None else tuple(rule.reads(tp, rank)),
+            is_zero=rule.first_rank_only and rank > 0,
+            runs=None if rule.runs is None else tuple(rule.runs(tp, rank)),
+        )
+        for name, rule in rules.items()
+    )
 
 
-def local_of(parameter: DTensor, rule: ParameterRule, leading: tuple[Placement, ...] = ()) -> Tensor:
-    """This rank's part, whose gradient autograd places as the rule says."""
-    local = parameter.to_local(grad_placements=[*leading, rule.gradient])
-    rank = parameter.device_mesh.get_local_rank(-1)
-    if rule.first_rank_only and rank:
-        return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
-    if rule.runs is not None:
-        mesh = parameter.device_mesh
-        runs = rule.runs(mesh.size(), rank)
-        pieces = zip(torch.split(local, [run.size for run in runs]), runs, strict=True)
-        return torch.cat([piece if run.needed is None else _gathered(piece, run, mesh) for piece, run in pieces])
-    return local
+Parts = Sequence[tuple[nn.Module, tuple[LocalView, ...]]]
+
+
+def compute_locally(module: nn.Module, parts: Parts) -> None:
+    """Put local tensors in place of the parameters of `parts` while `module` runs, whether it calls them or not."""
+    if parts := [(part, views) for part, views in parts if views]:
+        wrap_forward(module, partial(_with_local_tensors, parts=parts))
+
+
+def _with_local_tensors(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: Parts
+) -> Any:
+    hidden: list[tuple[nn.Module, str]] = []
+    try:
+        for part, views in parts:
+            for view in views:
+                # An entry of the instance's __dict__ hides the parameter of the same name, which stays registered.
+                if view.name in part.__dict__:
+                    continue
+                parameter = getattr(part, view.name)
+                if is_dtensor(parameter) and parameter.device_mesh.ndim == view.axes:
+                    part.__dict__[view.name] = view.of(parameter)
+                    hidden.append((part, view.name))
+        return call(*args, **kwargs)
+    finally:
+        for part, name in hidden:
+            del part.__dict__[name]
 
 
 def _gathered(piece: Tensor, run: Run, mesh: "DeviceMesh") -> Tensor:

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.row_order import RowsOfRanks, RowsRead
 from rl_parallel_plans.styles.blocks import BlockParallel, Counts
 from rl_parallel_plans.styles.in_block import BlockColwise, BlockNorm, BlockPackedColwise, BlockReplicated, own_names
 from rl_parallel_plans.styles.local_parameters import (
     REPLICATED,
     LocalParameters,
     ParameterRule,
-    RowOrder,
     RunsOfRank,
-    shadow,
-    unshadow,
+    compute_locally,
+    local_views,
 )
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,14 +77,13 @@ class MixerParallel(BlockParallel):
         for name, value in (self.attributes(device_mesh.size()) if self.attributes else {}).items():
             setattr(module, name, value)
         children = [(child := module.get_submodule(path), style.rules(child)) for path, style in self.inside.items()]
-        shadow_during_forward(module, children)
+        compute_locally(module, [(child, local_views(device_mesh, rules)) for child, rules in children])
         size, rank = device_mesh.size(), device_mesh.get_local_rank()
-        pieces = {name: (dim, runs(size, rank)) for name, (dim, runs) in self.buffers.items()}
-        module.register_forward_pre_hook(partial(_buffers_in, pieces=pieces))
-        module.register_forward_hook(unshadow, always_call=True)
+        if self.buffers:
+            pieces = {name: (dim, runs(size, rank)) for name, (dim, runs) in self.buffers.items()}
+            wrap_forward(module, partial(_with_own_buffers, pieces=pieces))
         if self.unfused:
-            module.register_forward_pre_hook(_evaluate)
-            module.register_forward_hook(_train_again, always_call=True)
+            wrap_forward(module, _as_in_evaluation)
         return module
 
     def __repr__(self) -> str:
@@ -113,11 +113,10 @@ class WholeParallel(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        children = [(child, self.rules(child)) for child in module.modules() if child is not module]
-        shadow_during_forward(module, children)
+        children = [child for child in module.modules() if child is not module]
+        compute_locally(module, [(child, local_views(device_mesh, self.rules(child))) for child in children])
         if self.sequence_parallel:
-            module.register_forward_pre_hook(_gather_sequence, with_kwargs=True)
-            module.register_forward_hook(partial(_cut_sequence, mesh=device_mesh))
+            wrap_forward(module, partial(_on_whole_sequence, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
@@ -140,7 +139,7 @@ class BlockSharedRows(LocalParameters):
     Every row lies on one rank; what more than one needs is gathered for the forward: a few rows beside many (B and C of
     Mamba 2). Rows are put in the order of the ranks, as in `BlockPackedColwise`.
     sizes: rows of each segment.
-    parameters: how many the layer has, a bias included.
+    parameters: how many the layer has that are sharded: a bias, being small, stays whole.
     fits: tp to why it does not fit, a sentence that goes on after the module's name, or None.
     """
 
@@ -149,18 +148,20 @@ class BlockSharedRows(LocalParameters):
         sizes: Sequence[int],
         *,
         parameters: int,
-        row_order: RowOrder,
+        row_order: RowsOfRanks,
+        reads: RowsRead,
         runs: RunsOfRank,
         fits: Callable[[int], str | None],
     ) -> None:
         super().__init__()
         self.sizes, self.parameters = tuple(sizes), parameters
-        self.row_order, self.runs, self.fits = row_order, runs, fits
+        self.row_order, self.reads, self.runs, self.fits = row_order, reads, runs, fits
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows, in the order of the ranks."""
+        """Rows, in the order of the ranks; a bias whole."""
         rule = ParameterRule(placement=Shard(0), row_order=self.row_order, runs=self.runs)
-        return dict.fromkeys(own_names(module), rule)
+        bias = ParameterRule(placement=Replicate(), reads=self.reads)
+        return {name: rule if p.ndim > 1 else bias for name, p in module.named_parameters(recurse=False)}
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Units that tp does not divide."""
@@ -191,7 +192,8 @@ class BlockReplicatedTree(BlockReplicated):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        shadow_during_forward(module, [(child, self.rules(child)) for child in module.modules() if child is not module])
+        children = [child for child in module.modules() if child is not module]
+        compute_locally(module, [(child, local_views(device_mesh, self.rules(child))) for child in children])
         return module
 
 
@@ -204,7 +206,7 @@ class BlockShare(LocalParameters):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        module.register_forward_hook(partial(_share, ranks=device_mesh.size()))
+        wrap_forward(module, partial(_share, ranks=device_mesh.size()))
         return module
 
     def __repr__(self) -> str:
@@ -252,67 +254,51 @@ class BlockGroupNorm(BlockColwise):
 class BlockGatedNorm(BlockNorm):
     """A norm over features that are shared out, multiplied by a gate that is shared out alike."""
 
-    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(partial(_gate_in, mesh=device_mesh), with_kwargs=True)
-        return module
 
-
-def _share(_module: nn.Module, _args: object, output: Tensor, *, ranks: int) -> Tensor:
+def _share(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, ranks: int
+) -> Tensor:
+    output: Tensor = call(*args, **kwargs)
     return output / ranks
 
 
-def shadow_during_forward(module: nn.Module, children: list[tuple[nn.Module, Mapping[str, ParameterRule]]]) -> None:
-    """Local tensors in place of the children's parameters while `module` runs, whether it calls the children or not."""
-    children = [(child, rules) for child, rules in children if rules]
-    if children:
-        module.register_forward_pre_hook(partial(_children_in, children=children))
-        module.register_forward_hook(partial(_children_out, children=children), always_call=True)
-
-
-def _children_in(
-    _module: nn.Module, _args: object, *, children: list[tuple[nn.Module, Mapping[str, ParameterRule]]]
-) -> None:
-    for child, rules in children:
-        shadow(child, (), rules=rules)
-
-
-def _children_out(
-    _module: nn.Module,
-    _args: object,
-    _output: object,
+def _with_own_buffers(  # noqa: PLR0917 - a wrapper
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     *,
-    children: list[tuple[nn.Module, Mapping[str, ParameterRule]]],
-) -> None:
-    for child, _ in children:
-        unshadow(child, (), None)
-
-
-def _buffers_in(module: nn.Module, _args: object, *, pieces: Mapping[str, tuple[int, Sequence[slice]]]) -> None:
+    pieces: Mapping[str, tuple[int, Sequence[slice]]],
+) -> Any:
     # An entry of the instance's __dict__ hides the buffer of the same name, which stays whole.
     names = [name for name in pieces if name not in module.__dict__]
-    for name in names:
-        dim, runs = pieces[name]
-        buffer = module.get_buffer(name)
-        module.__dict__[name] = torch.cat([buffer[(slice(None),) * (dim % buffer.ndim) + (run,)] for run in runs], dim)
-    module.__dict__.setdefault("shadowed", []).append(names)
+    try:
+        for name in names:
+            dim, runs = pieces[name]
+            buffer = module.get_buffer(name)
+            before = (slice(None),) * (dim % buffer.ndim)
+            module.__dict__[name] = torch.cat([buffer[(*before, run)] for run in runs], dim)
+        return call(*args, **kwargs)
+    finally:
+        for name in names:
+            module.__dict__.pop(name, None)
 
 
-def _evaluate(module: nn.Module, _args: object) -> None:
-    module.__dict__.setdefault("was_training", []).append(module.training)
+def _as_in_evaluation(  # noqa: PLR0917 - a wrapper
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    training = module.training
     module.training = False
+    try:
+        return call(*args, **kwargs)
+    finally:
+        module.training = training
 
 
-def _train_again(module: nn.Module, _args: object, _output: object) -> None:
-    before: list[bool] = module.__dict__.get("was_training", [])
-    if before:
-        module.training = before.pop()
-
-
-def _gather_sequence(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Whole plain tensors; each rank's gradient of them is whole."""
+def _on_whole_sequence(
+    _module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
+) -> Any:
+    """Whole plain tensors inside, and each rank's gradient of them is whole; outside, this rank's part again."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -321,26 +307,10 @@ def _gather_sequence(
             return value
         return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
-    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
-
-
-def _cut_sequence(_module: nn.Module, _args: object, output: Any, *, mesh: "DeviceMesh") -> Any:
-    """This rank's part of the sequence; what else is returned is left alone."""
-
     def cut(tensor: Tensor) -> DTensor:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
 
-    if isinstance(output, tuple | list):
+    output = call(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+    if isinstance(output, tuple | list):  # what else is returned is left alone
         return type(output)([cut(output[0]), *output[1:]])
     return cut(output)
-
-
-def _gate_in(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mesh: "DeviceMesh"
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def features(value: Any) -> Any:
-        if not isinstance(value, Tensor) or is_dtensor(value):
-            return value
-        return DTensor.from_local(value, mesh, [Shard(value.ndim - 1)], run_check=False)
-
-    return tuple(map(features, args)), {name: features(value) for name, value in kwargs.items()}

@@ -6,6 +6,7 @@ accumulated before is set aside meanwhile: beside it, DTensor would sum each gra
 parameters here are not the registered ones: FSDP completes theirs.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -29,25 +30,39 @@ ASIDE = "gradient_set_aside"
 """Attribute of a parameter: its whole gradient of earlier backwards, while a backward adds to it."""
 
 
-def complete_after_backward(parameter: Tensor, number: int, *, aside: bool) -> None:
-    """Complete the Partial gradient of `parameter` at the end of every backward that reaches it.
+_numbers = itertools.count()
+"""All ranks apply one plan, in one order, and so number its parameters alike: the order of the sum."""
+REGISTRY = "partial_gradients"
+"""Entry of a module's __dict__: names of its parameters with a Partial gradient, with their numbers."""
 
-    number: the same on every rank, and no two alike: the order of the sum.
-    aside: set aside what was accumulated before; not for a parameter that FSDP may have gathered, which takes its
-        gradient before the end of the backward.
 
-    Does nothing the second time. A copy, or what `to` and `to_empty` make of a parameter, is another tensor.
-    """
+def sum_gradient_of(module: nn.Module, name: str) -> None:
+    """Complete the Partial gradient of `module`'s parameter `name` at the end of every backward that reaches it."""
+    module.__dict__.setdefault(REGISTRY, {})[name] = next(_numbers)
+    complete_gradients(module)
+
+
+def complete_gradients(module: nn.Module) -> None:
+    """Hook the module's parameters with a Partial gradient; those that are hooked already are left alone."""
+    for name, number in module.__dict__.get(REGISTRY, {}).items():
+        parameter = module._parameters.get(name)  # noqa: SLF001 - without what hides it in forward
+        if parameter is not None and is_dtensor(parameter):
+            _complete_after_backward(parameter, number)
+
+
+def _complete_after_backward(parameter: Tensor, number: int) -> None:
     if parameter.__dict__.get("completed") == id(parameter):
         return
     parameter.__dict__["completed"] = id(parameter)
-    if aside:
-        parameter.register_hook(lambda gradient: _set_aside(parameter, gradient))  # type: ignore[no-untyped-call]
+    trains = parameter.requires_grad
+    parameter.requires_grad_(requires_grad=True)  # a frozen one takes no hook, and may thaw
+    parameter.register_hook(lambda gradient: _set_aside(parameter, gradient))  # type: ignore[no-untyped-call]
     hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public one
     if hooks and any(getattr(hook, "func", None) is _note for hook in hooks.values()):
         # `to_empty` has put another tensor into this object, which its hooks do not reach; None forgets them.
         parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # noqa: SLF001
     parameter.register_post_accumulate_grad_hook(partial(_note, number=number))  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trains)
 
 
 def _set_aside(parameter: Tensor, gradient: Tensor) -> None:

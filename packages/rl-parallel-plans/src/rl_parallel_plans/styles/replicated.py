@@ -4,18 +4,18 @@ Their parameters are DTensors on the tp mesh like all others, so that optimizers
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_map
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.styles.in_block import own_names
 from rl_parallel_plans.styles.local_parameters import REPLICATED, REPLICATED_PARTIAL, LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,26 +64,30 @@ class SequenceShardedParallel(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(_positions_in)
-        module.register_forward_hook(partial(_positions_out, mesh=device_mesh, gather=self.gather))
+        wrap_forward(module, partial(_on_positions, mesh=device_mesh, gather=self.gather))
         return module
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'gather=True' if self.gather else ''})"
 
 
-def _positions_in(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _on_positions(  # noqa: PLR0917 - a wrapper
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mesh: "DeviceMesh",
+    gather: bool,
+) -> Tensor:
     if not args or not is_dtensor(args[0]):
         raise PlanError(
             f"{type(module).__name__} was planned for a residual stream that is cut along the sequence, and its input "
             "is whole: its model does not call it where the plan assumes; plan with sequence_parallel=False"
         )
-    module.__dict__["whole_length"] = args[0].shape[1]
-    return tuple(tree_map(lambda value: value.to_local() if is_dtensor(value) else value, args))
-
-
-def _positions_out(module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh", gather: bool) -> Tensor:
-    shape = (output.shape[0], module.__dict__.pop("whole_length"), *output.shape[2:])
+    length = args[0].shape[1]
+    output = call(*[value.to_local() if is_dtensor(value) else value for value in args], **kwargs)
+    shape = (output.shape[0], length, *output.shape[2:])
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     positions = DTensor.from_local(output, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)  # type: ignore[arg-type]
     return positions.redistribute(placements=[Replicate()]).to_local() if gather else positions

@@ -4,7 +4,7 @@ torch's row-wise embedding (2.13) makes the gradient of all words on every rank;
 padding word is one on the rank that holds it and on no other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.logp.chunks import VocabularySlice
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 from rl_parallel_plans.styles.sums import sum_over_ranks
 
 if TYPE_CHECKING:
@@ -43,26 +44,28 @@ class VocabularyParallelEmbedding(LocalParameters):
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
             module.padding_idx = padding - start if start <= padding < start + local else None  # type: ignore[assignment]
-        module.register_forward_pre_hook(partial(_local_words, where=where))
-        module.register_forward_hook(partial(_all_words, mesh=device_mesh))
+        wrap_forward(module, partial(_own_tokens, where=where, mesh=device_mesh))
         return module
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-def _local_words(module: nn.Module, args: tuple[Any, ...], *, where: VocabularySlice) -> tuple[Any, ...]:
-    words, *others = args
-    inside = ((words >= 0) & (words < where.total)).all()
-    if words.device.type == "cuda":
+def _own_tokens(
+    _module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    where: VocabularySlice,
+    mesh: "DeviceMesh",
+) -> Tensor:
+    tokens, *others = args
+    inside = ((tokens >= 0) & (tokens < where.total)).all()
+    if tokens.device.type == "cuda":
         torch._assert_async(inside)  # noqa: SLF001 - no public one; without waiting for the device
-    elif has_numbers(words) and not inside:
+    elif has_numbers(tokens) and not inside:
         raise IndexError(f"token ids must lie in 0 to {where.total - 1}, as an embedding's must on one rank")
-    index, mine = where.owned(words)
-    module.__dict__["own_words"] = mine
-    return (index, *others)
-
-
-def _all_words(module: nn.Module, _args: object, output: Tensor, *, mesh: "DeviceMesh") -> Tensor:
-    own = output * module.__dict__.pop("own_words")[..., None].to(output.dtype)
-    return sum_over_ranks(own, mesh)
+    index, mine = where.owned(tokens)
+    output = call(index, *others, **kwargs)
+    return sum_over_ranks(output * mine[..., None].to(output.dtype), mesh)

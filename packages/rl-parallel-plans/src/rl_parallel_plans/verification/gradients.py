@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.placements import in_words
+from rl_parallel_plans.row_order import RowOrder, row_orders
+from rl_parallel_plans.structure import joined
 from rl_parallel_plans.verification.question import Question
 from rl_parallel_plans.verification.subject import Truth, gradient_scales
 
@@ -28,23 +30,23 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def row_orders(model: nn.Module) -> dict[str, Tensor]:
-    """Order of the rows of each parameter whose rows a plan has moved."""
+def orders_of(model: nn.Module) -> dict[str, RowOrder]:
+    """Order of the rows of each fused parameter that a plan has dealt to the ranks."""
     return {
-        f"{path}.{name}" if path else name: order
+        joined(path, name): order
         for path, module in model.named_modules()
-        for name, order in module.__dict__.get("row_orders", {}).items()
+        for name, order in row_orders(module).items()
     }
 
 
-def in_order(tensor: Tensor, order: Tensor | None) -> Tensor:
+def in_order(tensor: Tensor, order: RowOrder | None) -> Tensor:
     """Rows back where the unsharded model has them."""
-    return tensor if order is None else torch.empty_like(tensor).index_copy_(0, order, tensor)
+    return tensor if order is None else order.undealt(tensor)
 
 
 def collected(model: nn.Module, truth: Truth, *, question: Question, frozen: set[str]) -> dict[str, Any]:
     """The gradients of every rank against the truth. Collective; the same on every rank."""
-    orders = row_orders(model)
+    orders = orders_of(model)
     names, gradients, missing, misplaced = [], [], [], {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad

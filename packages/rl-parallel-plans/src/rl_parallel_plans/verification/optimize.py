@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans.verification.gradients import in_order, row_orders, whole
+from rl_parallel_plans.row_order import RowOrder
+from rl_parallel_plans.verification.gradients import in_order, orders_of, whole
 from rl_parallel_plans.verification.question import Question
 from rl_parallel_plans.verification.sharded import imported, shard
 from rl_parallel_plans.verification.subject import Truth, relative_error
@@ -20,7 +21,7 @@ LARGEST_STEP = 0.1
 def steps(question: Question, model: nn.Module, *, reference: nn.Module, truth: Truth) -> dict[str, Any]:
     """Norm, clipping to half of it, one SGD step and one of AdamW, on gradients that are there already."""
     held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    orders = row_orders(model)
+    orders = orders_of(model)
     facts: dict[str, Any] = {"true_norm": _norm(list(truth.gradients.values()))}
     facts["held_norm"] = _norm([whole(gradient) for gradient in held.values()])
     try:
@@ -83,7 +84,9 @@ def _stepped(reference: nn.Module, truth: Truth, learning_rate: float) -> dict[s
 
 
 @torch.no_grad()
-def _weight_errors(model: nn.Module, expected: dict[str, Tensor], orders: dict[str, Tensor]) -> list[tuple[str, float]]:
+def _weight_errors(
+    model: nn.Module, expected: dict[str, Tensor], orders: dict[str, RowOrder]
+) -> list[tuple[str, float]]:
     """The largest deviations of the weights, relative to the largest step, largest first."""
     errors = []
     for name, parameter in model.named_parameters():

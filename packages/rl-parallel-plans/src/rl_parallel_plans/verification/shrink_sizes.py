@@ -56,7 +56,9 @@ class Sizes:
 
     @property
     def new_kv_heads(self) -> int:
-        """As many as query heads, one, or half of them: MHA, MQA and GQA stay what they are."""
+        """As many as query heads, one, or half of them: MHA, MQA and GQA stay what they are; so does fewer than tp."""
+        if self.kv_heads < self.tp and self.tp % self.kv_heads == 0:
+            return self.kv_heads
         if self.kv_heads == self.heads:
             return self.new_heads
         return 1 if self.kv_heads == 1 else self.new_heads // 2
