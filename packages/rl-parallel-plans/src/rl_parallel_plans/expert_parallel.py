@@ -28,11 +28,13 @@ def with_expert_parallel(
     At tp=1 these alone. Raises PlanError where there are no stacked experts.
     """
     from rl_parallel_plans.styles.expert_dispatch import ExpertParallel
+    from rl_parallel_plans.styles.local_parameters import LocalParameters
 
     experts = {
         pattern: ExpertParallel(ep=ep, features=style if tp > 1 else None)
         for pattern, style in styles.items()
-        if _shards_experts(style, [module for _, module in matching_modules(model, pattern)])
+        if isinstance(style, LocalParameters)
+        and _shards_experts(style, [module for _, module in matching_modules(model, pattern)])
     }
     if not experts:
         raise PlanError(f"ep={ep} was asked for and the model has no stacked experts: plan it with ep=1")

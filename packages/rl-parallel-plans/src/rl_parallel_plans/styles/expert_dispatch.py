@@ -13,7 +13,7 @@ Axes: N tokens, K choices, H hidden, M rows that arrive.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,6 @@ from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-@runtime_checkable
-class Communicates(Protocol):
-    """A style that communicates by itself, outside of any block."""
-
-    def communicate(self, module: nn.Module, mesh: "DeviceMesh") -> None:
-        """Wrap the forward of `module`."""
-
 
 COUNTS = ("num_experts", "num_local_experts")
 
@@ -72,8 +63,11 @@ class ExpertParallel(LocalParameters):
 
     def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
         """Over the ep axis, rows there and back; over the tp axis, what the features communicate by themselves."""
-        own = getattr(self.features, "collectives", lambda: ({}, {}))()
-        return {"all_to_all": 2, **own[0]}, {"all_to_all": 2, **own[1]}
+        forward: dict[str, int] = {}
+        backward: dict[str, int] = {}
+        if self.features is not None and hasattr(self.features, "collectives"):
+            forward, backward = self.features.collectives()
+        return {"all_to_all": 2, **forward}, {"all_to_all": 2, **backward}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         """`device_mesh` has the ep axis first, and the tp axis after it where tp > 1."""
@@ -91,9 +85,10 @@ class ExpertParallel(LocalParameters):
                 setattr(module, name, experts // self.ep)
         dispatch = Dispatch(group=device_mesh.get_group(0), ep=self.ep, experts=experts)
         wrap_forward(module, partial(_on_their_experts, dispatch=dispatch))
-        if isinstance(self.features, Communicates):  # around the dispatch: each tp rank sends the same tokens
+        communicate: Callable[[nn.Module, DeviceMesh], None] | None = getattr(self.features, "communicate", None)
+        if communicate is not None:  # around the dispatch: each tp rank sends the same tokens
             assert device_mesh.mesh_dim_names is not None
-            self.features.communicate(module, device_mesh[device_mesh.mesh_dim_names[-1]])
+            communicate(module, device_mesh[device_mesh.mesh_dim_names[-1]])
         return module
 
     def __repr__(self) -> str:
