@@ -27,8 +27,8 @@ def members(annotation):
 for config in sorted(configs, key=lambda c: c.__name__):
     required = {f.name: 4 for f in dataclasses.fields(config)
                 if f.default is f.default_factory is dataclasses.MISSING}
-    if config.__name__ == "Source":
-        required = {"path": "rows.jsonl"}
+    by_name = {"Source": {"path": "rows.jsonl"}, "EnvironmentConfig": {"reward": "reward.py:score"}}
+    required = by_name.get(config.__name__, required)
     config(**required)
     for name, annotation in typing.get_type_hints(config).items():
         of = members(annotation)
