@@ -198,6 +198,7 @@ CASES = [
     "fsdp",
     "fsdp, packed, recomputed",
     "cp",
+    "cp, packed",
 ]
 
 

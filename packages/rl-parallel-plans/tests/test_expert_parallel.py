@@ -50,3 +50,21 @@ def test_experts_with_sequence_parallelism_and_recomputed_activations(ranks):
 def test_plan_that_shares_out_experts_is_not_applied_without_doing_so(ranks):
     for message in ranks("expert_parallel:experts_left_whole", 2):
         assert "the experts are whole: call apply_expert_parallel first, or parallelize" in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("qwen3_moe", [1, 2, 1]), ("deepseek_v3", [1, 2, 2]), ("qwen3_moe", [1, 2, 2]), ("glm4_moe", [2, 2, 1])],
+)
+def test_experts_of_hugging_face_plans_are_shared_out(ranks, architecture, shape):
+    number = shape[0] * shape[1] * shape[2]
+    options = {"architecture": architecture, "shape": shape, "own_plan": True}
+    assert_equal_to_one_process(ranks("expert_parallel:parity", number, **options))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_copy_of_an_expert_parallel_model_is_one_by_itself(ranks, tp):
+    for found in ranks("expert_parallel:copied_model", 2 * tp, tp=tp):
+        assert found["loss_error"] < TOLERANCE
+        assert max(found["gradient_errors"].values()) < TOLERANCE
+        assert found["original_is_untouched"]

@@ -261,3 +261,19 @@ def test_readme_trainer_learns_on_two_ranks_as_written(tmp_path):
     losses = [float(line.split()[1].rstrip(",")) for line in completed.stdout.splitlines() if line.startswith("loss ")]
     assert len(losses) >= 5
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(("accumulate", "sync_last_only"), [(1, False), (2, False), (2, True)])
+def test_ranks_that_run_different_experts_of_a_list_stay_in_step(ranks, accumulate, sync_last_only):
+    options = {"accumulate": accumulate, "sync_last_only": sync_last_only}
+    for found in ranks("fsdp:ranks_that_run_different_experts", 2, **options):
+        assert found["unused"] == [
+            f"layers.{layer}.experts.3.{name}" for layer in (0, 1) for name in ("bias", "weight")
+        ]
+        assert found["zero"]
+        assert max(found["errors"]) < 1e-5
+
+
+def test_experts_in_a_list_are_refused_where_torch_cannot_keep_them_in_step(ranks):
+    for message in ranks("fsdp:listed_experts_on_an_older_torch", 2):
+        assert "ListedModel keeps experts in a list, of which ranks may run different ones" in message

@@ -50,7 +50,7 @@ SIGNATURES = {
     "qualified_name": "(cls)",
     "register_plan": "(model_name)",
     "sequence_positions": "(length, mesh, *, cp_axis, device)",
-    "shard_sequence": "(tensor, mesh, *, cp_axis, dim, pad_value)",
+    "shard_sequence": "(tensor, mesh, *, cp_axis, dim, pad_value, cu_seqlens)",
     "to_local_if_dtensor": "(tensor)",
     "named_shards": "(model)",
     "local_boxes": "(tensor, *, row_order)",
@@ -58,7 +58,7 @@ SIGNATURES = {
     "top_k_logp": "(hidden, lm_head, k, *, temperature, chunk_size, softcap, logit_scale, tp_axis)",
     "top_k_logp_from_logits": "(logits, k, *, temperature, chunk_size, tp_axis)",
     "translate_parallel_style": "(style, *, config)",
-    "unshard_sequence": "(tensor, mesh, *, cp_axis, dim, length)",
+    "unshard_sequence": "(tensor, mesh, *, cp_axis, dim, length, cu_seqlens)",
 }
 CLASSES = {
     "Box",

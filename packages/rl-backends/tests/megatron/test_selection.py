@@ -76,7 +76,11 @@ def test_settings_of_the_backend_that_does_not_train_are_named():
 
 DTENSOR_COMBINATIONS = {
     "compile=True cannot": {"compile": True, "tensor_parallel_size": 2},
-    "cannot be combined with sequence_packing": {"context_parallel_size": 2, "sequence_packing": True},
+    "cannot be combined with share_prefixes": {
+        "context_parallel_size": 2,
+        "sequence_packing": True,
+        "share_prefixes": True,
+    },
     "peak_flops_per_s=0": {"peak_flops_per_s": 0.0},
     "micro_batch_size=0": {"micro_batch_size": 0},
 }

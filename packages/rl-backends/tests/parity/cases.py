@@ -28,6 +28,12 @@ MESHES = {  # ranks, configuration, the share of the parameters that a rank may 
 OTHER_MESHES = {  # for cells of their own
     "FSDP2×CP2": (4, {"context_parallel_size": 2}, 0.25),
     "CP2×TP2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}, 0.25),
+    "CP2×TP2+SP": (
+        4,
+        {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
+        0.25,
+    ),
+    "EP2×CP2": (4, {"expert_parallel_size": 2, "context_parallel_size": 2}, 0.25),
     "EP2×TP2": (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, 0.25),
     "FSDP2×EP2": (4, {"expert_parallel_size": 2}, 0.25),
     "FSDP2×TP2+SP": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}, 0.25),
@@ -38,17 +44,18 @@ LAYOUTS = {
     "dynamic": {"micro_batch_tokens": 40},
 }
 
-PACKED_CONTEXT = "context_parallel_size > 1 cannot be combined with sequence_packing"
-WINDOW = "has a sliding window of 6 tokens"
 NO_EXPERTS = "the model has no stacked experts"
 STACKED_EXPERTS = int(transformers.__version__.split(".")[0]) >= 5  # before, each was a module of its own
 
 
 REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
-    (MESHES["CP2"][1] | LAYOUTS["packed"], PACKED_CONTEXT),
     (
-        {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
-        "context_parallel_size > 1 cannot be combined with sequence_parallel",
+        MESHES["CP2"][1] | LAYOUTS["packed"] | {"share_prefixes": True},
+        "context_parallel_size > 1 cannot be combined with share_prefixes",
+    ),
+    (
+        MESHES["CP2"][1] | LAYOUTS["packed"] | {"compile": True},
+        "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing",
     ),
     ({"compile": True, "tensor_parallel_size": 2}, "compile=True cannot be combined with tensor_parallel_size > 1"),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
@@ -81,18 +88,12 @@ class Cell:
 def table():
     """Models by meshes by layouts."""
     return [
-        cell(model, mesh, layout, refusal=_refusal(model, mesh, layout))
+        cell(model, mesh, layout)
         for mesh in MESHES
         for model in MODELS
         for layout in LAYOUTS
         if mesh != "EP2" or model == "Qwen3-MoE"
     ]
-
-
-def _refusal(model, mesh, layout):
-    if mesh == "CP2" and layout == "packed":
-        return PACKED_CONTEXT
-    return WINDOW if mesh == "CP2" and model == "Gemma-3" else None
 
 
 def apart():
@@ -128,6 +129,7 @@ def apart():
         cell("Llama", "FSDP2", "padded", note="compiled", compile=True, problem=Problem("Llama", "one row")),
         cell("Llama", "FSDP2", "packed", note="compiled", compile=True, slow=True),
         cell("Llama", "CP2", "padded", note="compiled", compile=True, slow=True),
+        cell("Qwen3", "CP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
         cell("Qwen3-MoE", "FSDP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "EP2", "padded", note="compiled", compile=True, slow=True),
         cell("Llama", "1", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
@@ -135,10 +137,13 @@ def apart():
         cell("Qwen3", "FSDP2×TP2", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
         cell("Mistral, window of 6", "FSDP2", "padded"),
         cell("Mistral, window of 6", "TP2", "packed"),
-        cell("Mistral, window of 6", "CP2", "padded", refusal="its config has sliding_window=6"),
+        cell("Mistral, window of 6", "CP2", "packed"),
         cell("Qwen3", "FSDP2×TP2+SP", "packed"),
         cell("Qwen3", "FSDP2×CP2", "dynamic"),
         cell("Qwen3", "CP2×TP2", "padded"),
+        cell("Gemma-3", "FSDP2×CP2", "packed"),
+        cell("Qwen3", "CP2×TP2+SP", "packed"),
+        cell("Qwen3-MoE", "EP2×CP2", "packed"),
         cell("Qwen3-MoE", "FSDP2×EP2", "packed"),
         cell("Qwen3-MoE", "EP2×TP2", "padded"),
         cell("Llama", "EP2", "padded", refusal=NO_EXPERTS),

@@ -39,7 +39,7 @@ def sharded(model, case):
             apply_activation_checkpointing(model, "full")
         apply_fsdp(model, mesh)
         return None, mesh
-    if case == "cp":
+    if case.startswith("cp"):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         apply_context_parallel(model, mesh)
         return None, mesh
@@ -59,13 +59,13 @@ def run(world, case, rank):
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model, examples = world.make_model("Qwen3Moe", **mixture).eval(), world.make_examples()
     layout = "packed" if "packed" in case else "padded"
-    if layout == "packed":
+    if layout == "packed" and not case.startswith("cp"):
         enable_packing(model)
     plan, mesh = sharded(model, case)
     watch = RouterWatch(model, plan=plan)
     by_rows = 2 if case.startswith("fsdp") else 1
     parts = cut_all(examples, limits=MicrobatchLimits(rows=3, layout=layout), num_ranks=by_rows, token_multiple=4)
-    shard = SequenceShard(rank, 2) if case == "cp" else None
+    shard = SequenceShard(rank, 2) if case.startswith("cp") else None
     total = torch.zeros(())
     for microbatch in parts[rank % by_rows]:
         rows = microbatch.of(examples, device="cpu")
@@ -80,13 +80,13 @@ def run(world, case, rank):
         found = logits.flatten(0, 1)[inputs.at].log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0]
         logp = found.new_zeros(rows.tokens.numel()).index_copy(0, inputs.into, found).view(rows.tokens.shape)
         loss, _ = world.token_loss(logp, rows, num_tokens=examples.trainable.sum())
-        balance = watch.loss(inputs, rows.lengths, context_group=mesh.get_group() if case == "cp" else None)
+        balance = watch.loss(inputs, rows.lengths, context_group=mesh.get_group() if case.startswith("cp") else None)
         ((loss + 0.5 / len(examples.lengths) * balance) * microbatch.counted).backward()
         total += balance.detach() * microbatch.counted
     gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
     if not case.startswith("tp"):
         dist.all_reduce(total)
-    if case == "cp":
+    if case.startswith("cp"):
         for gradient in gradients.values():
             dist.all_reduce(gradient)
     return {"balance": total.item(), "gradients": gradients}

@@ -20,22 +20,36 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-def with_expert_parallel(styles: "Mapping[str, ParallelStyle]", *, ep: int, tp: int) -> "dict[str, ParallelStyle]":
-    """The styles of a structural plan with the experts' ones made expert-parallel; at tp=1 these alone.
+def with_expert_parallel(
+    model: nn.Module, styles: "Mapping[str, ParallelStyle]", *, ep: int, tp: int
+) -> "dict[str, ParallelStyle]":
+    """The styles of a plan by structure, or of Hugging Face's, with the experts' ones made expert-parallel.
 
-    Raises PlanError where there are no stacked experts.
+    At tp=1 these alone. Raises PlanError where there are no stacked experts.
     """
     from rl_parallel_plans.styles.expert_dispatch import ExpertParallel
-    from rl_parallel_plans.styles.in_block import BlockExperts
+    from rl_parallel_plans.styles.local_parameters import LocalParameters
 
     experts = {
         pattern: ExpertParallel(ep=ep, features=style if tp > 1 else None)
         for pattern, style in styles.items()
-        if isinstance(style, BlockExperts)
+        if isinstance(style, LocalParameters)
+        and _shards_experts(style, [module for _, module in matching_modules(model, pattern)])
     }
     if not experts:
         raise PlanError(f"ep={ep} was asked for and the model has no stacked experts: plan it with ep=1")
     return {**(styles if tp > 1 else {}), **experts}
+
+
+def _shards_experts(style: "ParallelStyle", modules: list[nn.Module]) -> bool:
+    """Whether `style` is one of stacked experts: in Hugging Face's plans, of a module whose weights have three dims."""
+    from rl_parallel_plans.hugging_face.styles import SummedModule
+    from rl_parallel_plans.styles.in_block import BlockExperts
+
+    if isinstance(style, BlockExperts):
+        return True
+    weights = [p for module in modules for name, p in module.named_parameters() if not name.endswith("bias")]
+    return isinstance(style, SummedModule) and bool(weights) and all(weight.ndim == 3 for weight in weights)
 
 
 def apply_expert_parallel(

@@ -84,6 +84,10 @@ def apply_fsdp(
             output_dtype=None if unit.path else output_dtype,
         )
     _sum_gradients(model)
+    for layer in _layers_with_lists(model, units):
+        # Ranks whose tokens chose other experts of a list reduce zeros for those that they did not run: the collectives
+        # of a unit must be the same on every rank.
+        layer.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     if (after := tied_names(model)) != ties:
         raise AssertionError(f"FSDP made {after} of the ties {ties}")
     return model
@@ -100,6 +104,8 @@ def fsdp_layout(
     reshard_after_forward: bool | int,
 ) -> "tuple[list[Unit], Meshes]":
     """The units of `apply_fsdp`, and the mesh of each by the axes that it is sharded over already; or its PlanError."""
+    from torch.distributed.fsdp import FSDPModule
+
     axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
     _check(model, offload_policy)
     for module in model.modules():
@@ -113,10 +119,27 @@ def fsdp_layout(
             "another one to copy over"
         )
     units = fsdp_units(model, dp_axes=axes, fp32=fp32)
+    listed = [path for layer in _layers_with_lists(model, units) for path, _ in layer.named_modules()]
+    if any("expert" in path for path in listed) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise PlanError(
+            f"{type(model).__name__} keeps experts in a list, of which ranks may run different ones, and this release "
+            "of torch cannot keep their gradients in step: install torch 2.13, or a release of transformers from 5.0 "
+            "on, whose experts are stacked"
+        )
     meshes = {unit.kind.taken: _mesh(mesh, unit, axes=axes, replicate=dp_replicate_axis) for unit in units}
     for each in meshes.values():
         _check_group_size(reshard_after_forward, each.size(each.ndim - 1))
     return units, meshes
+
+
+def _layers_with_lists(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
+    """The layers in which an `nn.ModuleList` lies, whose modules a rank need not run: experts that no token chose."""
+    layers = [model.get_submodule(path) for path in dict.fromkeys(unit.path for unit in units) if path]
+    return [
+        layer
+        for layer in layers
+        if any(isinstance(inner, nn.ModuleList) for inner in layer.modules() if inner is not layer)
+    ]
 
 
 def check_tokens_are_summed(cp_axis: str, dp_axes: Sequence[str], dp_replicate_axis: str | None) -> None:

@@ -99,14 +99,12 @@ def _by_structure(model: nn.Module, asked: Asked) -> "Made":
     styles = decoder_plan(bare, tp=asked.tp, sequence_parallel=sequence_parallel, projections=asked.output_projections)
     styles = with_adapters(model, styles) if adapted else styles
     notes = tuple(departures(model, styles)) if asked.tp > 1 else ()
-    return (styles if asked.ep == 1 else with_expert_parallel(styles, ep=asked.ep, tp=asked.tp)), notes
+    return (styles if asked.ep == 1 else with_expert_parallel(model, styles, ep=asked.ep, tp=asked.tp)), notes
 
 
 def _own_plan(model: nn.Module, asked: Asked) -> "Made":
     from rl_parallel_plans.hugging_face import own_plan
 
-    if asked.ep > 1:
-        raise PlanError("a tp_plan says nothing of expert parallelism")
     if has_adapters(model):
         raise PlanError("a tp_plan says nothing of adapters inside of linear layers")
     if asked.sequence_parallel:
@@ -114,4 +112,6 @@ def _own_plan(model: nn.Module, asked: Asked) -> "Made":
     if asked.output_projections != "rowwise":
         raise PlanError("a tp_plan says itself how its output projections are sharded: rowwise is all it can be asked")
     plan = own_plan(model)
-    return plan.styles, plan.notes
+    if asked.ep == 1:
+        return plan.styles, plan.notes
+    return with_expert_parallel(model, plan.styles, ep=asked.ep, tp=asked.tp), plan.notes if asked.tp > 1 else ()

@@ -33,18 +33,34 @@ def cp_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
-def next_tokens(ids):
-    return torch.cat([ids[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1)
+def next_tokens(ids, documents=None):
+    """Target of each token; the last of a document has none."""
+    parts = ids.split(documents or ids.shape[1], 1)
+    return torch.cat([torch.cat([part[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1) for part in parts], 1)
 
 
 def sum_of_losses(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
-def logits_of_shard(model, ids, mesh):
+def borders(documents):
+    return None if documents is None else torch.tensor([0, *documents]).cumsum(0).to(torch.int32)
+
+
+def true_logits(model, ids, documents=None):
+    """Of one process; each document is a row by itself."""
+    return torch.cat([model(input_ids=part).logits for part in ids.split(documents or ids.shape[1], 1)], 1)
+
+
+def logits_of_shard(model, ids, mesh, documents=None, *, cut_as_one=False):
     """Logits of this rank's tokens, rows padded as they must be."""
-    shard = shard_sequence(ids, mesh, pad_value=0)
-    return whole(model(input_ids=shard, position_ids=sequence_positions(ids.shape[1], mesh)).logits)
+    if cut_as_one:
+        positions = torch.cat([torch.arange(length) for length in documents])[None]
+        shard, positions = (shard_sequence(each, mesh, pad_value=0) for each in (ids, positions))
+    else:
+        shard = shard_sequence(ids, mesh, pad_value=0, cu_seqlens=borders(documents))
+        positions = sequence_positions(ids.shape[1] if documents is None else borders(documents), mesh)
+    return whole(model(input_ids=shard, position_ids=positions).logits)
 
 
 def sum_gradients(model, mesh):
@@ -53,40 +69,76 @@ def sum_gradients(model, mesh):
         dist.all_reduce(plans.to_local_if_dtensor(parameter.grad), group=mesh.get_group("cp"))
 
 
-def parity(architecture, shape, *, length=16, accumulate=1, checkpointing=None, fsdp=False, **changes):
-    """Logits, loss and gradients on a mesh (dp, cp, tp) against one process."""
-    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "cp", "tp"))
-    dp = mesh.size(0)
-    ids = token_ids(2 * dp * accumulate, length)
+def parity(
+    architecture,
+    shape,
+    *,
+    length=16,
+    documents=None,
+    cut_as_one=False,
+    accumulate=1,
+    checkpointing=None,
+    fsdp=False,
+    sequence_parallel=False,
+    experts_over=None,
+    **changes,
+):
+    """Logits, loss and gradients on a mesh (dp, cp, tp), or (dp, cp, ep, tp), against one process.
+
+    documents: their lengths in each row; None: a row is one. experts_over: the axis that experts are shared out over.
+    """
+    names = ("dp", "cp", "ep", "tp") if len(shape) == 4 else ("dp", "cp", "tp")
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+    own_rows = [name for name in names if name in ("dp", "ep")]
+    groups = 1
+    row_rank = 0
+    for name in own_rows:
+        groups, row_rank = groups * mesh[name].size(), row_rank * mesh[name].size() + mesh.get_local_rank(name)
+    length = sum(documents) if documents is not None else length
+    ids = token_ids(2 * groups * accumulate, length)
     reference = tiny(architecture, **changes)
-    truth = reference(input_ids=ids).logits
-    loss = sum_of_losses(truth, next_tokens(ids))
+    truth = true_logits(reference, ids, documents)
+    loss = sum_of_losses(truth, next_tokens(ids, documents))
     loss.backward()
 
     model = tiny(architecture, **changes).train()
-    plan = plans.plan_for(model, tp=mesh.size(2))
-    plans.apply_tensor_parallel(model, mesh, plan)
-    apply_context_parallel(model, mesh, plan=plan)
-    if fsdp:
-        plans.apply_fsdp(model, mesh, dp_axis=("dp", "cp"))
+    ep = 1 if experts_over is None else mesh[experts_over].size()
+    plan = plans.plan_for(model, tp=mesh["tp"].size(), ep=ep, sequence_parallel=sequence_parallel)
+    if experts_over is not None:
+        plans.parallelize(model, mesh, plan, cp_axis="cp", ep_axis=experts_over, dp_axis=names[:-1])
+    else:
+        plans.apply_tensor_parallel(model, mesh, plan)
+        apply_context_parallel(model, mesh, plan=plan)
+        if fsdp:
+            plans.apply_fsdp(model, mesh, dp_axis=names[:-1])
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
-    rows = ids.chunk(dp)[mesh.get_local_rank("dp")]
+    rows = ids.chunk(groups)[row_rank]
+    cu_seqlens = None if cut_as_one else borders(documents)
     total = torch.zeros(())
+    losses = []
     for microbatch in rows.chunk(accumulate):
-        targets = shard_sequence(next_tokens(microbatch), mesh, pad_value=IGNORED)
-        shard_loss = sum_of_losses(logits_of_shard(model, microbatch, mesh), targets)
-        shard_loss.backward()
-        total += shard_loss.detach()
-    for axis in ("dp", "cp"):
+        targets = next_tokens(microbatch, documents)
+        targets = shard_sequence(targets, mesh, pad_value=IGNORED, cu_seqlens=cu_seqlens)
+        losses.append(
+            sum_of_losses(logits_of_shard(model, microbatch, mesh, documents, cut_as_one=cut_as_one), targets)
+        )
+        total += losses[-1].detach()
+        if not fsdp:  # all forwards before the first backward, where FSDP lets them
+            continue
+        losses.pop().backward()
+    for each in losses:
+        each.backward()
+    for axis in names[:-1]:
         dist.all_reduce(total, group=mesh.get_group(axis))
     if not fsdp:
         sum_gradients(model, mesh)
     gradients = gradient_errors(model, reference)  # first: a forward leaves FSDP's last unit gathered
     with torch.no_grad():
-        logits = unshard_sequence(logits_of_shard(model, rows, mesh), mesh, length=length)
+        held = logits_of_shard(model, rows, mesh, documents, cut_as_one=cut_as_one)
+        logits = unshard_sequence(held, mesh, length=None if cu_seqlens is not None else length, cu_seqlens=cu_seqlens)
     return {
-        "logits_error": error(logits, truth.chunk(dp)[mesh.get_local_rank("dp")]),
+        "logits_error": error(logits, truth.chunk(groups)[row_rank]),
         "loss_error": error(total, loss),
         "gradient_errors": gradients,
         "is_fsdp": isinstance(model, FSDPModule),
@@ -129,18 +181,57 @@ def changed_logits(position):
     return (first != second).any(-1)[0].nonzero().flatten().tolist()
 
 
-def attention_parity(*, heads, key_heads, length, value_size=16, scale=None):
+def rows_packed_differently():
+    """Two rows, the documents of each of other lengths, as a loader that packs to one length makes them."""
+    mesh = cp_mesh()
+    ids = token_ids(2, 16)
+    packs = [[5, 11], [1, 7, 8]]
+    reference, model = tiny("mistral", sliding_window=4), tiny("mistral", sliding_window=4)
+    truth = torch.cat([true_logits(reference, row, pack) for row, pack in zip(ids.split(1), packs, strict=True)])
+    targets = torch.cat([next_tokens(row, pack) for row, pack in zip(ids.split(1), packs, strict=True)])
+    loss = sum_of_losses(truth, targets)
+    loss.backward()
+    apply_context_parallel(model, mesh)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in pack]) for pack in packs])
+    logits = model(input_ids=shard_sequence(ids, mesh), position_ids=shard_sequence(positions, mesh)).logits
+    found = sum_of_losses(logits, shard_sequence(targets, mesh))
+    found.backward()
+    total = found.detach().clone()
+    dist.all_reduce(total)
+    sum_gradients(model, mesh)
+    return {
+        "logits_error": error(unshard_sequence(logits.detach(), mesh), truth),
+        "loss_error": error(total, loss),
+        "gradient_errors": gradient_errors(model, reference),
+    }
+
+
+def packed_layout():
+    """What is cut by documents is joined by them."""
+    mesh = cp_mesh()
+    documents = borders([5, 13, 1, 8])
+    tokens = torch.arange(2 * 27).view(2, 27)
+    return all(
+        torch.equal(unshard_sequence(shard, mesh, dim=dim, cu_seqlens=documents), each)
+        for dim, each in enumerate((tokens.T, tokens))
+        for shard in [shard_sequence(each, mesh, dim=dim, pad_value=-1, cu_seqlens=documents.tolist())]
+    )
+
+
+def attention_parity(*, heads, key_heads, length, value_size=16, scale=None, window=None):
     """Values and gradients of one attention over gathered keys, against torch's over the whole sequence."""
     mesh = cp_mesh()
     generator = torch.Generator().manual_seed(length)
     shapes = [(2, heads, length, 16), (2, key_heads, length, 16), (2, key_heads, length, value_size)]
     wholes = [torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes]
     weight = torch.randn(2, heads, length, value_size, generator=generator).double()
-    options = {"is_causal": True, "scale": scale, "enable_gqa": heads != key_heads}
-    truth = scaled_dot_product_attention(*wholes, **options)
+    options = {"scale": scale, "enable_gqa": heads != key_heads}
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    mask = (distance >= 0) & (distance < (window or length))
+    truth = scaled_dot_product_attention(*wholes, attn_mask=mask, **options)
     (truth * weight).sum().backward()
     shards = [shard_sequence(each.detach(), mesh, dim=2).requires_grad_() for each in wholes]
-    found = gathered_attention(*shards, cp_mesh=mesh, **options)
+    found = gathered_attention(*shards, cp_mesh=mesh, window=window, is_causal=True, **options)
     (found * shard_sequence(weight, mesh, dim=2)).sum().backward()
     return [
         error(unshard_sequence(found, mesh, dim=2), truth),
@@ -179,13 +270,14 @@ def forward_refusals():
     model = apply_context_parallel(tiny("llama"), mesh)
     ids = token_ids(2, 8)
     shard, positions = shard_sequence(ids, mesh), sequence_positions(8, mesh)
-    packed = shard_sequence(torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]), mesh)
+    late = shard_sequence(torch.tensor([[3, 4, 5, 6, 7, 0, 1, 2]]), mesh)
     cache = tiny("llama")(input_ids=ids, use_cache=True).past_key_values
     calls = {
         "no positions": {},
         "positions of the whole": {"position_ids": torch.arange(8)[None]},
-        "packed": {"position_ids": packed},
-        "cu_seqlens": {"position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 5, 8])},
+        "positions that begin late": {"position_ids": late},
+        "positions of three axes": {"position_ids": positions.expand(3, 1, -1)},
+        "other documents": {"position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 5, 8])},
         "mask": {"position_ids": positions, "attention_mask": torch.ones_like(shard)},
         "labels": {"position_ids": positions, "labels": shard},
         "images": {"position_ids": positions, "pixel_values": torch.ones(1)},
@@ -196,12 +288,20 @@ def forward_refusals():
     messages["twice"] = refused(apply_context_parallel, model, mesh)
     messages["length"] = refused(shard_sequence, ids[:, :7], mesh)
     messages["odd shard"] = refused(unshard_sequence, ids[:, :7], mesh)
+    messages["borders"] = refused(shard_sequence, ids, mesh, cu_seqlens=[0, 7])
+    messages["empty document"] = refused(shard_sequence, ids, mesh, cu_seqlens=[0, 4, 4, 8])
+    messages["other shard"] = refused(unshard_sequence, shard, mesh, cu_seqlens=[0, 3, 8])
     messages["axis"] = refused(shard_sequence, ids, mesh, cp_axis="context")
     handle = model.model.layers[1].self_attn.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}),
         with_kwargs=True,
     )
     messages["mask of a layer"] = refused(model, input_ids=shard, position_ids=positions)
+    handle.remove()
+    handle = model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True, prepend=True
+    )
+    messages["no mask"] = refused(model, input_ids=shard, position_ids=positions)
     handle.remove()
     model.set_attn_implementation("eager")
     messages["eager"] = refused(model, input_ids=shard, position_ids=positions)

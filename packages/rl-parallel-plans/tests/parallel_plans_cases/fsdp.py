@@ -357,3 +357,73 @@ def recomputed(mode, *, sequence_parallel=False):
         for microbatch in ids.chunk(2):
             total_loss(model, microbatch).backward()
     return {"gradient_errors": gradient_errors(model, reference), "collectives": collectives.count}
+
+
+class ListedExperts(nn.Module):
+    """A mixture as transformers 4 has them: experts in a list, of which those run that a token has chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, hidden, chosen):
+        output = torch.zeros_like(hidden)
+        for expert in chosen.unique().tolist():
+            output[chosen == expert] = self.experts[expert](hidden[chosen == expert])
+        return hidden + output
+
+
+class ListedModel(nn.Module):
+    """Two layers; a token's id chooses its expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(ListedExperts() for _ in range(2))
+        self.lm_head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, ids):
+        hidden = self.embed_tokens(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, ids % 4)
+        return self.lm_head(hidden)
+
+
+def ranks_that_run_different_experts(accumulate, sync_last_only):
+    """Rank 0 runs experts 0 and 1, rank 1 experts 1 and 2, and none the last: gradients against one process."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    reference = ListedModel()
+    model = apply_fsdp(copy.deepcopy(reference), mesh)
+    parts = [torch.tensor([[0, 4, 1], [8, 5, 1]]), torch.tensor([[1, 2, 6], [2, 10, 9]])]
+    for ids in parts:
+        reference(ids).pow(2).sum().backward()
+    rows = parts[dist.get_rank()].chunk(accumulate)
+    for number, ids in enumerate(rows):
+        model.set_requires_gradient_sync(not sync_last_only or number == len(rows) - 1)
+        model(ids).pow(2).sum().backward()
+    unused = {name for name, p in reference.named_parameters() if p.grad is None}
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {
+        "unused": sorted(unused),
+        "zero": all(not found[name].any() for name in unused),
+        "errors": [
+            ((found[name] - p.grad).abs().max() / p.grad.abs().max()).item()
+            for name, p in reference.named_parameters()
+            if name not in unused
+        ],
+    }
+
+
+def listed_experts_on_an_older_torch():
+    """The refusal, before anything is sharded."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    method = FSDPModule.set_reduce_scatter_unused_params
+    del FSDPModule.set_reduce_scatter_unused_params
+    try:
+        apply_fsdp(ListedModel(), mesh)
+    except plans.PlanError as refusal:
+        return str(refusal)
+    finally:
+        FSDPModule.set_reduce_scatter_unused_params = method
+    return None

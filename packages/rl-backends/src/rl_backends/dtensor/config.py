@@ -32,7 +32,7 @@ class DTensorConfig:
     """Under tensor parallelism, cut what lies between blocks along the sequence too: less memory for activations."""
 
     context_parallel_size: int = 1
-    """Ranks that share the tokens of each row, for rows too long for one. Rows cannot be packed then."""
+    """Ranks that share the tokens of each row, for rows too long for one; of packed rows each rank has its share."""
 
     expert_parallel_size: int = 1
     """Ranks that share the experts of a mixture; each has rows of its own."""
@@ -125,13 +125,13 @@ class DTensorConfig:
             )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             yield "sequence_parallel=True needs tensor_parallel_size > 1, whose ranks share the sequence between blocks"
-        if self.context_parallel_size > 1 and self.sequence_packing:
+        if self.context_parallel_size > 1 and self.share_prefixes:
             yield (
-                "context_parallel_size > 1 cannot be combined with sequence_packing: attention over ranks knows rows, "
-                "not packs; switch one of them off"
+                "context_parallel_size > 1 cannot be combined with share_prefixes, which reads rows out of a pack that "
+                "one rank holds; switch one of them off"
             )
-        if self.context_parallel_size > 1 and self.sequence_parallel:
+        if self.context_parallel_size > 1 and self.sequence_packing and self.compile:
             yield (
-                "context_parallel_size > 1 cannot be combined with sequence_parallel: each rank holds its tokens of "
-                "every row already; set sequence_parallel to false"
+                "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing: every pack would "
+                "be compiled anew; switch one of them off"
             )

@@ -259,7 +259,7 @@ def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> nn.Module:
     source = None if any(parameter.is_meta for parameter in model.parameters()) else 0
-    if config.sequence_packing:
+    if config.sequence_packing and config.context_parallel_size == 1:  # else apply_context_parallel keeps rows apart
         enable_packing(model)
     apply_expert_parallel(model, mesh, plan, src_data_rank=source)
     apply_tensor_parallel(model, mesh, plan, src_data_rank=source)

@@ -152,8 +152,14 @@ def _by_sequence(
     values: Float[Tensor, "tokens experts"], inputs: ModelInputs, lengths: Int[Tensor, " b"]
 ) -> Float[Tensor, "b experts"]:
     """The sum over each row's own tokens, padding left out."""
-    if inputs.cu_seq_lens is not None:  # unsafe: without a look at the lengths, for which a GPU would have to wait
-        return torch.segment_reduce(values, "sum", lengths=inputs.cu_seq_lens.diff(), axis=0, unsafe=True)
+    if (starts := inputs.cu_seq_lens) is not None:
+        # Of each row a context-parallel rank holds an equal share, with padding.
+        held = starts.diff() * values.shape[0] // starts[-1]
+        rows = torch.repeat_interleave(held, output_size=values.shape[0])
+        assert inputs.position_ids is not None
+        values = values * (inputs.position_ids[0] < lengths[rows])[:, None]
+        # unsafe: without a look at the lengths, for which a GPU would have to wait
+        return torch.segment_reduce(values, "sum", lengths=held, axis=0, unsafe=True)
     num_rows, num_tokens = inputs.tokens.shape
     positions = inputs.position_ids
     if positions is None:

@@ -1,8 +1,7 @@
 """What context parallelism cannot do, found in a model by its parts before anything is changed.
 
-Knows the names that Hugging Face gives to modules, attributes and config fields; needs no mesh and no numbers. Each
-finding is one sentence: what is in the way, where, then what to do. Whatever it does not recognise as causal attention
-over torch's SDPA is a finding too.
+Modules, attributes and config fields have the names that Hugging Face gives them. Each finding is one sentence: what is
+in the way, where, then what to do. Whatever is not recognised as causal attention over torch's SDPA is a finding too.
 """
 
 from collections.abc import Iterator
@@ -11,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.structure import collapsed, decoder_layers, joined
+from rl_parallel_plans.structure import collapsed, decoder_layers, joined, source_of_forward
 
 if TYPE_CHECKING:
     from rl_parallel_plans.plan import ParallelPlan
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Their frequencies depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "text_encoder")
@@ -32,15 +32,16 @@ _SCORE_CHANGES = {
 def check_context_parallel(model: nn.Module, *, plan: "ParallelPlan | None" = None) -> None:
     """Raise one PlanError that lists all that stands against context parallelism for `model`; touch nothing.
 
-    plan: the tensor-parallel plan that the model is under or shall be.
+    plan: the tensor-parallel plan that the model is under or shall be. Every plan is taken.
 
-    It takes causal decoders whose every layer mixes tokens only by full attention over torch's SDPA. Refused by name:
-    attention other than "sdpa", sliding windows and chunks (Gemma 2 and 3, Mistral with a window, gpt-oss, Llama 4),
-    attention sinks, soft-capped or biased scores, sparse indexers, linear attention, Mamba and convolutions, encoders,
-    vision and audio, position embeddings that depend on the length seen, sequence classifiers, and plans with sequence
-    parallelism.
+    It takes causal decoders whose every layer mixes tokens only by attention over torch's SDPA, full or with a sliding
+    window (Gemma 3, Mistral). Refused by name: attention other than "sdpa", windows that the config and the model
+    disagree about, attention in chunks (Llama 4), attention sinks (gpt-oss), soft-capped (Gemma 2) or biased scores,
+    sparse indexers, linear attention, Mamba and convolutions, encoders, vision and audio, position embeddings that
+    depend on the length seen, and sequence classifiers.
     """
-    found = list(dict.fromkeys(_findings(model, plan)))
+    del plan
+    found = list(dict.fromkeys(_findings(model)))
     if found:
         listed = "\n".join(f"  {i}. {finding}" for i, finding in enumerate(found, 1))
         raise PlanError(f"{type(model).__name__} cannot be context parallel, {len(found)} problem(s):\n{listed}")
@@ -64,20 +65,49 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def attention_window(model: nn.Module, path: str) -> int | None:
+    """How many tokens a query of the attention at `path` attends to, itself included; None: all before it.
+
+    Hugging Face's decoders make the mask, by the config's `layer_types` where it has some and else by its
+    `sliding_window`; most attention modules tell their window too. Raises PlanError where these disagree.
+    """
+    attention = model.get_submodule(path)
+    decoder = model.get_submodule(decoder_path(model))
+    config = getattr(decoder, "config", None)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    where = f"{collapsed(path)} ({type(attention).__name__})"
+    if kinds is not None:
+        index = getattr(attention, "layer_idx", None)
+        if not isinstance(index, int) or not 0 <= index < len(kinds):
+            raise PlanError(f"{where} has no layer_idx that tells which of the config's layer_types it is")
+        window = window if kinds[index] == SLIDING else None
+    elif window is not None and not getattr(config, "use_sliding_window", True):
+        raise PlanError(f"its config has sliding_window={window} and use_sliding_window=False: set the former to None")
+    elif window is not None and "sliding_window" not in source_of_forward(decoder):
+        raise PlanError(
+            f"its config has sliding_window={window} and {type(decoder).__name__}.forward does not read it: set it to "
+            "None if the model has no window"
+        )
+    if "sliding_window" in vars(attention) and attention.sliding_window != window:
+        raise PlanError(
+            f"{where} has sliding_window={attention.sliding_window} and the config of its decoder says {window}: "
+            "not supported"
+        )
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise PlanError(f"{where} has a sliding window of {window!r} tokens: not supported")
+    return window
+
+
 def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     stack = decoder_layers(model)
     return [] if stack is None else [(joined(stack[0], number), layer) for number, layer in stack[1].named_children()]
 
 
-def _findings(model: nn.Module, plan: "ParallelPlan | None") -> Iterator[str]:
+def _findings(model: nn.Module) -> Iterator[str]:
     if decoder_layers(model) is None:
         yield "it holds no nn.ModuleList of decoder layers"
         return
-    if plan is not None and getattr(plan, "sequence_parallel", False):
-        yield (
-            "the plan is sequence parallel: make it with sequence_parallel=False; context parallelism already leaves "
-            "each rank with T / cp tokens"
-        )
     if "SequenceClassification" in type(model).__name__:
         yield "it pools the last token, and each rank would take its own: score all tokens and pick after unsharding"
     yield from _inputs(model)
@@ -86,6 +116,10 @@ def _findings(model: nn.Module, plan: "ParallelPlan | None") -> Iterator[str]:
     for path, module in model.named_modules():
         if path in inside:
             yield from _attention(collapsed(path), module)
+            try:
+                attention_window(model, path)
+            except PlanError as unclear:
+                yield str(unclear)
         elif "is_causal" in vars(module):
             yield f"{collapsed(path)} ({type(module).__name__}) is attention outside the decoder layers: not supported"
     yield from _scores(model)
@@ -132,8 +166,6 @@ def _attention(where: str, attention: nn.Module) -> Iterator[str]:
         )
     if not attention.is_causal:
         yield f"{where} ({kind}) is not causal: encoders and cross attention are not supported"
-    if (window := getattr(attention, "sliding_window", None)) is not None:
-        yield f"{where} ({kind}) has a sliding window of {window} tokens: not supported"
     if sinks := [name for name, _ in attention.named_parameters(recurse=False) if "sink" in name]:
         yield f"{where} ({kind}) has attention sinks ({', '.join(sinks)}), which SDPA cannot add to the softmax"
 
@@ -143,15 +175,8 @@ def _scores(model: nn.Module) -> Iterator[str]:
         for field, effect in _SCORE_CHANGES.items():
             if value := getattr(config, field, None):
                 yield f"its config has {field}={value}, which {effect}: not supported"
-        kinds = getattr(config, "layer_types", None)
-        if others := sorted(set(kinds or ()) - {"full_attention"}):
-            yield f"its layer_types hold {', '.join(others)}: only full_attention is supported"
-        window = getattr(config, "sliding_window", None)
-        if kinds is None and window is not None and getattr(config, "use_sliding_window", True):
-            yield (
-                f"its config has sliding_window={window}: set it to None if no sequence is longer than that, and load "
-                "the model again"
-            )
+        if others := sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING}):
+            yield f"its layer_types hold {', '.join(others)}: only {FULL} and {SLIDING} are supported"
 
 
 def _position_embeddings(model: nn.Module) -> Iterator[str]:

@@ -125,9 +125,13 @@ class SummedModule(OwnParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         super()._apply(module, device_mesh)
-        wrap_forward(module, partial(_sum_input_gradients, mesh=device_mesh))
-        wrap_forward(module, partial(_sum_output, mesh=device_mesh))
+        self.communicate(module, device_mesh)
         return module
+
+    def communicate(self, module: nn.Module, mesh: "DeviceMesh") -> None:
+        """Sum over the ranks what `module` puts out, and the gradients of what enters it."""
+        wrap_forward(module, partial(_sum_input_gradients, mesh=mesh))
+        wrap_forward(module, partial(_sum_output, mesh=mesh))
 
 
 class SummedOutput(LocalParameters):

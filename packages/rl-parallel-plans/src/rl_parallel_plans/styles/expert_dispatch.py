@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from rl_parallel_plans.dtensor import has_numbers
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.styles.in_block import BlockExperts, own_names
+from rl_parallel_plans.styles.in_block import own_names
 from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule, place_parameters
 from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
@@ -37,10 +37,11 @@ class ExpertParallel(LocalParameters):
     """Share out stacked experts over the ep axis, and each of them over the tp axis as `features` says.
 
     ep: ranks of the ep axis; it must divide the number of experts.
-    features: how one expert is cut over tp; None at tp=1.
+    features: how one expert is sharded over tp: `BlockExperts` inside a block, which communicates for it, or Hugging
+        Face's `SummedModule`, which sums over tp what it puts out and the gradients of what enters. None at tp=1.
     """
 
-    def __init__(self, *, ep: int, features: BlockExperts | None) -> None:
+    def __init__(self, *, ep: int, features: LocalParameters | None) -> None:
         super().__init__()
         self.ep, self.features = ep, features
 
@@ -61,8 +62,12 @@ class ExpertParallel(LocalParameters):
         return found
 
     def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Over the ep axis: rows there and back."""
-        return {"all_to_all": 2}, {"all_to_all": 2}
+        """Over the ep axis, rows there and back; over the tp axis, what the features communicate by themselves."""
+        forward: dict[str, int] = {}
+        backward: dict[str, int] = {}
+        if self.features is not None and hasattr(self.features, "collectives"):
+            forward, backward = self.features.collectives()
+        return {"all_to_all": 2, **forward}, {"all_to_all": 2, **backward}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         """`device_mesh` has the ep axis first, and the tp axis after it where tp > 1."""
@@ -80,6 +85,10 @@ class ExpertParallel(LocalParameters):
                 setattr(module, name, experts // self.ep)
         dispatch = Dispatch(group=device_mesh.get_group(0), ep=self.ep, experts=experts)
         wrap_forward(module, partial(_on_their_experts, dispatch=dispatch))
+        communicate: Callable[[nn.Module, DeviceMesh], None] | None = getattr(self.features, "communicate", None)
+        if communicate is not None:  # around the dispatch: each tp rank sends the same tokens
+            assert device_mesh.mesh_dim_names is not None
+            communicate(module, device_mesh[device_mesh.mesh_dim_names[-1]])
         return module
 
     def __repr__(self) -> str:
@@ -96,6 +105,10 @@ class Dispatch:
     """How many they are."""
     experts: int
     """How many experts there are on all of them together."""
+
+    def __deepcopy__(self, memo: object) -> "Dispatch":
+        """A copy of the model has the same process group, which cannot be copied."""
+        return self
 
 
 @dataclass(slots=True, kw_only=True)
