@@ -1,0 +1,102 @@
+"""What one rank does in the tests of pipeline stages, beside the plain model on all rows."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+import rl_parallel_plans as plans
+from parallel_plans_cases.cases import error, ordered, whole
+from parallel_plans_cases.models import tiny, token_ids
+from rl_parallel_plans.pipeline.stages import stage_info
+
+
+def parity(
+    architecture,
+    shape,
+    *,
+    tied=False,
+    schedule="1f1b",
+    microbatches=4,
+    length=11,
+    sequence_parallel=False,
+    hidden_loss=False,
+    optimizer_steps=0,
+    num_layers=4,
+    accumulate=1,
+    changes=None,
+    options=None,
+):
+    """Loss, every gradient, norm and weights of a pipeline against one process. `shape` is that of (pp, dp, tp)."""
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("pp", "dp", "tp"))
+    dp = mesh["dp"].size()
+    changes = {"num_hidden_layers": num_layers, **(changes or {})}
+    reference, model = (tiny(architecture, tied=tied, **changes) for _ in range(2))
+    ids = token_ids(2 * dp * microbatches * accumulate, length)
+    # Some tokens do not count, so that microbatches weigh differently.
+    counts = torch.rand(ids[:, 1:].shape, generator=torch.Generator().manual_seed(5)) < 0.6
+    total = counts.sum()
+
+    def loss(model, batch):
+        if hidden_loss:
+            hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)
+            logp = plans.linear_logp(hidden, model.lm_head, batch["input_ids"][:, 1:].flatten())
+            return -logp[batch["counts"].flatten()].sum() / total
+        logits = whole(model(input_ids=batch["input_ids"]).logits)[:, :-1]
+        each = cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="none")
+        return each[batch["counts"].flatten()].sum() / total
+
+    plan = plans.plan_for(model, tp=mesh["tp"].size(), sequence_parallel=sequence_parallel)
+    pipeline = plans.pipeline_stages(model, mesh, plan, schedule=schedule, **(options or {}))
+    # A large eps: otherwise AdamW divides rounding by rounding where a gradient is nearly zero.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-2) for m in (reference, pipeline)]
+    rank = mesh["dp"].get_local_rank()
+    mine = [{"input_ids": i, "counts": c} for i, c in zip(ids.chunk(dp)[rank], counts.chunk(dp)[rank], strict=True)]
+    mine = [
+        {name: torch.stack([row[name] for row in mine[at : at + 2]]) for name in mine[0]}
+        for at in range(0, len(mine), 2)
+    ]
+    result = {}
+    for _ in range(max(1, optimizer_steps)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        truth = loss(reference, {"input_ids": ids, "counts": counts})
+        truth.backward()
+        found = sum(pipeline.step(mine[at : at + microbatches], loss) for at in range(0, len(mine), microbatches))
+        dist.all_reduce(found, group=mesh["dp"].get_group())
+        norm = pipeline.grad_norm()
+        result = result or {
+            "loss": [found.item(), truth.item()],
+            "norms": [norm.item(), plans.get_grad_norm(reference.parameters()).item()],
+            "gradient_errors": _errors(pipeline, reference, gradients=True),
+        }
+        if optimizer_steps:
+            plans.clip_grad_by_total_norm_(pipeline.parameters(), 0.5 * result["norms"][1], norm)
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5 * result["norms"][1])
+            for optimizer in optimizers:
+                optimizer.step()
+    result["weight_errors"] = _errors(pipeline, reference, gradients=False)
+    result["stages"] = [str(stage_info(stage)) for stage in pipeline.stages]
+    result["names"] = [name for name, _ in pipeline.named_parameters()]
+    result["all_names"] = [name for name, _ in reference.named_parameters(remove_duplicate=False)]
+    outputs = pipeline.forward(mine, loss)
+    forward = torch.stack(outputs).sum() if outputs else torch.zeros(())
+    for axis in ("pp", "dp"):
+        dist.all_reduce(forward, group=mesh[axis].get_group())
+    with torch.no_grad():
+        result["forward"] = [forward.item(), loss(reference, {"input_ids": ids, "counts": counts}).item()]
+    return result
+
+
+def _errors(pipeline, reference, *, gradients):
+    truth = dict(reference.named_parameters(remove_duplicate=False))
+    least = 1e-4 * max(p.grad.abs().max().item() for p in truth.values() if p.grad is not None)
+    errors = {}
+    for stage in pipeline.stages:
+        for name, parameter in stage.named_parameters():
+            assert (parameter.grad is None) == (truth[name].grad is None), name
+            if not gradients:
+                errors[name] = error(ordered(stage, name, parameter), truth[name])
+            elif parameter.grad is not None:
+                errors[name] = error(ordered(stage, name, parameter.grad), truth[name].grad, least)
+    return errors
