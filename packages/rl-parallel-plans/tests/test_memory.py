@@ -61,6 +61,41 @@ def test_predicted_bytes_are_those_of_a_real_step(ranks, options):
     assert {name: report.phase(name).num_bytes for name in PHASES} == real
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
+        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "gathered", "schedule": "gpipe", "microbatches": 3, "tied": True},
+        {
+            "pp": 2,
+            "tp": 2,
+            "dp": 1,
+            "lm_head": "linear_logp",
+            "schedule": "1f1b",
+            "microbatches": 2,
+            "sequence_parallel": True,
+            "activation_checkpointing": "full",
+            "param_dtype": "bfloat16",
+        },
+        {"pp": 2, "tp": 1, "dp": 2, "lm_head": "linear_logp", "schedule": "interleaved_1f1b", "microbatches": 4},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_predicted_bytes_of_a_pipeline_stage_are_those_of_a_real_step(ranks, options):
+    asked = {**STEP, "vocab_size": VOCABULARY, "num_hidden_layers": 4, **options}
+    each = options["tp"] * options["dp"]
+    real = ranks("memory:pipeline_truth", options["pp"] * each, **asked)
+    changes = {name: asked.pop(name) for name in ("vocab_size", "num_hidden_layers")}
+    model = tiny_on_meta("llama", **changes, tie_word_embeddings=asked.pop("tied", False))
+    model.config._attn_implementation = "eager"
+    dtype = asked.pop("param_dtype", None)
+    asked["param_dtype"] = None if dtype is None else getattr(torch, dtype)
+    for pp_rank in range(options["pp"]):
+        report = memory(model, **asked, pp_rank=pp_rank)
+        found = {phase.name: phase.num_bytes for phase in report.phases if phase.name in real[0]}
+        assert found == real[pp_rank * each]
+
+
 def test_fused_attention_costs_what_the_fused_kernel_of_a_cpu_costs():
     def held():
         query, key, value = (torch.empty(2, heads, 48, 16, requires_grad=True) for heads in (4, 2, 2))

@@ -85,11 +85,11 @@ def get_grad_norm(
 
     for axis, group in groups.items():
         _reduce_({axes: power for axes, power in powers.items() if axis in axes}, group, norm_type)
-    each = torch.stack(list(powers.values())) if powers else torch.zeros(1, device=device, dtype=wide)
-    total = each.amax() if math.isinf(norm_type) else each.sum()
+    sums = torch.stack(list(powers.values())) if powers else torch.zeros(1, device=device, dtype=wide)
+    total = sums.amax() if math.isinf(norm_type) else sums.sum()
     if pp_mesh is not None:
         _reduce_({(): total}, pp_mesh.get_group(), norm_type)
-    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(dtype)
+    return total.to(dtype) if math.isinf(norm_type) else total.pow(1.0 / norm_type).to(dtype)
 
 
 @torch.no_grad()

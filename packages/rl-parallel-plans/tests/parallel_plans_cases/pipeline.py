@@ -100,3 +100,101 @@ def _errors(pipeline, reference, *, gradients):
             elif parameter.grad is not None:
                 errors[name] = error(ordered(stage, name, parameter.grad), truth[name].grad, least)
     return errors
+
+
+def exported(shape, *, schedule="1f1b", sequence_parallel=False):
+    """Weights of each stage and of the whole pipeline against the plain model's, on this rank."""
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("pp", "dp", "tp"))
+    reference, model = (tiny("qwen3", tied=True, num_hidden_layers=4) for _ in range(2))
+    truth = dict(plans.export_state_dict(reference))
+    if dist.get_rank() != 0:  # which yields on rank 0 alone
+        truth = dict(plans.export_state_dict(reference, every_rank=True))
+    plan = plans.plan_for(model, tp=mesh["tp"].size(), sequence_parallel=sequence_parallel)
+    pipeline = plans.pipeline_stages(model, mesh, plan, schedule=schedule)
+    by_stage = {name: tensor for stage in pipeline.stages for name, tensor in plans.export_state_dict(stage)}
+    together = dict(pipeline.export_state_dict())
+    return {
+        "by_stage": {name: torch.equal(tensor, truth[name]) for name, tensor in by_stage.items()},
+        "together": {name: torch.equal(tensor, truth[name]) for name, tensor in together.items()},
+        "truth": list(truth),
+        "with_copies": [
+            name for stage in pipeline.stages for name, _ in plans.export_state_dict(stage, tied_names=True)
+        ],
+        "state_dict": [name for stage in pipeline.stages for name in stage.state_dict()],
+    }
+
+
+def shapes_and_gradients_of_several_steps():
+    """Microbatches of one length in one step and of another in the next, and another number of them; one gradient."""
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+    reference, model = (tiny("qwen3", tied=True, num_hidden_layers=4) for _ in range(2))
+    pipeline = plans.pipeline_stages(model, mesh, plans.plan_for(model, tp=1))
+
+    def loss(model, ids):
+        return cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+    for length, microbatches in ((9, 2), (14, 3), (9, 4)):
+        ids = token_ids(2 * microbatches, length)
+        loss(reference, ids).backward()
+        pipeline.forward(list(ids.chunk(microbatches)), lambda model, ids: model(input_ids=ids).logits)
+        pipeline.step(ids.chunk(microbatches), loss)
+    return max(_errors(pipeline, reference, gradients=True).values())
+
+
+def refusals():
+    """What is refused while a pipeline runs or is made, and that nothing has changed before."""
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+    messages = {}
+
+    def tried(name, function):
+        try:
+            function()
+        except plans.PlanError as refusal:
+            messages[name] = str(refusal)
+
+    def made(**options):
+        model = tiny("llama", num_hidden_layers=4)
+        before = {name: id(parameter) for name, parameter in model.named_parameters()}
+        try:
+            return plans.pipeline_stages(model, mesh, plans.plan_for(model, tp=1), **options)
+        except plans.PlanError:
+            assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
+            raise
+
+    def loss(model, ids):
+        return model(input_ids=ids).logits.square().mean()
+
+    for name, options in {
+        "schedule": {"schedule": "zero_bubble"},
+        "stages of 1f1b": {"stages_per_rank": 2},
+        "stages of interleaved": {"schedule": "interleaved_1f1b", "stages_per_rank": 1},
+        "stages": {"schedule": "interleaved_1f1b", "stages_per_rank": 3},
+        "layers": {"layers": [4, 1]},
+        "axis": {"pp_axis": "stage"},
+        "rows": {"cp_axis": "dp"},
+    }.items():
+        tried(name, lambda options=options: made(**options))
+    pipeline, ids = made(), token_ids(8, 5)
+    tried("microbatches of 1f1b", lambda: pipeline.step([ids], loss))
+    tried("no microbatches", lambda: pipeline.step([], loss))
+    tried("shapes", lambda: pipeline.step([ids, ids[:, 1:]], loss))
+    tried("no ids", lambda: pipeline.step([{"rows": ids}, {"rows": ids}], loss))
+    tried("by itself", lambda: pipeline.stages[0](ids))
+    return messages
+
+
+def one_rank_with_every_stage():
+    """Two stages on one rank that nobody has sharded: the tied weight is still one parameter."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+    reference, model = (tiny("qwen3", tied=True) for _ in range(2))
+    stages = plans.split_stages(model, 2)
+    pipeline = plans.Pipeline(stages, mesh, schedule="interleaved_1f1b")
+    ids = token_ids(4, 9)
+
+    def loss(model, ids):
+        return cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+    found = pipeline.step(list(ids.chunk(2)), loss)
+    truth = loss(reference, ids)
+    truth.backward()
+    return [found.item() / truth.item() - 1, max(_errors(pipeline, reference, gradients=True).values())]

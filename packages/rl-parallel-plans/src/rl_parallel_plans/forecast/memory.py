@@ -27,6 +27,7 @@ from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
 from rl_parallel_plans.forecast.options import Attention, LmHead, Loss, MemoryOptions
 from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, report_from_dict
 from rl_parallel_plans.forecast.torch_internals import fake_process_group
+from rl_parallel_plans.pipeline.schedule import Schedule
 
 CHILD = "rl_parallel_plans.forecast.child"
 
@@ -48,6 +49,10 @@ def memory(
     optimizer: OptimizerName | MakeOptimizer = "adamw",
     attention: Attention = "flash",
     custom: CustomPlan | None = None,
+    pp: int = 1,
+    pp_rank: int = 0,
+    microbatches: int | None = None,
+    schedule: Schedule = "1f1b",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> MemoryReport:
@@ -55,10 +60,10 @@ def memory(
 
     model: an nn.Module, best on the meta device; it is copied without its weights and not changed. Or what a model is
         made from, as for `rl_parallel_plans.model_source.read_config`: needs transformers.
-    The options from batch_size to custom: the fields of `rl_parallel_plans.forecast.options.MemoryOptions`.
+    The options from batch_size to schedule: the fields of `rl_parallel_plans.forecast.options.MemoryOptions`.
     revision, trust_remote_code: for a model that is no nn.Module.
 
-    Counted are the storages of rank 0, whose shards are the largest. Not counted: the CUDA context, NCCL's buffers,
+    Counted are the storages of rank 0, whose shards are the largest; in a pipeline those of the first rank of `pp_rank`. Not counted: the CUDA context, NCCL's buffers,
     workspace inside kernels (but for attention's), what the allocator rounds up and fragments.
 
     Raises PlanError for an option that does not exist or does not fit, every problem of the plan with the model,
@@ -103,7 +108,8 @@ def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
     name, count = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
     # A thread of its own: DTensor remembers per thread what it did over which mesh, and a mesh of real ranks would meet
     # what it did over fake ones: every gradient wrong, without a word.
-    with fake_process_group(options.tp * options.dp), ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
+    each = options.tp * options.dp
+    with fake_process_group(options.pp * each, rank=options.pp_rank * each), ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views changed in place: there are none
         plan, ledger, calls = thread.submit(run_step, _without_weights(model), options).result()
     return MemoryReport(

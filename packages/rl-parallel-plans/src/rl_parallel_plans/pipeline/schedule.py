@@ -1,7 +1,7 @@
 """Run pipeline stages over the ranks of one mesh axis, by the schedules of `torch.distributed.pipelining`.
 
-`pipeline_stages` splits a model and shards this rank's stages; `Pipeline` runs steps over them. What runs is one function
-of the model and a microbatch, as it would be written for the model on one rank:
+`pipeline_stages` splits a model and shards this rank's stages; `Pipeline` runs steps over them. What runs is one
+function of the model and a microbatch, as it would be written for the model on one rank:
 
     loss = pipeline.step(microbatches, lambda model, ids: token_loss(model(input_ids=ids).logits, ids) / tokens_of_step)
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rl_parallel_plans.apply import parallelize
 from rl_parallel_plans.dtensor import is_dtensor, submesh, to_local_if_dtensor
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.export import entries, export_state_dict, is_first_of_its_ranks, reshard
 from rl_parallel_plans.grad_norm import device_of_group, get_grad_norm
 from rl_parallel_plans.pipeline.stages import boundary_of, split_stages
 from rl_parallel_plans.plan import ParallelPlan
@@ -114,6 +115,9 @@ class Pipeline:
         stream_mesh: "DeviceMesh | None" = None,
         defer_gradient_sync: bool = False,
     ) -> None:
+        from torch.distributed import pipelining  # here, and not in a step: importing it makes a tensor
+
+        self._pipelining = pipelining
         self.stages = tuple(stages)
         self.schedule = schedule
         self.pp_mesh = pp_mesh
@@ -149,9 +153,7 @@ class Pipeline:
         """Parameters of this rank's stages: what an optimizer takes."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def step(
-        self, microbatches: Sequence[Any], loss: StageFunction, *, shape: tuple[int, int] | None = None
-    ) -> Tensor:
+    def step(self, microbatches: Sequence[Any], loss: StageFunction, *, shape: tuple[int, int] | None = None) -> Tensor:
         """Forward and backward of every microbatch; gradients are added to those that are there.
 
         microbatches: the same on all ranks of the pipeline. One is whatever `loss` takes, all have one shape.
@@ -165,6 +167,11 @@ class Pipeline:
         stages hold (tied embeddings) are summed over them. Raises PlanError for a number of microbatches that the
         schedule cannot run, and for hidden states of another shape or dtype than expected.
         """
+        for stage in self.stages:
+            # What earlier steps have left is in the first copy; summed once more, it would count twice.
+            for name in boundary_of(stage).info.copies:
+                if not self._is_shared_object(stage, name):
+                    stage.get_parameter(name).grad = None
         losses: list[Tensor] = []
         self._run("step", microbatches, loss, shape=shape, outputs=losses)
         self._sum_tied_gradients()
@@ -181,6 +188,8 @@ class Pipeline:
         """What `function` returns for each microbatch, without gradients: on the ranks of the last stage, else []."""
         outputs: list[Tensor] = []
         self._run("forward", microbatches, function, shape=shape, outputs=outputs)
+        for stage in self.stages:  # FSDP would keep some parameters gathered until a backward
+            reshard(stage)
         return outputs
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -192,6 +201,36 @@ class Pipeline:
             if name not in boundary_of(stage).info.copies
         ]
         return get_grad_norm(own, norm_type, pp_mesh=self.pp_mesh)
+
+    @torch.no_grad()
+    def export_state_dict(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = "cpu"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """`export_state_dict` of all stages, in the model's order, on the first rank of the first stage.
+
+        A collective: every rank iterates to the end, and the other ranks yield nothing. Each tensor is gathered over
+        the ranks of its stage and sent when its turn comes.
+        """
+        rank, size = self.pp_mesh.get_local_rank(), self.pp_mesh.size()
+        mine = {boundary_of(stage).info.index: stage for stage in self.stages}
+        sends = is_first_of_its_ranks(self.stages[0])  # one rank of each stage: together, one group of the pp axis
+        for index in range(boundary_of(self.stages[0]).info.num_stages):
+            stage, owner = mine.get(index), dist.get_global_rank(self.group, index % size)
+            if stage is not None and (rank == 0 or not sends):
+                yield from export_state_dict(stage, dtype=dtype, device=device)
+            elif stage is not None:
+                copies = boundary_of(stage).info.copies
+                held = {id(t): (name, tuple(t.shape), t.dtype) for name, t, _ in entries(stage) if name not in copies}
+                dist.broadcast_object_list([list(held.values())], src=owner, group=self.group, device=self.device)
+                for _, tensor in export_state_dict(stage, device=self.device):
+                    dist.send(tensor.contiguous(), dst=dist.get_global_rank(self.group, 0), group=self.group)
+            elif sends and index % size != 0:
+                listed: list[Any] = [None]
+                dist.broadcast_object_list(listed, src=owner, group=self.group, device=self.device)
+                for name, shape, kind in listed[0] if rank == 0 else ():
+                    tensor = torch.empty(shape, dtype=kind, device=self.device)
+                    dist.recv(tensor, src=owner, group=self.group)
+                    yield name, tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     def _run(
         self,
@@ -210,7 +249,7 @@ class Pipeline:
                 f"microbatches have the shapes {sorted(set(shapes))}: stages send one another tensors of one shape, so "
                 "pad the microbatches of a step to one"
             )
-        schedule = self._schedule(kind, len(microbatches), shapes[0])
+        schedule = self.schedule_of(kind, len(microbatches), shapes[0])
         for runner in self._runners:
             runner.begin(microbatches, function, shape=shapes[0])
         # The runners hold the microbatches. torch wants a target wherever there is a loss, and hands its pieces on.
@@ -226,13 +265,12 @@ class Pipeline:
             for runner in self._runners:
                 runner.end()
 
-    def _schedule(self, kind: str, count: int, shape: tuple[int, int]) -> Any:
-        """torch's schedule for this number and shape of microbatches; the last one of each kind is kept."""
+    def schedule_of(self, kind: str, count: int, shape: tuple[int, int]) -> Any:
+        """The schedule of torch for this number and shape of microbatches; the last one of each kind is kept."""
         key = (count, *shape)
         if kind in self._built and self._built[kind][0] == key:
             return self._built[kind][1]
-        from torch.distributed import pipelining
-
+        pipelining = self._pipelining
         self._built.pop(kind, None)  # its buffers go before the new ones come
         stages = [
             pipelining.PipelineStage(
@@ -262,9 +300,18 @@ class Pipeline:
                 scale_grads=False,
             )
         except ValueError as error:
-            raise PlanError(f"{self.schedule} cannot run {count} microbatches: {' '.join(str(error).split())}") from error
+            raise PlanError(
+                f"{self.schedule} cannot run {count} microbatches: {' '.join(str(error).split())}"
+            ) from error
         self._built[kind] = (key, made)
         return made
+
+    def _is_shared_object(self, stage: nn.Module, name: str) -> bool:
+        """Whether a tied parameter is still one object in two stages of this rank, which nobody has sharded."""
+        found = stage.get_parameter(name)
+        return any(
+            found is parameter for other in self.stages if other is not stage for parameter in other.parameters()
+        )
 
     def _sum_tied_gradients(self) -> None:
         """Give every copy of a parameter that several stages hold the sum of the gradients of all copies."""
@@ -299,8 +346,8 @@ class Pipeline:
             if any(holder not in gradients for holder in holders):  # frozen
                 continue
             kept = {index: mine[index].get_parameter(name) for index, name in holders if index in mine}
-            if len({id(parameter) for parameter in kept.values()}) < len(kept):
-                continue  # stages of one rank that are not sharded hold one parameter still
+            if any(self._is_shared_object(mine[index], name) for index, name in holders if index in mine):
+                continue
             total = reduce(torch.add, [gradients[holder] for holder in holders])  # in one order: equal on every rank
             for parameter in kept.values():
                 gradient = _gradient(parameter)
@@ -324,6 +371,9 @@ class _Runner(nn.Module):
         self.function: StageFunction | None = None
         self.next = 0
         self.expected: tuple[torch.Size, torch.dtype] | None = None
+
+    if TYPE_CHECKING:
+        stage: Any
 
     def begin(self, microbatches: Sequence[Any], function: StageFunction, *, shape: tuple[int, int]) -> None:
         """Before a step."""
@@ -364,7 +414,7 @@ class _Runner(nn.Module):
             )
         if self.defers and self.next == len(self.microbatches) and isinstance(output, Tensor) and output.requires_grad:
             # Fires when the backward of the last microbatch begins: this one reduces what all have added up.
-            output.register_hook(lambda _: self.stage.set_requires_gradient_sync(True))
+            output.register_hook(lambda _: self.stage.set_requires_gradient_sync(True))  # type: ignore[no-untyped-call]
         return output
 
 

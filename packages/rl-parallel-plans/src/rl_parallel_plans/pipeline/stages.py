@@ -16,6 +16,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -87,7 +88,7 @@ def split_stages(model: nn.Module, num_stages: int, *, layers: Sequence[int] | N
     states goes from one layer to the next.
     """
     found = trace(model)
-    counts = _counts(model, found, num_stages, layers)
+    counts = _counts(model, found, num_stages=num_stages, layers=layers)
     return [_stage(model, found, info) for info in _infos(model, found, counts)]
 
 
@@ -210,9 +211,7 @@ class Elsewhere(nn.Module):
 
     def __init__(self, path: str, module: nn.Module, boundary: Boundary) -> None:
         super().__init__()
-        for name, value in module.__dict__.items():  # such as `attention_type`, which some models read in their loop
-            if not name.startswith("_") and name != "forward":
-                self.__dict__.setdefault(name, value)
+        _copy_attributes(module, self)
         self.pipeline_path = path
         self.boundary = boundary
 
@@ -248,6 +247,13 @@ class _BeforeLayers(Elsewhere):
     def __init__(self, path: str, module: nn.Module, boundary: Boundary) -> None:
         super().__init__(path, module, boundary)
         self.output_shape = _output_shape(module)
+        self.weight_shape = getattr(getattr(module, "weight", None), "shape", torch.Size())
+
+    @property
+    def weight(self) -> Tensor:
+        """Zeros as well: models ask the embedding's weight for its device."""
+        assert self.boundary.received is not None
+        return self.boundary.received.detach().new_zeros(()).expand(self.weight_shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.boundary.received is not None
@@ -284,15 +290,35 @@ def _shared(model: nn.Module) -> dict[int, Any]:
     return {id(config): config for config in configs if config is not None}
 
 
+def _copy_attributes(module: nn.Module, stand_in: nn.Module) -> None:
+    """What a model may read of a layer in its loop, such as `attention_type`: attributes that hold no modules."""
+    properties = {
+        name
+        for cls in type(module).__mro__
+        if not issubclass(nn.Module, cls)
+        for name, value in vars(cls).items()
+        if isinstance(value, property)
+    }
+    for name in (*module.__dict__, *properties):
+        if name.startswith("_") or name == "forward":
+            continue
+        with suppress(Exception):  # a property may raise what it likes
+            value = getattr(module, name)
+            if not isinstance(value, nn.Module | Tensor):
+                stand_in.__dict__.setdefault(name, value)
+
+
 def _output_shape(module: nn.Module) -> Callable[[Tensor], torch.Size]:
     """The shape of a module's output as a function of its first input."""
-    if isinstance(module, nn.Embedding):
-        features = module.embedding_dim
-        return lambda ids: torch.Size((*ids.shape, features))
-    if isinstance(module, nn.Linear):
-        features = module.out_features
-        return lambda values: torch.Size((*values.shape[:-1], features))
-    return lambda values: values.shape
+    embeddings = [part.embedding_dim for part in module.modules() if isinstance(part, nn.Embedding)]
+    features = module.out_features if isinstance(module, nn.Linear) else None
+
+    def shape(tensor: Tensor) -> torch.Size:
+        if isinstance(module, nn.Embedding) or (embeddings and not tensor.is_floating_point()):
+            return torch.Size((*tensor.shape, embeddings[0]))
+        return tensor.shape if features is None else torch.Size((*tensor.shape[:-1], features))
+
+    return shape
 
 
 def _first_tensor(args: Any, kwargs: Any) -> Tensor:
@@ -302,7 +328,7 @@ def _first_tensor(args: Any, kwargs: Any) -> Tensor:
 # -- Which stage holds what ------------------------------------------------------------------------
 
 
-def _counts(model: nn.Module, found: "Trace", num_stages: int, layers: Sequence[int] | None) -> list[int]:
+def _counts(model: nn.Module, found: "Trace", *, num_stages: int, layers: Sequence[int] | None) -> list[int]:
     """Number of layers of each stage."""
     if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
         raise PlanError(f"the number of pipeline stages is {num_stages!r}: it must be a whole number, at least 1")
@@ -378,7 +404,7 @@ def _infos(model: nn.Module, found: "Trace", counts: Sequence[int]) -> list[Stag
             layers=layers,
             before=before,
             after=after,
-            tied=types.MappingProxyType({dict(each)[index]: each for each in shared if index in dict(each)}),
+            tied={dict(each)[index]: each for each in shared if index in dict(each)},
         )
         for index, (layers, before, after) in enumerate(held)
     ]
@@ -488,8 +514,17 @@ def _parts(model: nn.Module, stack: str) -> Iterator[tuple[str, nn.Module, str]]
         for name, child in owner.named_children():
             if name == tokens[depth]:
                 side = "after"
-            elif next(child.parameters(), None) is not None:
-                yield joined(path, name), child, side
+            else:
+                yield from ((where, module, side) for where, module in _with_forward(joined(path, name), child))
+
+
+def _with_forward(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module where it has parameters; of a container that is never called, what it contains."""
+    if type(module).forward is nn.Module.forward:
+        for name, child in module.named_children():
+            yield from _with_forward(f"{path}.{name}", child)
+    elif next(module.parameters(), None) is not None:
+        yield path, module
 
 
 def _on_cpu(buffer: Tensor) -> Tensor:
@@ -527,6 +562,9 @@ class _RecordedModule(nn.Module):
     def __init__(self, path: str, module: nn.Module, record: _Record) -> None:
         super().__init__()
         self.path, self.record, self.output_shape = path, record, _output_shape(module)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor):
+            self.__dict__["weight"] = record.mark(torch.zeros(()).expand(weight.shape), path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_RecordedModule":
         return self
@@ -538,7 +576,8 @@ class _RecordedModule(nn.Module):
         side = "before" if count == 0 else "after"
         if record.called.setdefault(self.path, side) != side:
             raise PlanError(f"it calls {self.path} before its layers and after them")
-        return record.mark(torch.zeros(self.output_shape(_first_tensor(args, kwargs))), self.path)
+        # Expanded as the zeros of a stage are: a model that writes into them is refused here.
+        return record.mark(torch.zeros(()).expand(self.output_shape(_first_tensor(args, kwargs))), self.path)
 
 
 class _RecordedLayer(nn.Module):
@@ -546,16 +585,15 @@ class _RecordedLayer(nn.Module):
 
     def __init__(self, path: str, layer: nn.Module, record: _Record) -> None:
         super().__init__()
-        for name, value in layer.__dict__.items():
-            if not name.startswith("_") and name != "forward":
-                self.__dict__.setdefault(name, value)
+        _copy_attributes(layer, self)
         self.pipeline_path, self.record = path, record
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         record, count = self.record, self.record.layers_called
         if self.pipeline_path != f"{record.stack}.{count}":
             raise PlanError(f"it calls {self.pipeline_path} as layer number {count}")
-        arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
         if count == 0:
             record.hidden_argument, hidden = self._hidden(arguments)
             if hidden.ndim != 3 or tuple(hidden.shape[:2]) != (ROWS, TOKENS):
@@ -563,7 +601,7 @@ class _RecordedLayer(nn.Module):
             record.width = hidden.shape[-1]
         else:
             assert record.hidden_argument is not None
-            hidden = arguments.get(record.hidden_argument)
+            hidden = arguments[record.hidden_argument]
             if hidden is not record.last_output:
                 raise PlanError(f"it changes the hidden states itself between layers {count - 1} and {count}")
         for where, value in arguments.items():
