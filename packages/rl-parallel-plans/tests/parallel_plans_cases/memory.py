@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits, linear_logp, parallelize, pipeline_stages, plan_for
+from rl_parallel_plans import (
+    get_logprobs_from_vocab_parallel_logits,
+    linear_logp,
+    parallelize,
+    pipeline_stages,
+    plan_for,
+)
 from rl_parallel_plans.forecast.memory import memory
 
 
@@ -170,7 +176,7 @@ def pipeline_truth(
     del ids
     live = LiveBytes()
     steps = []
-    for number in range(4):
+    for _ in range(4):
         gc.collect()
         live.add([*pipeline.parameters(), *batches])
         live.add(buffer for stage in pipeline.stages for buffer in stage.buffers())

@@ -76,7 +76,9 @@ class MemoryOptions:
         if not isinstance(self.pp_rank, int) or not 0 <= self.pp_rank < self.pp:
             raise PlanError(f"pp_rank is {self.pp_rank!r}: it must be a rank of the pipeline, below pp={self.pp}")
         if self.microbatches is not None and (self.pp == 1 or self.microbatches < 1):
-            raise PlanError(f"microbatches={self.microbatches} with pp={self.pp}: microbatches, 1 or more, are for pp > 1")
+            raise PlanError(
+                f"microbatches={self.microbatches} with pp={self.pp}: microbatches, 1 or more, are for pp > 1"
+            )
         choices = (("lm_head", LmHead), ("attention", Attention), ("schedule", Schedule))
         for name, known in ((name, get_args(choice)) for name, choice in choices):
             if getattr(self, name) not in known:

@@ -167,9 +167,10 @@ def sends_hold_tensors() -> Iterator[None]:
 
     As it does where there are ranks: the transfers of a fake group hold nothing.
     """
-    from torch.distributed.pipelining import schedules
+    import torch.distributed.pipelining.schedules as module
 
-    original: Any = schedules._batch_p2p
+    schedules: Any = module
+    original = schedules._batch_p2p
 
     class Holding:
         def __init__(self, tensors: list[Tensor]) -> None:

@@ -33,6 +33,8 @@ class Task:
     """Whether every third parameter takes no gradient."""
     optimize: bool = False
     """Whether norm, clipping and an optimizer step follow."""
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """In which order a pipeline runs forwards and backwards."""
     only: Literal["", "clip", "count", "outputs"] = ""
     """Not a backward: clip bf16 gradients, count collectives, or compare the output of each module."""
 
@@ -46,6 +48,7 @@ class Question:
     tp: int
     dp: int
     tasks: tuple[Task, ...]
+    pp: int = 1
     full: Any = None
     """The configuration before it was made small: the plan must fit that model too. None not to look."""
     sequence_parallel: bool = False
@@ -69,4 +72,4 @@ class Question:
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.tp * self.dp
+        return self.pp * self.tp * self.dp
