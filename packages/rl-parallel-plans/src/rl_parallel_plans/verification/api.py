@@ -85,7 +85,7 @@ class Options(TypedDict, total=False):
 def verify(
     model: Any, *, tp: int = 2, dp: int = 1, pp: int = 1, sequence_parallel: bool = False, **options: Unpack[Options]
 ) -> VerifyReport:
-    """Whether a plan is exact for a model: logits, every gradient, ties, norm, clipping, steps, over pp * tp * dp ranks.
+    """Whether a plan is exact for a model: logits, every gradient, ties, norm, clipping, steps, on pp * tp * dp ranks.
 
     model: what `explain` takes (a folder, a config.json, a Hub name, a type of model), a `PretrainedConfig`, or a
         model that has one; its weights are not used.
