@@ -90,6 +90,12 @@ def test_stages_under_fsdp_compute_what_the_model_does(ranks, architecture, opti
     assert_exact(ranks("pipeline:parity", 4, architecture=architecture, shape=[2, 2, 1], **options))
 
 
+def test_experts_may_be_shared_out_inside_of_stages(ranks):
+    for gradient, (norm, truth) in ranks("pipeline:experts_over_ranks", 4):
+        assert gradient < TOLERANCE
+        assert norm == pytest.approx(truth, rel=TOLERANCE)
+
+
 def test_gradients_add_up_over_steps_of_other_shapes(ranks):
     assert max(ranks("pipeline:shapes_and_gradients_of_several_steps", 2)) < TOLERANCE
 

@@ -198,3 +198,20 @@ def one_rank_with_every_stage():
     truth = loss(reference, ids)
     truth.backward()
     return [found.item() / truth.item() - 1, max(_errors(pipeline, reference, gradients=True).values())]
+
+
+def experts_over_ranks():
+    """Stages whose experts are shared out over an axis of their own, each rank of which has rows of its own."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
+    reference, model = (tiny("qwen3_moe", num_hidden_layers=4) for _ in range(2))
+    plan = plans.plan_for(model, tp=1, ep=2)
+    pipeline = plans.pipeline_stages(model, mesh, plan, dp_axis=("dp", "ep"))
+    ids = token_ids(8, 9)
+
+    def loss(model, ids):
+        return cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+    loss(reference, ids).backward()
+    pipeline.step(ids.chunk(2)[mesh["ep"].get_local_rank()].chunk(2), loss)
+    norms = [pipeline.grad_norm().item(), plans.get_grad_norm(reference.parameters()).item()]
+    return [max(_errors(pipeline, reference, gradients=True).values()), norms]

@@ -7,11 +7,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from rl_parallel_plans.errors import PlanError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan import ParallelPlan
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(problem.kind not in plan.allow for problem in plan.problems) else 0
 
 
-def _model(arguments: argparse.Namespace) -> nn.Module:
+def _model(arguments: argparse.Namespace) -> "nn.Module":
     from rl_parallel_plans.model_source import build, read_config
 
     trust = arguments.trust_remote_code
@@ -70,7 +70,7 @@ def _model(arguments: argparse.Namespace) -> nn.Module:
     return build(config, trust_remote_code=trust)
 
 
-def _stages(model: nn.Module, plan: "ParallelPlan", arguments: argparse.Namespace) -> "list[StageRow]":
+def _stages(model: "nn.Module", plan: "ParallelPlan", arguments: argparse.Namespace) -> "list[StageRow]":
     if arguments.pp == arguments.stages_per_rank == 1:
         return []
     from rl_parallel_plans.explain.stages import stage_rows
@@ -78,7 +78,7 @@ def _stages(model: nn.Module, plan: "ParallelPlan", arguments: argparse.Namespac
     return stage_rows(model, plan, pp=arguments.pp, stages_per_rank=arguments.stages_per_rank, dp=arguments.dp)
 
 
-def _plan(model: nn.Module, arguments: argparse.Namespace) -> "ParallelPlan":
+def _plan(model: "nn.Module", arguments: argparse.Namespace) -> "ParallelPlan":
     from rl_parallel_plans.lookup import plan_for
 
     return plan_for(
