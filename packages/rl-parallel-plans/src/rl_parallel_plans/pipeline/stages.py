@@ -306,6 +306,10 @@ def _copy_attributes(module: nn.Module, stand_in: nn.Module) -> None:
             value = getattr(module, name)
             if not isinstance(value, nn.Module | Tensor):
                 stand_in.__dict__.setdefault(name, value)
+    for name, child in module.named_children():  # or of its attention: `layer.self_attn.attention_type`
+        own = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+        plain = {key: value for key, value in own.items() if not isinstance(value, nn.Module | Tensor)}
+        stand_in.__dict__.setdefault(name, types.SimpleNamespace(**plain))
 
 
 def _output_shape(module: nn.Module) -> Callable[[Tensor], torch.Size]:
