@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans import PlanError, plan_for
+from rl_parallel_plans.__main__ import main
 from rl_parallel_plans.explain import document
 from rl_parallel_plans.explain.document import as_json
 from rl_parallel_plans.explain.page import as_html
+from rl_parallel_plans.explain.stages import stage_rows
 from rl_parallel_plans.explain.text import as_text
 
 LAYER = "model.layers.*"
@@ -346,3 +348,29 @@ def test_model_without_embedding_or_layers_is_explained_too():
 
 def test_what_a_plan_says_does_not_depend_on_weights():
     assert as_json(plan_for(tiny("qwen3"), tp=2)) == as_json(plan_for(tiny_on_meta("qwen3"), tp=2))
+
+
+def test_stages_of_a_pipeline_are_shown_in_every_form_and_add_up():
+    model = tiny_on_meta("qwen3", num_hidden_layers=4, tie_word_embeddings=True)
+    plan = plan_for(model, tp=2)
+    stages = stage_rows(model, plan, pp=2, stages_per_rank=1, dp=2)
+    assert [(stage.pp_rank, stage.layers, stage.sends) for stage in stages] == [(0, 2, 64), (1, 2, 0)]
+    document = json.loads(as_json(plan, dp=2, stages=stages))
+    words = 128 * 64 * 4  # both stages hold the tied weight
+    assert sum(stage["global_bytes"] for stage in document["stages"]) == document["total"]["global_bytes"] + words
+    assert sum(stage["rank_bytes"] for stage in document["stages"]) == document["total"]["rank_bytes"] + words // 4
+    assert document["stages"][1]["copies"] == ["lm_head.weight"]
+    text, page = as_text(plan, dp=2, stages=stages), as_html(plan, dp=2, stages=stages)
+    for said in ("model.embed_tokens, model.layers.0 to 1", "lm_head.weight of stage 1 is tied", "64 features a token"):
+        assert said in text
+        assert said in page
+    assert json.loads(as_json(plan))["stages"] == []
+
+
+def test_command_shows_the_stages_of_a_pipeline(tmp_path, capsys):
+    tiny_on_meta("llama", num_hidden_layers=8).config.save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--tp", "2", "--pp", "2", "--stages-per-rank", "2"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.endswith("6 to 7, model.norm, lm_head"))
+    assert row.split()[:2] == ["3", "1"]  # the fourth stage, on the second rank
+    assert main(["explain", str(tmp_path), "--pp", "9"]) == 2
+    assert "9 pipeline stages need as many layers" in capsys.readouterr().err

@@ -61,6 +61,42 @@ def test_predicted_bytes_are_those_of_a_real_step(ranks, options):
     assert {name: report.phase(name).num_bytes for name in PHASES} == real
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
+        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "gathered", "schedule": "gpipe", "microbatches": 3, "tied": True},
+        {
+            "pp": 2,
+            "tp": 2,
+            "dp": 1,
+            "lm_head": "linear_logp",
+            "schedule": "1f1b",
+            "microbatches": 2,
+            "sequence_parallel": True,
+            "activation_checkpointing": "full",
+            "param_dtype": "bfloat16",
+        },
+        {"pp": 2, "tp": 1, "dp": 2, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
+        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "linear_logp", "schedule": "interleaved_1f1b", "microbatches": 4},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_predicted_bytes_of_a_pipeline_stage_are_those_of_a_real_step(ranks, options):
+    asked = {**STEP, "vocab_size": VOCABULARY, "num_hidden_layers": 4, **options}
+    each = options["tp"] * options["dp"]
+    real = ranks("memory:pipeline_truth", options["pp"] * each, **asked)
+    changes = {name: asked.pop(name) for name in ("vocab_size", "num_hidden_layers")}
+    model = tiny_on_meta("llama", **changes, tie_word_embeddings=asked.pop("tied", False))
+    model.config._attn_implementation = "eager"
+    dtype = asked.pop("param_dtype", None)
+    asked["param_dtype"] = None if dtype is None else getattr(torch, dtype)
+    for pp_rank in range(options["pp"]):
+        report = memory(model, **asked, pp_rank=pp_rank)
+        found = {phase.name: phase.num_bytes for phase in report.phases if phase.name in real[0]}
+        assert found == real[pp_rank * each]
+
+
 def test_fused_attention_costs_what_the_fused_kernel_of_a_cpu_costs():
     def held():
         query, key, value = (torch.empty(2, heads, 48, 16, requires_grad=True) for heads in (4, 2, 2))
@@ -173,6 +209,18 @@ def test_the_command_predicts_a_configuration_in_another_process(tmp_path, capsy
     assert not dist.is_initialized()
 
 
+def test_the_command_predicts_every_rank_of_a_pipeline(tmp_path, capsys):
+    model_on_meta(tied=True).config.save_pretrained(tmp_path)
+    arguments = ["memory", str(tmp_path), "--pp", "2", "--batch-size", "4", "--sequence-length", "48"]
+    assert main([*arguments, "--json"]) == 0
+    reports = [report_from_dict(values) for values in json.loads(capsys.readouterr().out)]
+    model = build(read_config(tmp_path))
+    assert reports == [memory(model, pp=2, pp_rank=rank, **STEP) for rank in range(2)]
+    assert "holds stage 1 of 2: model.layers.1, model.norm, lm_head" in "\n".join(reports[1].assumptions)
+    assert main([*arguments, "--compare"]) == 2
+    assert "one of --compare and --pp" in capsys.readouterr().err
+
+
 def test_a_plan_that_does_not_fit_is_refused_with_all_its_problems():
     with pytest.raises(PlanError) as expected:
         plan_for(model_on_meta(), tp=3).check(model_on_meta())
@@ -195,6 +243,11 @@ def test_the_command_refuses_in_words_and_in_json(capsys):
         ({"lm_head": "whole"}, "lm_head is 'whole': it must be one of gathered, sharded, linear_logp"),
         ({"optimizer": "muon"}, "optimizer is 'muon': it must be a function or one of adamw"),
         ({"activation_checkpointing": "half"}, "activation_checkpointing is 'half': None or one of full, selective"),
+        ({"pp": 2, "pp_rank": 2}, "pp_rank is 2: it must be a rank of the pipeline, below pp=2"),
+        ({"microbatches": 4}, "microbatches=4 with pp=1"),
+        ({"pp": 2, "schedule": "zb"}, "schedule is 'zb': it must be one of gpipe, 1f1b, interleaved_1f1b"),
+        ({"pp": 2, "microbatches": 1}, "1f1b cannot run 1 microbatches"),
+        ({"pp": 4}, "4 pipeline stages need as many layers"),
         ({"param_dtype": torch.int8}, "param_dtype is torch.int8: it must be a floating-point torch.dtype"),
         ({"loss": lambda logits, _: logits.sum()}, "a loss of your own reads logits"),
     ],

@@ -11,12 +11,12 @@ import rl_parallel_plans
 
 README = Path(__file__).parents[1] / "README.md"
 SIGNATURES = {
-    "verify": "(model, *, tp, dp, sequence_parallel, options)",
-    "assert_plan_is_exact": "(model, *, tp, dp, sequence_parallel, options)",
+    "verify": "(model, *, tp, dp, pp, sequence_parallel, options)",
+    "assert_plan_is_exact": "(model, *, tp, dp, pp, sequence_parallel, options)",
     "memory": (
         "(model, *, batch_size, sequence_length, tp, dp, sequence_parallel, lm_head, loss, "
         "activation_checkpointing, weight_dtype, param_dtype, reduce_dtype, optimizer, attention, custom, "
-        "revision, trust_remote_code)"
+        "pp, pp_rank, microbatches, schedule, revision, trust_remote_code)"
     ),
     "memory_table": ("(reports)"),
     "apply_activation_checkpointing": "(model, mode)",
@@ -27,12 +27,12 @@ SIGNATURES = {
         "fp32_parameters, offload_policy, reshard_after_forward)"
     ),
     "apply_tensor_parallel": "(model, mesh, plan, *, tp_axis, src_data_rank)",
-    "as_html": "(plan, *, dp)",
-    "as_json": "(plan, *, dp)",
+    "as_html": "(plan, *, dp, stages)",
+    "as_json": "(plan, *, dp, stages)",
     "check_context_parallel": "(model, *, plan)",
     "clip_grad_by_total_norm_": "(parameters, max_norm, total_norm)",
     "export_state_dict": "(model, *, every_rank, tied_names, dtype, device)",
-    "get_grad_norm": "(parameters, norm_type)",
+    "get_grad_norm": "(parameters, norm_type, *, pp_mesh)",
     "get_hf_tp_plan": "(model)",
     "get_logprobs_from_vocab_parallel_logits": (
         "(logits, target, *, temperature, chunk_size, entropy, ignore_index, tp_axis)"
@@ -46,11 +46,17 @@ SIGNATURES = {
         "activation_checkpointing, param_dtype, reduce_dtype, output_dtype, fp32_parameters, offload_policy, "
         "reshard_after_forward)"
     ),
+    "pipeline_stages": (
+        "(model, mesh, plan, *, schedule, stages_per_rank, layers, pp_axis, tp_axis, stream_dtype, "
+        "defer_gradient_sync, options)"
+    ),
     "plan_for": "(model, *, tp, sequence_parallel, output_projections, ep, custom, allow)",
     "qualified_name": "(cls)",
     "register_plan": "(model_name)",
     "sequence_positions": "(length, mesh, *, cp_axis, device)",
     "shard_sequence": "(tensor, mesh, *, cp_axis, dim, pad_value, cu_seqlens)",
+    "split_stages": "(model, num_stages, *, layers)",
+    "stage_info": "(stage)",
     "to_local_if_dtensor": "(tensor)",
     "named_shards": "(model)",
     "local_boxes": "(tensor, *, row_order)",
@@ -65,8 +71,10 @@ CLASSES = {
     "MemoryReport",
     "NamedShard",
     "ParallelPlan",
+    "Pipeline",
     "PlanError",
     "ReplicatedParallel",
+    "StageInfo",
     "TopKLogp",
     "VerifyReport",
 }

@@ -16,6 +16,9 @@ from parallel_plans_cases import published_plans
 from rl_parallel_plans import VerifyReport, assert_plan_is_exact, verify
 from rl_parallel_plans.__main__ import main
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.verification.judge import judged
+from rl_parallel_plans.verification.pipeline import merged_pipeline
+from rl_parallel_plans.verification.question import Question, Task
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -68,6 +71,61 @@ def test_own_plan_is_exact_in_every_check():
         "collectives of a layer",
     } <= names
     assert json.loads(report.json())["ok"] is True
+
+
+def test_pipeline_stages_are_exact_by_every_schedule():
+    report = assert_plan_is_exact(qwen3(tie_word_embeddings=True), tp=1, pp=2)
+    assert report.layout == "pp=2 x tp=1"
+    names = {check.name for check in report.checks if check.verdict == "ok"}
+    assert {
+        "1F1B: loss",
+        "1F1B: gradients",
+        "tied parameters stay tied",
+        "gradient norm",
+        "clipping",
+        "optimizer steps",
+        "GPipe, odd length: gradients",
+        "interleaved 1F1B: gradients",
+        "left padding: logits",
+        "frozen parameters: stay frozen",
+        "uneven vocabulary, other tie: gradients",
+        "linear_logp: gradients",
+    } <= names
+
+
+def test_pipeline_stages_of_tensor_parallel_ranks_are_exact():
+    report = verify(
+        transformers.Gemma3TextConfig(**{**SMALL, "head_dim": 16}),
+        tp=2,
+        pp=2,
+        sequence_parallel=True,
+        only=("1F1B", "uneven vocabulary, other tie"),
+    )
+    assert report.ok, report.text()
+
+
+def test_models_that_no_pipeline_computes_are_refused():
+    report = verify("zamba2", tp=1, pp=2)
+    assert report.exit_code == 2
+    assert "is given, beside the hidden states, what was computed from model.embed_tokens" in report.refused
+    assert "a pipeline shards, sums and clips by itself" in verify(qwen3(), pp=2, clip=len).refused
+
+
+def test_gradients_that_two_stages_have_not_summed_are_wrong_and_named():
+    row = {"error": 0.4, "noise": 0.0, "spread": 0.0, "ratio": 0.8, "diagnosis": "its copies have the rest of it"}
+    of_rank = {"expected": ["embed", "lost"], "first_names": {"head": "embed", "embed": "embed"}, "thawed": []}
+    shared = {"logits": 0.0, "logits_noise": 0.0, "loss": 1.0, "true_loss": 1.1, **of_rank}
+    facts = merged_pipeline(
+        [{**shared, "rows": [{"name": name, **row}], "held": [name]} for name in ("embed", "head")],
+    )
+    task = Task(name="1F1B")
+    question = Question(configs={}, tp=1, dp=1, pp=2, tasks=(task,))
+    checks = {check.name: check for check in judged(question, {"1F1B": facts})}
+    assert checks["1F1B: logits"].verdict == "ok"
+    assert checks["1F1B: loss"].verdict == checks["1F1B: gradients"].verdict == "WRONG"
+    said = "\n".join(checks["1F1B: gradients"].culprits)
+    assert "head (1): error 4.0e-01, norm 0.80 of the true one, ranks agree; its copies have the rest of it" in said
+    assert "lost: it is not there after sharding" in said
 
 
 def test_own_plan_with_sequence_parallelism_under_fsdp_is_exact():

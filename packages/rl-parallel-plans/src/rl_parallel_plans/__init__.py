@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         top_k_logp_from_logits,
     )
     from rl_parallel_plans.lookup import plan_for
+    from rl_parallel_plans.pipeline.schedule import Pipeline, pipeline_stages
+    from rl_parallel_plans.pipeline.stages import StageInfo, split_stages, stage_info
     from rl_parallel_plans.plan import ParallelPlan
     from rl_parallel_plans.registry import qualified_name, register_plan
     from rl_parallel_plans.shards import Box, NamedShard, local_boxes, named_shards
@@ -46,8 +48,10 @@ _HOMES = {
     "MemoryReport": "forecast.report",
     "NamedShard": "shards",
     "ParallelPlan": "plan",
+    "Pipeline": "pipeline.schedule",
     "PlanError": "errors",
     "ReplicatedParallel": "styles",
+    "StageInfo": "pipeline.stages",
     "TopKLogp": "logp",
     "VerifyReport": "verification.report",
     "apply_activation_checkpointing": "activation_checkpointing",
@@ -71,11 +75,14 @@ _HOMES = {
     "memory_table": "forecast.report",
     "named_shards": "shards",
     "parallelize": "apply",
+    "pipeline_stages": "pipeline.schedule",
     "plan_for": "lookup",
     "qualified_name": "registry",
     "register_plan": "registry",
     "sequence_positions": "context_parallel.layout",
     "shard_sequence": "context_parallel.layout",
+    "split_stages": "pipeline.stages",
+    "stage_info": "pipeline.stages",
     "to_local_if_dtensor": "dtensor",
     "top_k_logp": "logp",
     "top_k_logp_from_logits": "logp",
@@ -89,8 +96,10 @@ __all__ = [
     "MemoryReport",
     "NamedShard",
     "ParallelPlan",
+    "Pipeline",
     "PlanError",
     "ReplicatedParallel",
+    "StageInfo",
     "TopKLogp",
     "VerifyReport",
     "apply_activation_checkpointing",
@@ -114,11 +123,14 @@ __all__ = [
     "memory_table",
     "named_shards",
     "parallelize",
+    "pipeline_stages",
     "plan_for",
     "qualified_name",
     "register_plan",
     "sequence_positions",
     "shard_sequence",
+    "split_stages",
+    "stage_info",
     "to_local_if_dtensor",
     "top_k_logp",
     "top_k_logp_from_logits",

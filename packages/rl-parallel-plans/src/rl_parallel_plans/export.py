@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.pipeline.stages import stage_info
 from rl_parallel_plans.row_order import RowOrder, row_orders
 from rl_parallel_plans.structure import joined
 
@@ -38,6 +39,9 @@ def export_state_dict(
     A collective: every rank must iterate to the end. `for name, tensor in export_state_dict(model): ...` is the same
     line on all of them; its body runs on rank 0 alone, and the others only take part in gathering.
 
+    Of a pipeline stage: the weights that it holds, under their names in the model and without the copies of tied ones
+    that an earlier stage has, on the first of the stage's ranks. `Pipeline.export_state_dict` has all stages'.
+
     every_rank: yield on every rank, and not on rank 0 alone.
     tied_names: give a tied tensor under each of its names; otherwise under the first, as files of weights have it.
     dtype: of floating-point tensors; None keeps each one's own. It is that of the sharded parameters, whatever dtype
@@ -47,10 +51,12 @@ def export_state_dict(
     A yielded tensor may share memory with the model where nothing had to be gathered: copy it before changing either.
     """
     reshard(model)
-    yields = every_rank or _is_first_rank()
+    stage = stage_info(model)
+    yields = every_rank or (_is_first_rank() if stage is None else is_first_of_its_ranks(model))
+    copies = frozenset() if stage is None else stage.copies
     seen: set[int] = set()
     for name, tensor, order in entries(model):
-        if id(tensor) in seen and not tied_names:
+        if (id(tensor) in seen or name in copies) and not tied_names:
             continue
         seen.add(id(tensor))
         if yields:  # nothing here keeps what is yielded alive while the next one is gathered
@@ -67,6 +73,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+def is_first_of_its_ranks(stage: nn.Module) -> bool:
+    """Whether this is the first of the ranks that shard the parameters of a pipeline stage, or the only one."""
+    meshes = {parameter.device_mesh for parameter in stage.parameters() if is_dtensor(parameter)}
+    return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
 
 def entries(model: nn.Module) -> Iterator[tuple[str, Tensor, RowOrder | None]]:

@@ -18,6 +18,7 @@ from rl_parallel_plans.dtensor import submesh
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
 from rl_parallel_plans.fsdp_units import Unit, fsdp_units
+from rl_parallel_plans.pipeline.stages import stage_info
 from rl_parallel_plans.ties import tied_names
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ def _shard(model: nn.Module, unit: Unit, mesh: "DeviceMesh", *, offload_policy: 
         module,
         mesh=mesh,
         # FSDP's default casts what enters each unit: a residual stream, or rotary angles, that the model keeps in fp32.
-        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=not unit.path, **options),
+        # A pipeline stage is given one of these too: the residual stream of the stage before.
+        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=not unit.path and stage_info(model) is None, **options),
         offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
         reshard_after_forward=reshard_after_forward,
         ignored_params={p for p in module.parameters() if p not in unit.parameters},

@@ -21,6 +21,7 @@ from rl_parallel_plans.dtensor import is_dtensor, to_local_if_dtensor
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Axis = tuple[int, ...]
@@ -28,22 +29,26 @@ Axis = tuple[int, ...]
 
 
 @torch.no_grad()
-def get_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def get_grad_norm(
+    parameters: Iterable[Tensor], norm_type: float = 2.0, *, pp_mesh: "DeviceMesh | None" = None
+) -> Tensor:
     """The `norm_type`-norm of all gradients as one vector: a 0-dim tensor, equal on every rank.
 
     parameters: any mixture of plain tensors and DTensors on any meshes, devices and dtypes; those without a gradient
         count nothing. Every rank of the meshes must call with the same parameters: it is a collective. A gradient
         that is still Partial is summed for the norm, all of them of an axis by one more all-reduce, and left as it is.
     norm_type: above 0; `inf` for the largest absolute entry. Raises ValueError otherwise.
+    pp_mesh: mesh of one axis whose ranks hold other parameters each, the stages of a pipeline: the norm is that of all
+        of them, by one more all-reduce. A parameter that two stages hold must be passed by one (`Pipeline.grad_norm`).
 
     Returns fp32, or fp64 where a parameter is fp64, on the device of the first parameter.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be above 0, or inf")
     parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
-    if not parameters:
+    if not parameters and pp_mesh is None:
         return torch.zeros(())
-    device = to_local_if_dtensor(parameters[0]).device
+    device = to_local_if_dtensor(parameters[0]).device if parameters else torch.device("cpu")
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     gradients = [p.grad for p in parameters]
     if any(is_dtensor(gradient) for gradient in gradients if gradient is not None):
@@ -80,8 +85,11 @@ def get_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
     for axis, group in groups.items():
         _reduce_({axes: power for axes, power in powers.items() if axis in axes}, group, norm_type)
-    total = torch.stack(list(powers.values()))
-    return (total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)).to(dtype)
+    sums = torch.stack(list(powers.values())) if powers else torch.zeros(1, device=device, dtype=wide)
+    total = sums.amax() if math.isinf(norm_type) else sums.sum()
+    if pp_mesh is not None:
+        _reduce_({(): total}, pp_mesh.get_group(), norm_type)
+    return total.to(dtype) if math.isinf(norm_type) else total.pow(1.0 / norm_type).to(dtype)
 
 
 @torch.no_grad()
@@ -122,13 +130,13 @@ def _reduce_(powers: dict[tuple[Axis, ...], Tensor], group: "dist.ProcessGroup",
     import torch.distributed as dist
 
     together = torch.stack(list(powers.values()))
-    together = together.to(_device_of(group, together.device))
+    together = together.to(device_of_group(group, together.device))
     dist.all_reduce(together, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
     for power, reduced in zip(powers.values(), together, strict=True):
         power.copy_(reduced)
 
 
-def _device_of(group: "dist.ProcessGroup", device: torch.device) -> torch.device:
+def device_of_group(group: "dist.ProcessGroup", device: torch.device) -> torch.device:
     """`device`, or one that the group can reduce on: gradients offloaded to the CPU belong to a group of GPUs."""
     able = group._device_types  # noqa: SLF001 - no public one
     return device if device.type in {one.type for one in able} else able[0]

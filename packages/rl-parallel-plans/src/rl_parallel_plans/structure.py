@@ -12,9 +12,16 @@ from torch import nn
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """Every module whose path matches `pattern` token by token, with its path."""
+    """Every module whose path matches `pattern` token by token, with its path.
+
+    What stands in a pipeline stage for a module of another stage matches nothing.
+    """
     tokens = pattern.split(".")
-    return [(name, module) for name, module in model.named_modules() if _matches(name.split("."), tokens)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if _matches(name.split("."), tokens) and "pipeline_path" not in module.__dict__
+    ]
 
 
 def _matches(path: list[str], tokens: list[str]) -> bool:

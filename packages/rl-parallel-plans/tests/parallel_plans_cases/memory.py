@@ -9,6 +9,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining  # whose import makes a tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits, linear_logp, parallelize, plan_for
+from rl_parallel_plans import (
+    get_logprobs_from_vocab_parallel_logits,
+    linear_logp,
+    parallelize,
+    pipeline_stages,
+    plan_for,
+)
 from rl_parallel_plans.forecast.memory import memory
 
 
@@ -120,6 +127,69 @@ def truth(
             found["backward"] = live.take()
             del loss, output
             gc.collect()  # transformers 4.57 leaves a layer's input in a cycle, alive until the collector comes by
+            live.take()
+            optimizer.step()
+            found["optimizer step"] = live.take()
+        optimizer.zero_grad()
+        steps.append(found)
+    return {phase: min(found[phase] for found in steps[1:]) for phase in steps[0]}
+
+
+def pipeline_truth(
+    *,
+    pp,
+    tp,
+    dp,
+    batch_size,
+    sequence_length,
+    lm_head,
+    schedule,
+    microbatches,
+    activation_checkpointing=None,
+    sequence_parallel=False,
+    param_dtype=None,
+    architecture="llama",
+    **changes,
+):
+    """As `truth`, of this rank's stages; forwards and backwards take turns and are one phase.
+
+    The least of eight steps: gloo's threads hold what stages send one another, on a loaded machine for a while.
+    """
+    model = tiny(architecture, **changes)
+    model.config._attn_implementation = "eager"
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = pipeline_stages(
+        model,
+        mesh,
+        plan_for(model, tp=tp, sequence_parallel=sequence_parallel),
+        schedule=schedule,
+        activation_checkpointing=activation_checkpointing,
+        param_dtype=None if param_dtype is None else getattr(torch, param_dtype),
+        reduce_dtype=torch.float32,
+    )
+    vocabulary = model.config.vocab_size
+    del model
+
+    def loss(model, ids):
+        return _loss(model, ids) if lm_head == "linear_logp" else _loss_of(model, ids, lm_head)[0]
+
+    optimizer = torch.optim.AdamW(pipeline.parameters(), foreach=True)
+    ids = token_ids(batch_size * microbatches, sequence_length, vocabulary=vocabulary)
+    batches = [each.clone() for each in ids.chunk(microbatches)]
+    del ids
+    live = LiveBytes()
+    steps = []
+    for _ in range(9):
+        gc.collect()
+        live.add([*pipeline.parameters(), *batches])
+        live.add(buffer for stage in pipeline.stages for buffer in stage.buffers())
+        live.add(value for state in optimizer.state.values() for value in state.values())
+        found = {"between steps": live.now()}
+        live.take()
+        with live:
+            pipeline.step(batches, loss)
+            found["forward and backward"] = live.take()
+            gc.collect()
             live.take()
             optimizer.step()
             found["optimizer step"] = live.take()

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from rl_parallel_plans.errors import PlanError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan import ParallelPlan
 
 
@@ -20,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp", type=_ranks, default=1, metavar="N", help="ranks that a layer is split over (default 1)"
     )
     parser.add_argument("--dp", type=_ranks, default=1, metavar="N", help="ranks that FSDP shards over (default 1)")
+    parser.add_argument(
+        "--pp", type=_ranks, default=1, metavar="N", help="ranks that layers are split over (default 1)"
+    )
+    parser.add_argument(
+        "--stages-per-rank", type=_ranks, default=1, metavar="N", help="of a pipeline: 2 where it is interleaved"
+    )
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
     parser.add_argument(
         "--output-projections",
@@ -42,22 +51,36 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_parallel_plans.explain.document import refusal_as_json
 
     try:
-        plan = _plan(arguments)
+        model = _model(arguments)
+        plan = _plan(model, arguments)
+        stages = _stages(model, plan, arguments)
     except PlanError as refusal:
         if arguments.json:
             print(refusal_as_json(str(refusal)))
         raise
-    _write(plan, arguments)
+    _write(plan, stages, arguments)
     return 1 if any(problem.kind not in plan.allow for problem in plan.problems) else 0
 
 
-def _plan(arguments: argparse.Namespace) -> "ParallelPlan":
-    from rl_parallel_plans.lookup import plan_for
+def _model(arguments: argparse.Namespace) -> "nn.Module":
     from rl_parallel_plans.model_source import build, read_config
 
     trust = arguments.trust_remote_code
     config = read_config(arguments.model, revision=arguments.revision, trust_remote_code=trust)
-    model = build(config, trust_remote_code=trust)
+    return build(config, trust_remote_code=trust)
+
+
+def _stages(model: "nn.Module", plan: "ParallelPlan", arguments: argparse.Namespace) -> "list[StageRow]":
+    if arguments.pp == arguments.stages_per_rank == 1:
+        return []
+    from rl_parallel_plans.explain.stages import stage_rows
+
+    return stage_rows(model, plan, pp=arguments.pp, stages_per_rank=arguments.stages_per_rank, dp=arguments.dp)
+
+
+def _plan(model: "nn.Module", arguments: argparse.Namespace) -> "ParallelPlan":
+    from rl_parallel_plans.lookup import plan_for
+
     return plan_for(
         model,
         tp=arguments.tp,
@@ -68,18 +91,18 @@ def _plan(arguments: argparse.Namespace) -> "ParallelPlan":
     )
 
 
-def _write(plan: "ParallelPlan", arguments: argparse.Namespace) -> None:
+def _write(plan: "ParallelPlan", stages: "list[StageRow]", arguments: argparse.Namespace) -> None:
     from rl_parallel_plans.explain.document import as_json
     from rl_parallel_plans.explain.page import as_html
     from rl_parallel_plans.explain.text import as_text
 
     if arguments.json:
-        print(as_json(plan, dp=arguments.dp))
+        print(as_json(plan, dp=arguments.dp, stages=stages))
     elif arguments.html is None:
-        print(as_text(plan, dp=arguments.dp, every_row=arguments.all))
+        print(as_text(plan, dp=arguments.dp, every_row=arguments.all, stages=stages))
     else:
         try:
-            arguments.html.write_text(as_html(plan, dp=arguments.dp), encoding="utf-8")
+            arguments.html.write_text(as_html(plan, dp=arguments.dp, stages=stages), encoding="utf-8")
         except OSError as error:
             raise PlanError(f"{arguments.html} cannot be written: {error.strerror}") from error
         print(f"{arguments.html}: {plan.model_name}, tp={plan.tp}, {len(plan.problems)} problem(s)")

@@ -27,6 +27,12 @@
         untold                  styles that do not say what they communicate
     ties                    groups of names that are one parameter
     fsdp_units              what FSDP shards as one, in words
+    stages                  of a pipeline, where that was asked for, else empty; one object for each:
+        stage, pp_rank          its number, and the rank of the pipeline that holds it
+        holds, layers           its modules in the order in which they run, in words; how many layers
+        elements, global_bytes, rank_bytes   of its parameters
+        sends                   features of the hidden states, per token, that it sends to the next stage
+        copies                  names of its parameters that an earlier stage holds too
     passed_over             rules asked before `source`, each with why it has no plan
     notes                   where the plan departs from what its source says, and why
     problems                what is wrong with it: kind, message, and whether the caller has allowed it
@@ -35,6 +41,7 @@ A model without a plan is `{"format": 1, "refused": why}`.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +49,20 @@ from rl_parallel_plans.explain.report import Report, report
 from rl_parallel_plans.parameter_rows import ParameterRow
 
 if TYPE_CHECKING:
+    from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan import ParallelPlan
 
 FORMAT = 1
 
 
-def as_json(plan: "ParallelPlan", *, dp: int = 1) -> str:
+def as_json(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" = ()) -> str:
     """The plan over `dp` ranks of FSDP as a JSON document, whose keys `explain.document` lists.
+
+    stages: those of a pipeline, by `explain.stages.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
-    return _written(_document(report(plan, dp=dp)))
+    return _written({**_document(report(plan, dp=dp)), "stages": [asdict(stage) for stage in stages]})
 
 
 def refusal_as_json(why: str) -> str:

@@ -6,7 +6,7 @@ Without the script it reads the same; with it, the table of parameters is search
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from rl_parallel_plans.explain.words import counts, elements, shape, share, size
 from rl_parallel_plans.parameter_rows import ParameterRow
 
 if TYPE_CHECKING:
+    from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan import ParallelPlan
 
 # Share of a rank's bytes below which a part of the overview is not told by itself.
@@ -23,8 +24,10 @@ SMALL = 0.002
 NUMBERS = frozenset({"times", "count", "shape", "on a tp rank", "bytes a rank", "bytes a token, forward", "backward "})
 
 
-def as_html(plan: "ParallelPlan", *, dp: int = 1) -> str:
+def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" = ()) -> str:
     """The plan over `dp` ranks of FSDP as one self-contained page.
+
+    stages: those of a pipeline, by `explain.stages.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
@@ -41,7 +44,11 @@ def as_html(plan: "ParallelPlan", *, dp: int = 1) -> str:
         element("title", f"{_short_name(told)}, tp={plan.tp}: parallel plan"),
         element("style", Html(_resource("page.css"))),
     )
-    body = element("body", element("main", *_sections(told)), element("script", Html(script)))
+    body = element(
+        "body",
+        element("main", *_sections(told), *([_stages(stages)] if stages else [])),
+        element("script", Html(script)),
+    )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
@@ -163,6 +170,18 @@ def _collectives(told: Report) -> Html:
         element("h2", "Collectives"),
         element("div", _table(header, rows), class_="wide"),
         element("p", " ".join(notes), class_="quiet"),
+    )
+
+
+def _stages(stages: "Sequence[StageRow]") -> Html:
+    from rl_parallel_plans.explain.stages import HEADER, stage_cells, stage_notes
+
+    rows = [_table_row(*(element("td", cell) for cell in cells)) for cells in stage_cells(stages)]
+    return element(
+        "section",
+        element("h2", "Pipeline stages"),
+        element("div", _table(HEADER, rows), class_="wide"),
+        *(element("p", note, class_="quiet") for note in stage_notes(stages)),
     )
 
 

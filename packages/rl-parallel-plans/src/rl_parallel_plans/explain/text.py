@@ -11,18 +11,22 @@ from rl_parallel_plans.explain.words import counts, elements, shape, share, size
 from rl_parallel_plans.parameter_rows import ParameterRow
 
 if TYPE_CHECKING:
+    from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan import ParallelPlan
 
 
-def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False) -> str:
+def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False, stages: "Sequence[StageRow]" = ()) -> str:
     """The plan over `dp` ranks of FSDP, for people.
 
     every_row: also one line for each parameter of a module that stays whole, such as a vision tower.
+    stages: those of a pipeline, by `explain.stages.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
     told = report(plan, dp=dp)
     blocks = [_head(told), _parameters(told, every_row=every_row), _totals(told), _collectives(told), _rest(told)]
+    if stages:
+        blocks.append(_stages(stages))
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := list(block)))
 
 
@@ -134,6 +138,13 @@ def _rest(told: Report) -> Iterator[str]:
         yield f"allowed: {_one_line(problem)}"
     for problem in told.problems:
         yield f"PROBLEM: {_one_line(problem)}"
+
+
+def _stages(stages: "Sequence[StageRow]") -> Iterator[str]:
+    from rl_parallel_plans.explain.stages import HEADER, stage_cells, stage_notes
+
+    yield from _aligned([list(HEADER), *stage_cells(stages)], right={2, 3})
+    yield from stage_notes(stages)
 
 
 def _aligned(lines: Sequence[Sequence[str]], *, right: set[int]) -> Iterator[str]:

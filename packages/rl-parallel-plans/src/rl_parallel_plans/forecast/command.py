@@ -11,6 +11,7 @@ from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast.optimizers import OptimizerName
 from rl_parallel_plans.forecast.options import Attention, LmHead, MemoryOptions
+from rl_parallel_plans.pipeline.schedule import Schedule
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -20,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder, config.json, Hub name, or a type of model such as qwen3")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that a layer is split over (default 1)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="ranks that FSDP shards over (default 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline ranks: the memory of each (default 1)")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="of a pipeline step (default 2 x pp)")
+    parser.add_argument("--schedule", choices=get_args(Schedule), default="1f1b", help="of the pipeline (default 1f1b)")
     parser.add_argument("--batch-size", type=int, required=True, metavar="N", help="rows of a microbatch on a dp rank")
     parser.add_argument("--sequence-length", type=int, required=True, metavar="N", help="tokens of a row")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
@@ -56,7 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps({"refused": str(refusal)}))
         raise
     if arguments.json:
-        print(json.dumps([report.as_dict() for report in reports]) if arguments.compare else reports[0].json())
+        several = arguments.compare or arguments.pp > 1
+        print(json.dumps([report.as_dict() for report in reports]) if several else reports[0].json())
+        return 0
+    if arguments.pp > 1:
+        print(memory_table({f"pipeline rank {option.pp_rank}": r for option, r in zip(options, reports, strict=True)}))
+        print()
+        print(max(reports, key=lambda report: report.peak.num_bytes).text())
         return 0
     if arguments.compare:
         print(memory_table({option.lm_head: report for option, report in zip(options, reports, strict=True)}))
@@ -80,5 +90,12 @@ def _options(arguments: argparse.Namespace) -> list[MemoryOptions]:
         optimizer=arguments.optimizer,
         attention=arguments.attention,
         custom=arguments.plan,
+        pp=arguments.pp,
+        microbatches=arguments.microbatches,
+        schedule=arguments.schedule,
     )
-    return [replace(asked, lm_head=way) for way in get_args(LmHead)] if arguments.compare else [asked]
+    if arguments.compare and arguments.pp > 1:
+        raise PlanError("--compare and --pp each show several predictions side by side: pass one of --compare and --pp")
+    if arguments.compare:
+        return [replace(asked, lm_head=way) for way in get_args(LmHead)]
+    return [replace(asked, pp_rank=rank) for rank in range(arguments.pp)]

@@ -79,6 +79,14 @@ def _watch_head(head: nn.Module, ledger: Ledger, *, gather: bool) -> None:
 def _from_hidden(model: nn.Module, head: str, ledger: Ledger) -> Forward:
     from torch.distributed.fsdp import register_fsdp_forward_method
 
+    loss = hidden_loss(model, head, ledger)
+    model.__dict__[METHOD] = types.MethodType(loss, model)
+    register_fsdp_forward_method(model, METHOD)  # FSDP gathers before it what it reads
+    return lambda ids: (getattr(model, METHOD)(ids), None)
+
+
+def hidden_loss(model: nn.Module, head: str, ledger: Ledger) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The loss by `linear_logp` as a function of the model and token ids."""
     stack = decoder_layers(model)
     backbone = stack[0].rpartition(".")[0] if stack else ""
     if not backbone:
@@ -97,9 +105,29 @@ def _from_hidden(model: nn.Module, head: str, ledger: Ledger) -> Forward:
         ledger.moment(AFTER_LM_HEAD)
         return -logp.mean()
 
-    model.__dict__[METHOD] = types.MethodType(from_hidden, model)
-    register_fsdp_forward_method(model, METHOD)  # FSDP gathers before it what it reads
-    return lambda ids: (getattr(model, METHOD)(ids), None)
+    return from_hidden
+
+
+def make_pipeline_loss(
+    model: nn.Module, options: MemoryOptions, ledger: Ledger
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The loss as `Pipeline.step` takes it. `model` is the one that was split: the head is the last stage's."""
+    head = output_head(model)
+    if head is None:
+        raise PlanError(f"{type(model).__name__} has no lm_head (get_output_embeddings or a child lm_head)")
+    if options.lm_head == "linear_logp":
+        return hidden_loss(model, head, ledger)
+    loss = options.loss or (_from_whole_logits if options.lm_head == "gathered" else _from_sharded_logits)
+
+    def from_logits(model: nn.Module, ids: Tensor) -> Tensor:
+        output = _called(model, ids)
+        logits = getattr(output, "logits", output)
+        if options.lm_head == "gathered" and is_dtensor(logits):
+            logits = logits.full_tensor()
+        ledger.moment(AFTER_LM_HEAD)
+        return loss(logits, ids)
+
+    return from_logits
 
 
 def _called(module: nn.Module, ids: Tensor) -> Any:

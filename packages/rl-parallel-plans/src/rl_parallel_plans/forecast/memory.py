@@ -27,6 +27,8 @@ from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
 from rl_parallel_plans.forecast.options import Attention, LmHead, Loss, MemoryOptions
 from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, report_from_dict
 from rl_parallel_plans.forecast.torch_internals import fake_process_group
+from rl_parallel_plans.pipeline.schedule import Schedule
+from rl_parallel_plans.pipeline.stages import split_stages, stage_info
 
 CHILD = "rl_parallel_plans.forecast.child"
 
@@ -48,6 +50,10 @@ def memory(
     optimizer: OptimizerName | MakeOptimizer = "adamw",
     attention: Attention = "flash",
     custom: CustomPlan | None = None,
+    pp: int = 1,
+    pp_rank: int = 0,
+    microbatches: int | None = None,
+    schedule: Schedule = "1f1b",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> MemoryReport:
@@ -55,11 +61,12 @@ def memory(
 
     model: an nn.Module, best on the meta device; it is copied without its weights and not changed. Or what a model is
         made from, as for `rl_parallel_plans.model_source.read_config`: needs transformers.
-    The options from batch_size to custom: the fields of `rl_parallel_plans.forecast.options.MemoryOptions`.
+    The options from batch_size to schedule: the fields of `rl_parallel_plans.forecast.options.MemoryOptions`.
     revision, trust_remote_code: for a model that is no nn.Module.
 
-    Counted are the storages of rank 0, whose shards are the largest. Not counted: the CUDA context, NCCL's buffers,
-    workspace inside kernels (but for attention's), what the allocator rounds up and fragments.
+    Counted are the storages of rank 0, whose shards are the largest; in a pipeline those of the first of the ranks at
+    `pp_rank`. Not counted: the CUDA context, NCCL's buffers, workspace inside kernels (but for attention's), what the
+    allocator rounds up and fragments.
 
     Raises PlanError for an option that does not exist or does not fit, every problem of the plan with the model,
     a model under DTensor already, a forward that depends on the numbers in a tensor, and, with an nn.Module, in a
@@ -103,7 +110,12 @@ def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
     name, count = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
     # A thread of its own: DTensor remembers per thread what it did over which mesh, and a mesh of real ranks would meet
     # what it did over fake ones: every gradient wrong, without a word.
-    with fake_process_group(options.tp * options.dp), ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
+    each = options.tp * options.dp
+    with (
+        fake_process_group(options.pp * each, rank=options.pp_rank * each),
+        ThreadPoolExecutor(1) as thread,
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views changed in place: there are none
         plan, ledger, calls = thread.submit(run_step, _without_weights(model), options).result()
     return MemoryReport(
@@ -120,7 +132,7 @@ def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
             )
             for phase, peak in ledger.peaks().items()
         ),
-        assumptions=tuple(_assumptions(options, calls)),
+        assumptions=(*_assumptions(options, calls), *(_stages(model, options) if options.pp > 1 else ())),
     )
 
 
@@ -143,6 +155,15 @@ def _assumptions(options: MemoryOptions, calls: Sequence[object]) -> Iterable[st
         yield "attention costs what the model's own code costs: it never calls scaled_dot_product_attention"
     else:
         yield "attention costs what it costs on a CPU, with scores [B, heads, S, S] where there is a mask"
+
+
+def _stages(model: nn.Module, options: MemoryOptions) -> Iterable[str]:
+    per_rank = 2 if options.schedule == "interleaved_1f1b" else 1
+    for stage in split_stages(model, options.pp * per_rank)[options.pp_rank :: options.pp]:
+        info = stage_info(stage)
+        yield f"pipeline rank {options.pp_rank} holds stage {info.index} of {info.num_stages}: {info}"  # type: ignore[union-attr]
+    count = options.microbatches or 2 * options.pp
+    yield f"{options.schedule} with {count} microbatches: forwards and backwards take turns, so that they are one phase"
 
 
 def _without_functions(options: MemoryOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
 from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
+from rl_parallel_plans.pipeline.schedule import Schedule
 
 LmHead = Literal["gathered", "sharded", "linear_logp"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -58,13 +59,28 @@ class MemoryOptions:
     with scores [B, heads, S, S] where there is a mask. Models that compute scores themselves hold them in both."""
     custom: CustomPlan | None = None
     """A plan of your own, as for `plan_for`."""
+    pp: int = 1
+    """Ranks that layers are split over (pipeline_stages)."""
+    pp_rank: int = 0
+    """Whose memory of those: each rank of the pipeline holds other stages."""
+    microbatches: int | None = None
+    """Microbatches of a pipeline step; None is twice the number of ranks of the pipeline."""
+    schedule: Schedule = "1f1b"
+    """How forwards and backwards of a pipeline take turns: fewer microbatches are alive at once under "1f1b"."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp", "batch_size", "sequence_length"):
+        for name in ("tp", "dp", "batch_size", "sequence_length", "pp"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name} is {value!r}: it must be a whole number, at least 1")
-        for name, known in (("lm_head", get_args(LmHead)), ("attention", get_args(Attention))):
+        if not isinstance(self.pp_rank, int) or not 0 <= self.pp_rank < self.pp:
+            raise PlanError(f"pp_rank is {self.pp_rank!r}: it must be a rank of the pipeline, below pp={self.pp}")
+        if self.microbatches is not None and (self.pp == 1 or self.microbatches < 1):
+            raise PlanError(
+                f"microbatches={self.microbatches} with pp={self.pp}: microbatches, 1 or more, are for pp > 1"
+            )
+        choices = (("lm_head", LmHead), ("attention", Attention), ("schedule", Schedule))
+        for name, known in ((name, get_args(choice)) for name, choice in choices):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(known)}")
         if not callable(self.optimizer) and self.optimizer not in get_args(OptimizerName):

@@ -6,8 +6,9 @@ The state that an optimizer has after its first step is there from the beginning
 Needs a process group of tp x dp ranks that moves nothing.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from rl_parallel_plans.forecast import tracker as kinds
 from rl_parallel_plans.forecast.attention import Calls, fused_attention, nothing_packed
 from rl_parallel_plans.forecast.gathered import gathered_labels
 from rl_parallel_plans.forecast.ledger import Ledger
-from rl_parallel_plans.forecast.losses import Forward, make_forward
+from rl_parallel_plans.forecast.losses import Forward, make_forward, make_pipeline_loss
 from rl_parallel_plans.forecast.optimizers import MAKERS, LocalOptimizer
 from rl_parallel_plans.forecast.options import MemoryOptions
+from rl_parallel_plans.forecast.torch_internals import give_pipeline_buffers, sends_hold_tensors
 from rl_parallel_plans.forecast.tracker import MemoryTracker
 from rl_parallel_plans.lookup import plan_for
+from rl_parallel_plans.pipeline.schedule import pipeline_stages
 from rl_parallel_plans.plan import ParallelPlan
 from rl_parallel_plans.structure import collapsed
 from rl_parallel_plans.ties import retie, tied_names
@@ -30,6 +33,7 @@ from rl_parallel_plans.ties import retie, tied_names
 BETWEEN_STEPS = "between steps"
 FORWARD = "forward"
 BACKWARD = "backward"
+PIPELINE = "forward and backward"
 OPTIMIZER_STEP = "optimizer step"
 
 
@@ -43,13 +47,16 @@ def run_step(model: nn.Module, options: MemoryOptions) -> tuple[ParallelPlan, Le
     names = {module: collapsed(name) for name, module in model.named_modules()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(options.weight_dtype)
-    plan = _parallelized(model, options)
     ledger = Ledger()
-    forward = make_forward(model, options, ledger)
     attention: AbstractContextManager[Calls] = (
         fused_attention() if options.attention == "flash" else nullcontext(Calls())
     )
     try:
+        if options.pp > 1:
+            with nothing_packed(), attention as calls:
+                return _run_pipeline_step(model, options, ledger, names=names), ledger, calls
+        plan = _parallelized(model, options)
+        forward = make_forward(model, options, ledger)
         with nothing_packed(), FakeTensorMode(allow_non_fake_inputs=True), attention as calls:
             ties = tied_names(model)
             retie(model.to_empty(device="cpu"), ties)
@@ -71,17 +78,66 @@ def run_step(model: nn.Module, options: MemoryOptions) -> tuple[ParallelPlan, Le
 def _parallelized(model: nn.Module, options: MemoryOptions) -> ParallelPlan:
     from torch.distributed.device_mesh import init_device_mesh
 
+    plan = _plan(model, options)
+    mesh = init_device_mesh("cpu", (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
+    parallelize(model, mesh, plan, **_sharding(options))
+    return plan
+
+
+def _plan(model: nn.Module, options: MemoryOptions) -> ParallelPlan:
     plan = plan_for(model, tp=options.tp, sequence_parallel=options.sequence_parallel, custom=options.custom)
     plan.check(model)
-    parallelize(
-        model,
-        init_device_mesh("cpu", (options.dp, options.tp), mesh_dim_names=("dp", "tp")),
-        plan,
-        src_data_rank=None,
-        activation_checkpointing=options.activation_checkpointing,
-        param_dtype=options.param_dtype,
-        reduce_dtype=options.reduce_dtype,
-    )
+    return plan
+
+
+def _sharding(options: MemoryOptions) -> dict[str, Any]:
+    return {
+        "src_data_rank": None,
+        "activation_checkpointing": options.activation_checkpointing,
+        "param_dtype": options.param_dtype,
+        "reduce_dtype": options.reduce_dtype,
+    }
+
+
+def _run_pipeline_step(
+    model: nn.Module, options: MemoryOptions, ledger: Ledger, *, names: Mapping[nn.Module, str]
+) -> ParallelPlan:
+    """A step of the stages of one pipeline rank."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plan, loss = _plan(model, options), make_pipeline_loss(model, options, ledger)
+    mesh = init_device_mesh("cpu", (options.pp, options.dp, options.tp), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = pipeline_stages(model, mesh, plan, schedule=options.schedule, **_sharding(options))
+    count = options.microbatches or 2 * options.pp
+    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as labels:
+        for stage in pipeline.stages:
+            ties = tied_names(stage)
+            retie(stage.to_empty(device="cpu"), ties)
+        trainable = [parameter for stage in pipeline.stages for parameter in _trainable(stage)]
+        optimizer = _optimizer(trainable, options)
+        size = (options.batch_size, options.sequence_length)
+        microbatches = list(torch.zeros(count, *size, dtype=torch.int64).unbind())
+        buffers = give_pipeline_buffers(pipeline.schedule_of("step", count, size), microbatches=count)
+        with MemoryTracker(ledger, names) as tracker:
+            with ledger.phase(BETWEEN_STEPS):
+                for stage in pipeline.stages:
+                    tracker.label(stage.parameters(), kinds.PARAMETERS)
+                    tracker.label(stage.buffers(), kinds.BUFFERS)
+                tracker.label(optimizer.state() if optimizer is not None else (), kinds.OPTIMIZER_STATE)
+                tracker.label(microbatches, kinds.INPUTS)
+                tracker.label(buffers, kinds.PIPELINE)
+            for stage in pipeline.stages:
+                labels.enter_context(gathered_labels(tracker, stage))
+            with ledger.phase(PIPELINE), sends_hold_tensors():
+                pipeline.step(microbatches, loss)
+            tracker.label(pipeline.parameters(), kinds.PARAMETERS)
+            gradients = (parameter.grad for parameter in pipeline.parameters())
+            tracker.label((gradient for gradient in gradients if gradient is not None), kinds.GRADIENTS)
+            if optimizer is not None:
+                tracker.outside_backward = kinds.TEMPORARIES
+                with ledger.phase(OPTIMIZER_STEP):
+                    optimizer.step([parameter for stage in pipeline.stages for parameter in _trainable(stage)])
     return plan
 
 

@@ -139,15 +139,66 @@ class ShapePropagation:
             ShardingPropagator._fake_mode_lock = original
 
 
+def give_pipeline_buffers(schedule: Any, *, microbatches: int) -> list[Tensor]:
+    """Let a schedule of torch make what its stages receive into, and return it.
+
+    The first step would do so, once the stages have told one another that all their shapes are known, and here nobody
+    answers.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    several = hasattr(schedule, "_stages")
+    stages = schedule._stages if several else [schedule._stage]
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+        stage._prepare_forward_infra(microbatches, (), {}, has_backward=True)
+        stage._prepare_backward_infra(microbatches)
+    prefix = "_stages" if several else "_stage"
+    for name in ("forward", "backward"):
+        setattr(schedule, f"{prefix}_{name}_initialized", True)
+    received = [each for stage in stages for each in (stage.args_recv_info, stage.grad_recv_info)]
+    infos = [info for of_microbatches in received for each in of_microbatches.values() for info in each]
+    return [info.buffer for info in infos if info.buffer is not None]
+
+
 @contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """This process as rank 0 of `world_size` that exchange nothing; there must be no process group yet."""
+def sends_hold_tensors() -> Iterator[None]:
+    """While active, what stages of a pipeline send and receive lives as long as torch's schedule keeps the transfer.
+
+    As it does where there are ranks: the transfers of a fake group hold nothing.
+    """
+    import torch.distributed.pipelining.schedules as module
+
+    schedules: Any = module
+    original = schedules._batch_p2p
+
+    class Holding:
+        def __init__(self, tensors: list[Tensor]) -> None:
+            self.tensors = tensors
+
+        def wait(self) -> None:
+            pass
+
+    def batch_p2p(ops: list[Any], desc: str | None = None) -> list[Any]:
+        works = original(ops, desc=desc)
+        return [*works, Holding([op.tensor for op in ops])] if ops else works
+
+    schedules._batch_p2p = batch_p2p
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = original
+
+
+@contextmanager
+def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """This process as one of `world_size` ranks that exchange nothing; there must be no process group yet."""
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives as _shapes  # noqa: F401 - registers what they return on fakes
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     on_error = sys.excepthook  # init_process_group puts one in its place that writes the rank before each line
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:

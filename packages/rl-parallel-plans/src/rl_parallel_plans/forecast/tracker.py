@@ -33,6 +33,7 @@ BUFFERS = "buffers"
 INPUTS = "inputs"
 ALL_GATHER = "all-gather buffers"
 REDUCE_SCATTER = "reduce-scatter buffers"
+PIPELINE = "pipeline buffers"
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

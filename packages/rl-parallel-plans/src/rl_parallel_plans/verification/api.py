@@ -16,6 +16,7 @@ from torch import nn
 from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.verification.judge import judged, judged_collectives, judged_plan, where
+from rl_parallel_plans.verification.pipeline import tasks_for_pipeline
 from rl_parallel_plans.verification.processes import Processes, shared
 from rl_parallel_plans.verification.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
 from rl_parallel_plans.verification.report import Check, VerifyReport
@@ -85,13 +86,14 @@ class Options(TypedDict, total=False):
 
 
 def verify(
-    model: Any, *, tp: int = 2, dp: int = 1, sequence_parallel: bool = False, **options: Unpack[Options]
+    model: Any, *, tp: int = 2, dp: int = 1, pp: int = 1, sequence_parallel: bool = False, **options: Unpack[Options]
 ) -> VerifyReport:
-    """Whether a plan is exact for a model: logits, every gradient, ties, norm, clipping, steps, over `tp * dp` ranks.
+    """Whether a plan is exact for a model: logits, every gradient, ties, norm, clipping, steps, on pp * tp * dp ranks.
 
     model: what `explain` takes (a folder, a config.json, a Hub name, a type of model), a `PretrainedConfig`, or a
         model that has one; its weights are not used.
     tp, dp: ranks that a layer is split over, and that FSDP shards over; tp=1 looks at FSDP alone.
+    pp: ranks that the layers are split over; above 1 the checks are those of pipeline stages, by every schedule.
     options: see `Options`.
 
     Never raises for a wrong plan or a refused one: the report says so. Raises PlanError for a model that cannot be read
@@ -103,18 +105,20 @@ def verify(
     config = _config(model, options)
     report = VerifyReport(
         model=f"{type(config).__name__.removesuffix('Config')} ({getattr(config, 'model_type', None)})",
-        layout=(f"dp={dp} x tp={tp}" if dp > 1 else f"tp={tp}") + (", sequence parallel" if sequence_parallel else ""),
+        layout=(f"pp={pp} x " if pp > 1 else "")
+        + (f"dp={dp} x tp={tp}" if dp > 1 else f"tp={tp}")
+        + (", sequence parallel" if sequence_parallel else ""),
         source="",
         checks=(),
         versions=f"torch {_release('torch')}, transformers {_release('transformers')}",
     )
     try:
-        question = _question(config, options, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
+        question = _question(config, options, tp=tp, dp=dp, pp=pp, sequence_parallel=sequence_parallel)
     except PlanError as refusal:
         return replace(report, refused=str(refusal), seconds=time.monotonic() - started)
     server = options.get("processes") or shared()
     report = _reported(report, question, server.answer(question))
-    if any(check.name.endswith("logits") and check.verdict == "WRONG" for check in report.checks):
+    if pp == 1 and any(check.name.endswith("logits") and check.verdict == "WRONG" for check in report.checks):
         again = replace(question, tasks=(Task(name="where it begins", only="outputs"),), full=None)
         checks = _reported(report, again, server.answer(again)).checks
         report = replace(report, checks=(*report.checks, *(c for c in checks if c.name == "where it begins")))
@@ -122,10 +126,10 @@ def verify(
 
 
 def assert_plan_is_exact(
-    model: Any, *, tp: int = 2, dp: int = 1, sequence_parallel: bool = False, **options: Unpack[Options]
+    model: Any, *, tp: int = 2, dp: int = 1, pp: int = 1, sequence_parallel: bool = False, **options: Unpack[Options]
 ) -> VerifyReport:
     """`verify` as an assertion, for the tests of a plan: AssertionError with the whole report where it is not exact."""
-    report = verify(model, tp=tp, dp=dp, sequence_parallel=sequence_parallel, **options)
+    report = verify(model, tp=tp, dp=dp, pp=pp, sequence_parallel=sequence_parallel, **options)
     if not report.ok:
         raise AssertionError(f"the plan is not exact\n{report.text()}")
     return report
@@ -147,9 +151,12 @@ PASSED_ON = (
 )
 
 
-def _question(config: Any, options: Options, *, tp: int, dp: int, sequence_parallel: bool) -> Question:
+def _question(config: Any, options: Options, *, tp: int, dp: int, pp: int, sequence_parallel: bool) -> Question:
     images = getattr(config, "vision_config", None) is not None
-    tasks, only = tasks_for(tp=tp, dp=dp, images=images), options.get("only") or ()
+    tasks = tasks_for_pipeline(pp=pp, tp=tp) if pp > 1 else tasks_for(tp=tp, dp=dp, images=images)
+    only = options.get("only") or ()
+    if pp > 1 and (wrong := [name for name in ("apply", "grad_norm", "clip") if options.get(name) is not None]):
+        raise PlanError(f"{', '.join(wrong)} has no meaning with pp={pp}: a pipeline shards, sums and clips by itself")
     if unknown := [name for name in only if name not in {task.name for task in tasks}]:
         known = [task.name for task in tasks]
         raise PlanError(f"{unknown} are no tasks at tp={tp}, dp={dp}: there are {known}")
@@ -160,10 +167,11 @@ def _question(config: Any, options: Options, *, tp: int, dp: int, sequence_paral
     shrink = options.get("shrink", True)
     passed_on: dict[str, Any] = {name: options[name] for name in PASSED_ON if name in options}  # type: ignore[literal-required]
     return Question(
-        configs=_variants(config, tasks, tp=tp, shrink=shrink),
+        configs=_variants(config, tasks, tp=tp, extra_layers=2 * pp if pp > 1 else 0, shrink=shrink),
         full=config if shrink and options.get("full_size", True) else None,
         tp=tp,
         dp=dp,
+        pp=pp,
         tasks=tasks,
         sequence_parallel=sequence_parallel,
         **passed_on,
@@ -185,7 +193,7 @@ def _reported(report: VerifyReport, question: Question, answer: dict[str, Any]) 
     )
 
 
-def _variants(config: Any, tasks: Sequence[Task], *, tp: int, shrink: bool) -> dict[str, Any]:
+def _variants(config: Any, tasks: Sequence[Task], *, tp: int, extra_layers: int, shrink: bool) -> dict[str, Any]:
     """The configurations to try for each variant that a task runs."""
     if not shrink:
         return {task.variant: (config,) for task in tasks}
@@ -197,6 +205,8 @@ def _variants(config: Any, tasks: Sequence[Task], *, tp: int, shrink: bool) -> d
             tries = [{"tied": not _ties(config)}, *tries]
         if name == "deeper":
             tries = [{**each, "extra_layers": 1} for each in tries]
+        if extra_layers:  # each rank of a pipeline has two stages in turn, and each of them a layer
+            tries = [{**each, "extra_layers": extra_layers} for each in tries]
         variants[name] = _those_accepted(config, [{"tp": tp, **changes, **each} for each in tries])
     return variants
 

@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp", type=_ranks, default=2, metavar="N", help="ranks that a layer is split over (default 2)"
     )
     parser.add_argument("--dp", type=_ranks, default=1, metavar="N", help="ranks that FSDP shards over (default 1)")
+    parser.add_argument(
+        "--pp", type=_ranks, default=1, metavar="N", help="ranks that layers are split over (default 1)"
+    )
     parser.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
     parser.add_argument("--output-projections", choices=("rowwise", "colwise"), default="rowwise", help="see explain")
     parser.add_argument("--plan", metavar="MODULE:NAME", help="a plan of your own: a mapping or a function")
@@ -43,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.model,
             tp=arguments.tp,
             dp=arguments.dp,
+            pp=arguments.pp,
             sequence_parallel=arguments.sequence_parallel,
             output_projections=arguments.output_projections,
             custom=arguments.plan,

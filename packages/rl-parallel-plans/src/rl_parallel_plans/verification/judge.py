@@ -87,19 +87,20 @@ def _of_task(question: Question, task: Task, facts: Facts) -> list[Check]:
     checks = [_logits(task, facts)] if task.loss != "hidden" else []
     if task.loss != "logits":
         checks.append(_logp(task, facts))
+    if "loss" in facts and question.pp > 1:
+        checks.append(_loss(task, facts))
     checks.append(_gradients(task, facts))
     if task.backend:
         checks.append(_compiled(task, facts))
     if task.freeze:
         checks.append(_frozen(task, facts))
     if task.optimize:
+        checks += [] if question.pp > 1 else [_head(question, facts), _placements(facts)]
         checks += [
-            _head(question, facts),
-            _placements(facts),
             _ties("tied parameters stay tied", facts),
             *_steps(facts),
         ]
-    elif task.variant != "as given":
+    elif task.variant != "as given" and question.pp == 1:
         checks.append(_ties(f"{task.name}: ties", facts))
     return checks
 
@@ -123,6 +124,14 @@ def where(text: str) -> str:
     frames = [line.strip() for line in text.splitlines() if line.lstrip().startswith("File ")]
     own = [frame for frame in frames if "/torch/" not in frame] or frames
     return f"({'/'.join(own[-1].replace('File ', '').replace(chr(34), '').split('/')[-3:])})" if own else ""
+
+
+def _loss(task: Task, facts: Facts) -> Check:
+    """The sum of the losses of all microbatches, each divided by the tokens of the whole step."""
+    error = abs(facts["loss"] - facts["true_loss"]) / max(abs(facts["true_loss"]), 1e-30)
+    wrong = not error <= BAR
+    line = f"the losses of a step add up to {facts['loss']:.6f} over all stages and not to {facts['true_loss']:.6f}"
+    return Check(name=f"{task.name}: loss", verdict=_verdict(wrong=wrong), error=error, culprits=(line,) * wrong)
 
 
 def _logits(task: Task, facts: Facts) -> Check:

@@ -35,6 +35,8 @@ class Task:
     """Whether norm, clipping and an optimizer step follow."""
     backend: str = ""
     """Backend of torch.compile that each layer is compiled with; empty compiles nothing."""
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """In which order a pipeline runs forwards and backwards."""
     only: Literal["", "clip", "count", "outputs", "checkpoint"] = ""
     """Not a backward: clip bf16 gradients, count collectives, compare the output of each module, or save and load."""
 
@@ -48,6 +50,7 @@ class Question:
     tp: int
     dp: int
     tasks: tuple[Task, ...]
+    pp: int = 1
     full: Any = None
     """The configuration before it was made small: the plan must fit that model too. None not to look."""
     sequence_parallel: bool = False
@@ -71,4 +74,4 @@ class Question:
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.tp * self.dp
+        return self.pp * self.tp * self.dp

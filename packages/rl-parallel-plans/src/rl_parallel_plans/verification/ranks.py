@@ -25,6 +25,7 @@ from rl_parallel_plans.verification.communication import collectives
 from rl_parallel_plans.verification.compiled import compile_layers, compiler_facts
 from rl_parallel_plans.verification.gradients import collected, whole
 from rl_parallel_plans.verification.outputs import differing_outputs
+from rl_parallel_plans.verification.pipeline import merged_pipeline, pipeline_facts
 from rl_parallel_plans.verification.question import Question, Task
 from rl_parallel_plans.verification.sharded import hidden_logp, logits_logp, shard
 from rl_parallel_plans.verification.subject import Batch, Truth, forward, relative_error, tie_groups, token_logp
@@ -51,7 +52,9 @@ def run_rank(
             dist.all_gather_object(everything, facts)
             if rank == 0:
                 path = home / f"{task.name}.facts"
-                path.with_suffix(".part").write_bytes(pickle.dumps(_merged(everything)))
+                path.with_suffix(".part").write_bytes(
+                    pickle.dumps(merged_pipeline(everything) if question.pp > 1 else _merged(everything))
+                )
                 path.with_suffix(".part").rename(path)
             dist.barrier()
     except Exception:
@@ -61,6 +64,16 @@ def run_rank(
 
 
 def _facts(question: Question, task: Task, subject: "Subject") -> Facts:
+    if question.pp > 1:
+        model = copy.deepcopy(subject.model)
+        return pipeline_facts(
+            question,
+            task,
+            model=model,
+            batch=subject.batches[task.name],
+            truth=subject.truths[task.name],
+            frozen=_freeze(model) if task.freeze else set(),
+        )
     if task.only == "clip":
         return optimize.clip_in_bf16(question, subject.model)
     if task.only == "count":

@@ -87,6 +87,11 @@ def _plan(question: Question, subjects: dict[str, Subject]) -> dict[str, Any]:
     if question.check_first:
         for name, plan in plans.items():
             plan.check(subjects[name].model)
+    if question.pp > 1:
+        from rl_parallel_plans.pipeline.stages import split_stages
+
+        for subject in subjects.values():
+            split_stages(subject.model, 2 * question.pp)
     return {
         "source": first.source,
         "problems": [str(problem) for problem in first.problems],

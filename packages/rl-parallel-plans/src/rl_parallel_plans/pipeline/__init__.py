@@ -1,0 +1,1 @@
+"""Pipeline parallelism: `stages` cuts a model into modules of consecutive layers, `schedule` runs them over ranks."""
