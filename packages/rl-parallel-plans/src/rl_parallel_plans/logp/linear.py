@@ -162,7 +162,7 @@ def _rows(
 @overload
 def linear_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -179,7 +179,7 @@ def linear_logp(
 @overload
 def linear_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -195,7 +195,7 @@ def linear_logp(
 
 def linear_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -212,8 +212,9 @@ def linear_logp(
     hidden: [..., H], fp32, bf16 or fp16, the dtype of the weight. Plain or a DTensor Replicate: the same on every rank
         of the tp axis. A DTensor Shard of a leading dim, as sequence parallelism has it: gathered once, and its
         gradient is sharded again.
-    lm_head: a linear layer, its weight [V, H] and bias [V] plain tensors, or DTensors on a mesh with the one axis
-        `tp_axis`, Shard(0) (V need not divide evenly) or Replicate, both alike.
+    lm_head: a linear layer, or its weight alone where there is no bias (a tied embedding, say). Weight [V, H] and bias
+        [V] are plain tensors, or DTensors on a mesh with the one axis `tp_axis`, Shard(0) (V need not divide evenly) or
+        Replicate, both alike.
     targets: [...] token ids in [0, V), or [..., K] for K words in each row, on every rank those of the whole
         vocabulary and of all rows.
     chunk_size: rows whose logits exist at one time; memory is O(chunk_size * V / tp), independent of the number of
@@ -232,7 +233,7 @@ def linear_logp(
         temperature=temperature, chunk_size=chunk_size, entropy=entropy, softcap=softcap, logit_scale=logit_scale
     )
     head = local_head(lm_head, tp_axis=tp_axis)
-    weight = lm_head.weight
+    weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
     assert isinstance(weight, Tensor)
     fitting = (
         hidden.ndim > 1

@@ -86,7 +86,10 @@ class _Run:
         self.batch: Batch = subject.batches[task.name]
         self.truth: Truth = subject.truths[task.name]
         self.model = copy.deepcopy(subject.model)
-        self.frozen = _freeze(self.model) if task.freeze else set()
+        if task.freeze:
+            _freeze(self.model)
+        # Also what the model itself trains never, such as a router's bias (Afmoe).
+        self.frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
         self.ties = tie_groups(self.model)
         self.mesh = shard(question, self.model)
         self.dp_rank = self.mesh.get_local_rank("dp") if question.dp > 1 else 0
@@ -101,6 +104,7 @@ class _Run:
             "margin": self.batch.margin,
             "tied": tie_groups(self.model) == self.ties,
             "ties": self.ties,
+            "frozen": len(self.frozen),
             "thawed": sorted(n for n, p in self.model.named_parameters() if p.requires_grad == (n in self.frozen)),
             **collected(self.model, self.truth, question=self.question, frozen=self.frozen),
         }
@@ -183,10 +187,9 @@ def _placed(logits: Tensor) -> str:
     return "words" if getattr(placement, "dim", None) in {-1, logits.ndim - 1} else str(placement)
 
 
-def _freeze(model: nn.Module) -> set[str]:
+def _freeze(model: nn.Module) -> None:
     """Every third parameter, tied ones and the lm_head excepted."""
     tied = {name for names in tie_groups(model) for name in names} | {f"{output_head(model)}.weight"}
     names = {name for i, (name, _) in enumerate(model.named_parameters()) if i % 3 == 1 and name not in tied}
     for name in names:
         model.get_parameter(name).requires_grad_(False)
-    return names
