@@ -119,7 +119,7 @@ def test_a_result_cut_short_by_an_interruption_is_measured_again(tmp_path, cells
     assert len(cells_measured) == 4
 
 
-def test_results_of_another_source_count_only_where_they_are_kept_and_not_wrong(tmp_path, cells_measured, monkeypatch):
+def test_results_of_another_source_count_only_where_they_are_kept_and_good(tmp_path, cells_measured, monkeypatch):
     run(tmp_path, names=["Model"])
     monkeypatch.setattr(classes, "versions", lambda: "another source")
     assert classes.read_results(tmp_path / "results.jsonl") == {}

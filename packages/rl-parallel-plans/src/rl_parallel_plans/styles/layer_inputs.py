@@ -5,7 +5,7 @@ multiplies the stream by a buffer of the layer.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.styles.in_block import own_names
-from rl_parallel_plans.styles.local_parameters import REPLICATED, LocalParameters, ParameterRule, unshadow
-from rl_parallel_plans.styles.mixers import shadow_during_forward
+from rl_parallel_plans.styles.local_parameters import REPLICATED, LocalParameters, ParameterRule, shadow, unshadow
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +52,7 @@ class SplitLayerInputs(LocalParameters):
 
 
 class LayerReads(LocalParameters):
-    """A layer that calls other methods of its children than forward: they are whole and plain while the layer runs."""
+    """A layer that calls other methods of its children than forward: in these, the children are whole and plain."""
 
     def __init__(self, children: Sequence[str]) -> None:
         super().__init__()
@@ -66,12 +65,39 @@ class LayerReads(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         del device_mesh
-        read = [part for name in self.children for part in module.get_submodule(name).modules()]
-        shadow_during_forward(module, [(part, dict.fromkeys(own_names(part), REPLICATED)) for part in read])
+        for name in self.children:
+            child = module.get_submodule(name)
+            read = [(part, dict.fromkeys(names, REPLICATED)) for part in child.modules() if (names := own_names(part))]
+            # Around the methods and not around the layer: recomputing it may run its forward without its hooks.
+            for method in _methods(child):
+                child.__dict__[method] = partial(_reading, getattr(child, method), read)
         return module
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.children)})"
+
+
+def _methods(module: nn.Module) -> list[str]:
+    """Names of what a module's class defines beside forward."""
+    own = [cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__]
+    names = dict.fromkeys(name for cls in own for name, value in vars(cls).items() if inspect.isfunction(value))
+    return [name for name in names if name != "forward" and not name.startswith("__")]
+
+
+def _reading(
+    method: Callable[..., Any],
+    children: Sequence[tuple[nn.Module, Mapping[str, ParameterRule]]],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    for child, rules in children:
+        shadow(child, (), rules=rules)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        for child, _ in children:
+            unshadow(child, (), None)
 
 
 def _cut(

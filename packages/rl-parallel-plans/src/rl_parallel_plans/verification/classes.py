@@ -48,6 +48,9 @@ PLAN = "plan"
 CHECKPOINT = "checkpoint"
 """What the names of the checks begin with that make the column of that name."""
 
+KEPT = frozenset({"planned", "exact", "not built", "skipped"})
+"""Outcomes that `keep` takes from another source; what was wrong or refused there may have changed."""
+
 LAYERS = 4
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_types")
@@ -143,12 +146,12 @@ def verified_result(name: str, column: str, report: VerifyReport) -> Result:
 
 
 def read_results(path: Path, *, keep: bool = False) -> dict[tuple[str, str], Result]:
-    """The last result of each cell in the file; those of other releases or another source only with `keep`."""
+    """The last result of each cell in the file; with `keep` also good ones of other releases or another source."""
     found: dict[tuple[str, str], Result] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(json.JSONDecodeError):  # the line that an interruption cut short
             result = Result(**json.loads(line))
-            if result.versions == versions() or (keep and not is_wrong(result)):
+            if result.versions == versions() or (keep and result.outcome in KEPT):
                 found[result.name, result.column] = result
     return found
 

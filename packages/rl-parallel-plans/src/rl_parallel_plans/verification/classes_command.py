@@ -16,9 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, default=Path("classes.jsonl"), metavar="FILE", help="one line a result, added to"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no further cell after that time")
-    parser.add_argument(
-        "--keep", action="store_true", help="also results of other releases or another source, but for wrong ones"
-    )
+    parser.add_argument("--keep", action="store_true", help="also good results of other releases or another source")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, as Markdown")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
