@@ -128,6 +128,21 @@ def test_layer_that_communicates_nothing_is_a_note():
     assert (check.verdict, check.detail) == ("note", "forward none; backward none: nothing to compare")
 
 
+def test_layers_that_run_in_cycles_may_communicate_as_often_as_they_run():
+    plan_tells = {
+        "as given": {"forward": {"all_reduce": 4}, "backward": {"all_reduce": 4}, "untold": []},
+        "deeper": {"forward": {"all_reduce": 6}, "backward": {"all_reduce": 6}, "untold": []},
+    }
+    runs = {"forward": 6, "backward": 3}
+    less = {"forward": {"all_reduce": 24}, "backward": {"all_reduce": 12}, "runs": runs}
+    more = {"forward": {"all_reduce": 36}, "backward": {"all_reduce": 18}, "runs": runs}
+    (check,) = judged_collectives({"facts": {COLLECTIVES: less, COLLECTIVES_DEEPER: more}, "told": plan_tells})
+    assert check.verdict == "ok"
+    assert "a layer runs 6 times forward, 3 of them with a gradient" in check.detail
+    facts = {COLLECTIVES: {**less, "runs": {}}, COLLECTIVES_DEEPER: {**more, "runs": {}}}
+    assert judged_collectives({"facts": facts, "told": plan_tells})[0].verdict == "WRONG"
+
+
 @pytest.mark.parametrize(
     ("check", "facts"),
     [

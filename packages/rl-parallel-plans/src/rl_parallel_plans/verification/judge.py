@@ -59,7 +59,13 @@ def judged_collectives(answer: Facts) -> list[Check]:
     told = answer.get("told") or {}
     if not {"as given", "deeper"} <= told.keys() or told["deeper"]["untold"]:
         return [Check(name=COLLECTIVES, verdict="note", detail=said)]
-    expected = [_less(told["deeper"], told["as given"], way) for way in ("forward", "backward")]
+    runs = found[1].get("runs") or {}
+    expected = [
+        {kind: count * max(runs.get(way, 1), 1) for kind, count in _less(told["deeper"], told["as given"], way).items()}
+        for way in ("forward", "backward")
+    ]
+    if max(runs.values(), default=1) > 1:
+        said += f"; a layer runs {runs['forward']} times forward, {runs['backward']} of them with a gradient"
     if not any(counted) and not any(expected):
         return [Check(name=COLLECTIVES, verdict="note", detail=f"{said}: {NOTHING_COMPARED}")]
     if counted == expected:
