@@ -42,7 +42,23 @@ def logp_of(
     hidden: [M, H]; rows: [N] indices of those that are wanted, None for all.
     wanted: token ids [N, K], or K for the K most probable words.
     """
-    return _LinearLogp.apply(hidden, head.weight, head.bias, wanted, rows, head.where, options)  # type: ignore[no-any-return, no-untyped-call]
+    where = head.where
+    if isinstance(wanted, Tensor) and where.group is None and not options.entropy:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        if len(wanted) * where.size * dtype.itemsize <= KEPT_BYTES:
+            inputs = hidden if rows is None else hidden.index_select(0, rows)
+            return _few_logits(inputs, head, options).log_softmax(-1).gather(-1, wanted), None, None
+    return _LinearLogp.apply(hidden, head.weight, head.bias, wanted, rows, where, options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _few_logits(inputs: Tensor, head: Head, options: Options) -> Tensor:
+    """Logits that autograd may keep, since they are few: scaled, capped, over the temperature."""
+    x = linear(inputs, head.weight, head.bias).to(torch.promote_types(inputs.dtype, torch.float32))
+    if options.logit_scale != 1.0:
+        x = x * options.logit_scale
+    if options.softcap is not None:
+        x = (x / options.softcap).tanh() * options.softcap
+    return x / options.temperature if options.temperature != 1.0 else x
 
 
 class _LinearLogp(torch.autograd.Function):
