@@ -117,12 +117,20 @@ def test_a_result_cut_short_by_an_interruption_is_measured_again(tmp_path, cells
     run(tmp_path, names=["Model"])
     assert cells_measured[-1] == ("Model", "TP2+SP")
     assert len(cells_measured) == 4
+    run(tmp_path, names=["Model"])
+    assert len(cells_measured) == 4
 
 
-def test_results_of_another_source_count_only_where_they_are_kept_and_good(tmp_path, cells_measured, monkeypatch):
+def test_results_of_another_source_are_measured_again_or_kept_where_they_are_good(
+    tmp_path, cells_measured, monkeypatch, capsys
+):
     run(tmp_path, names=["Model"])
     monkeypatch.setattr(classes, "versions", lambda: "another source")
-    assert classes.read_results(tmp_path / "results.jsonl") == {}
-    kept = classes.read_results(tmp_path / "results.jsonl", keep=True)
-    assert sorted(column for _, column in kept) == ["TP2", "plan"]
-    assert "2 of 2 results were made with other releases or another source" in classes.table(kept.values())
+    page = tmp_path / "CLASSES.md"
+    assert run(tmp_path, "--seconds", "0", "--json", "--write", str(page), names=["Model"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left"] == 3
+    assert "`Model`" not in page.read_text()
+    assert run(tmp_path, "--seconds", "0", "--keep", "--json", "--write", str(page), names=["Model"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left"] == 1  # what was wrong, which is still shown
+    assert "3 of 3 results were made with other releases or another source" in page.read_text()
+    assert len(cells_measured) == 3

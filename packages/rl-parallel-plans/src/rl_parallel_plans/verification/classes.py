@@ -145,15 +145,19 @@ def verified_result(name: str, column: str, report: VerifyReport) -> Result:
     )
 
 
-def read_results(path: Path, *, keep: bool = False) -> dict[tuple[str, str], Result]:
-    """The last result of each cell in the file; with `keep` also good ones of other releases or another source."""
+def read_results(path: Path) -> dict[tuple[str, str], Result]:
+    """The last result of each cell in the file, whatever it was made with."""
     found: dict[tuple[str, str], Result] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(json.JSONDecodeError):  # the line that an interruption cut short
             result = Result(**json.loads(line))
-            if result.versions == versions() or (keep and result.outcome in KEPT):
-                found[result.name, result.column] = result
+            found[result.name, result.column] = result
     return found
+
+
+def is_current(result: Result, *, keep: bool = False) -> bool:
+    """Whether it need not be measured again; with `keep` also a good one of other releases or another source."""
+    return result.versions == versions() or (keep and result.outcome in KEPT)
 
 
 @cache

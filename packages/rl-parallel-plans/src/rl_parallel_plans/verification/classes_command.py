@@ -16,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, default=Path("classes.jsonl"), metavar="FILE", help="one line a result, added to"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no further cell after that time")
-    parser.add_argument("--keep", action="store_true", help="also good results of other releases or another source")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="of other releases or another source, show results and measure only those again that are not good",
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, as Markdown")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
@@ -27,19 +31,23 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_parallel_plans.verification.processes import Processes
 
     wanted = sorted(arguments.names or classes.class_names())
-    found = classes.read_results(arguments.results, keep=arguments.keep)
-    started = time.monotonic()
-    todo = [
-        (name, column) for name in wanted for column in (classes.PLAN, *classes.COLUMNS) if (name, column) not in found
-    ]
+    keep = arguments.keep
+    found = {
+        cell: result
+        for cell, result in classes.read_results(arguments.results).items()
+        if keep or classes.is_current(result)
+    }
+    cells = [(name, column) for name in wanted for column in (classes.PLAN, *classes.COLUMNS)]
+    todo = [cell for cell in cells if cell not in found or not classes.is_current(found[cell], keep=keep)]
     todo.sort(key=lambda cell: (cell[1] != classes.PLAN, "Conditional" in cell[0]))  # towers cost the most
+    started = time.monotonic()
     with Processes() as processes:
         while todo and (arguments.seconds is None or time.monotonic() - started < arguments.seconds):
             name, column = todo.pop(0)
             result = classes.measured(name, column, processes)
             found[name, column] = result
-            with arguments.results.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+            with arguments.results.open("a") as file:  # on a line of its own, whatever an interruption left
+                file.write("\n" * (file.tell() > 0) + json.dumps(asdict(result)))
             print(f"{name}, {column}: {result.outcome} {result.reason[:120]}".rstrip(), file=sys.stderr, flush=True)
     of_wanted = [result for (name, _), result in found.items() if name in wanted]
     if arguments.write is not None:
