@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_algorithms import grpo
 from rl_algorithms.advantages import group_advantage
-from rl_algorithms.aggregation import Counts
+from rl_algorithms.losses import Counts
 from rl_algorithms.policy_gradient import loss as grpo_loss
 
 PROMPTS, GROUP, VOCABULARY, LENGTH = 16, 8, 10, 4  # a prompt of one token, and three that are sampled

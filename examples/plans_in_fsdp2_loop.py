@@ -54,6 +54,7 @@ def train(rank, world_size, port):
     weights = dict(plans.export_state_dict(model))  # full tensors in float32 on rank 0, nothing on the others
     if rank == 0:
         print(f"{len(weights)} tensors could be saved: model.save_pretrained(folder, state_dict=weights)")
+    torch.distributed.barrier()  # no rank leaves while another still talks to it
     torch.distributed.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ from rl_algorithms import contracts, distill, dpo, grpo, kto, orpo, sft
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.preferences import scored
 from rl_backends import DTensorBackend, ReferenceModel, TokenBatch
-from rl_backends.selection import Backend, BackendConfigs
+from rl_backends.selection import Backend, BackendConfigs, TrainedPolicy
 from rl_generation import (
     Rollout,
     Sampling,
@@ -24,8 +24,8 @@ from rl_generation import (
     VllmAsyncEngine,
     VllmEngine,
 )
-from rl_launcher import run_parts as parts
-from rl_launcher.engine_middleware import RunEngine
+from rl_generation.seeding import ServingEngine
+from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.refit import RayWeightSync
@@ -33,6 +33,7 @@ from rl_launcher.schema import PolicyConfig
 from rl_observe.log_files import RefitFigures
 from rl_observe.samples import text_pieces
 from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
+from rl_refit.counted import CountedWeightSync
 
 if TYPE_CHECKING:
     from rl_backends import MegatronBackend
@@ -70,10 +71,10 @@ if TYPE_CHECKING:
 
     def parts_in_process(
         a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
-    ) -> tuple[parts.TrainedPolicy, parts.TrainedPolicy, parts.ServingEngine, parts.WeightSync]:
+    ) -> tuple[TrainedPolicy, TrainedPolicy, ServingEngine, CountedWeightSync]:
         return a, b, c, d
 
-    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[parts.ServingEngine, parts.WeightSync]:
+    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[ServingEngine, CountedWeightSync]:
         return a, b
 
     def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:

@@ -21,7 +21,7 @@ from rl_algorithms.data import batches
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Rollout, Sampling, Streamer, TransformersEngine
-from rl_launcher.engines import weight_source
+from rl_launcher.build.engines import weight_source
 from rl_launcher.quickstart.sort_digits import dataset, reward
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_refit import CountedRefit, ModuleSink, Refit, RefitReport

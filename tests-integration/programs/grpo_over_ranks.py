@@ -30,7 +30,7 @@ from rl_backends import (
     select_backend,
 )
 from rl_generation import Sampling, TransformersEngine
-from rl_launcher.engines import weight_source
+from rl_launcher.build.engines import weight_source
 from rl_launcher.quickstart.sort_digits import dataset, reward
 from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
 

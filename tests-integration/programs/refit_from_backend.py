@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 
 from rl_backends import DTensorBackend, DTensorConfig, LoraConfig, OptimizerConfig
-from rl_launcher.engines import weight_source
+from rl_launcher.build.engines import weight_source
 from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
 
 

@@ -12,14 +12,15 @@ from tiny_setup import TinySetup
 
 from rl_backends import DTensorConfig, OptimizerConfig
 from rl_generation.seeding import CallSeeds
-from rl_launcher.engine_middleware import RunEngine
+from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import character_tokenizer
+from rl_launcher.ray.build import StartedEngines, start_engines
 from rl_launcher.ray.cluster import RayRuntime
 from rl_launcher.ray.placement import EnginePlace, Placement, RankPlace
 from rl_launcher.ray.policy import RayPolicy, start_trainers
-from rl_launcher.ray.start_engines import StartedEngines, start_engines
 from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.schema import (
+    AsyncConfig,
     ClusterConfig,
     DataConfig,
     EnvironmentConfig,
@@ -27,9 +28,9 @@ from rl_launcher.schema import (
     GRPOStage,
     PolicyConfig,
     Recipe,
+    VllmConfig,
 )
-from rl_launcher.schema.policy import ColocatedConfig, ResourcesConfig, VllmConfig
-from rl_launcher.schema.stages import AsyncConfig
+from rl_launcher.schema.policy import ColocatedConfig, ResourcesConfig
 from rl_refit import RefitConfig
 
 PATIENCE_S = 420  # for what takes seconds on an idle machine

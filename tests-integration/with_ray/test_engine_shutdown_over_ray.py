@@ -15,8 +15,8 @@ from ray_setup import ENV, PATIENCE_S, in_thread, kill, wait_until
 from rl_generation import TrainingEngineSpec
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.ray.cluster import ClusterError, RayRuntime
-from rl_launcher.ray.engine_pool import LOOPBACK, EngineLimits, EnginePool
+from rl_launcher.ray.cluster import LOOPBACK, ClusterError, RayRuntime
+from rl_launcher.ray.engine_pool import EnginePool
 from rl_launcher.ray.placement import EnginePlace, Placement
 from rl_launcher.schema import ClusterConfig
 
@@ -54,9 +54,9 @@ def replacing(runtime, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     spec = TrainingEngineSpec(model=str(tmp_path / "model"), stop_token_ids=(2,), pad_token_id=0)
-    limits = EngineLimits(max_restarts=1, start_timeout_s=PATIENCE_S, call_timeout_s=PATIENCE_S)
+    limits = {"max_restarts": 1, "start_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
     starting = Starting(runtime)
-    engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], limits=limits)
+    engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], **limits)
     engines.start()
     (engine,) = engines.all()
     kill(engine.process().who.pid)

@@ -102,7 +102,7 @@ def test_a_refit_in_which_an_engine_dies_is_done_again_by_all(world):
             kill(victims.pop())  # the engines are receiving by now
         return refit(version)
 
-    world.engine.engines.limits = replace(world.engine.engines.limits, max_restarts=10)
+    world.engine.engines.max_restarts = 10
     world.policy.refit = kill_and_refit
     report = world.weight_sync(version=2)
     world.policy.refit = refit
@@ -114,7 +114,7 @@ def test_a_refit_in_which_an_engine_dies_is_done_again_by_all(world):
 
 def test_more_deaths_than_the_recipe_allows_end_the_run_and_say_so(world):
     engines = world.engine.engines
-    engines.limits = replace(engines.limits, max_restarts=engines.restarts)
+    engines.max_restarts = engines.restarts
     answers = in_thread(lambda: world.engine.generate(prompts_of(world, 600), LONG))
     wait_until(lambda: any(engine.process().call("busy", timeout_s=60) for engine in engines.all()))
     kill(world.pids()[0])

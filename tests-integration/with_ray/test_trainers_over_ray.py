@@ -29,8 +29,7 @@ from trainer_examples import (
 )
 
 from rl_backends import DTensorBackend, DTensorConfig, ModelError, OptimizerConfig
-from rl_launcher.checkpoints.disk import SharedFolder
-from rl_launcher.errors import Refusal
+from rl_backends.checkpoints.shared_folder import probe_file, require_shared
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.placement import plan_placement
@@ -180,13 +179,13 @@ def test_what_is_there_is_written_down(two_ranks):
 
 def test_a_rank_that_does_not_see_the_run_directory_is_named(two_ranks, tmp_path):
     _, runtime = two_ranks
-    with SharedFolder(tmp_path) as probe:
-        probe.require(who_sees(runtime.actors, probe.path, probe.token))
+    with probe_file(tmp_path) as (path, token):
+        require_shared(tmp_path, who_sees(runtime.actors, path, token))
         one_sees = f"/proc/self/task/{runtime.actors[0].who.pid}/cgroup"  # no such thread in the other process
         seen = who_sees(runtime.actors, one_sees, Path(f"/proc/{runtime.actors[0].who.pid}/cgroup").read_text())
         assert list(seen.values()) == [True, False]
-        with pytest.raises(Refusal, match=r"is not the same folder for trainer rank 1 \(") as caught:
-            probe.require(seen)
+        with pytest.raises(ValueError, match=r"is not the same folder for trainer rank 1 \(") as caught:
+            require_shared(tmp_path, seen)
     assert "rank 0" not in str(caught.value)
 
 

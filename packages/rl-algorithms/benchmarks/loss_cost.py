@@ -11,8 +11,8 @@ import time
 import torch
 
 from rl_algorithms import grpo
-from rl_algorithms.aggregation import Counts
 from rl_algorithms.corrections import CorrectionConfig
+from rl_algorithms.losses import Counts
 from rl_algorithms.objective import KLConfig, Objective, RatioConfig
 from rl_algorithms.policy_gradient import loss
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rl_algorithms.chat import Chat, TextError
 from rl_algorithms.chat.encoding import Encoded, SpecialTokens
-from rl_algorithms.collecting import collect
 from rl_algorithms.contracts import EnvironmentReturn, EpisodeStart
 from rl_algorithms.data import DataError, make_row
+from rl_algorithms.rollouts import collect
 
 tokenizers = pytest.importorskip("tokenizers", reason="templates are rendered by real tokenizers")
 transformers = pytest.importorskip("transformers", reason="templates are rendered by real tokenizers")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms.chat import Chat
-from rl_algorithms.collecting import collect, episode_seed
 from rl_algorithms.contracts import EnvironmentReturn, EpisodeStart
 from rl_algorithms.data import DataError, make_row
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.rollouts import collect, episode_seed
+from rl_algorithms.stepping import PhaseTimer
 
 STOP = 1
 

@@ -202,8 +202,8 @@ def test_the_steps_gradient_is_that_of_finite_differences(make_table, way):
 
 
 def test_the_advantage_of_one_word_a_token_distils_through_the_loss_of_grpo(make_table, make_engine, chat, rows):
-    from rl_algorithms.collecting import collect
-    from rl_algorithms.examples import prepare
+    from rl_algorithms.policy_gradient import prepare
+    from rl_algorithms.rollouts import collect
 
     table, teacher = make_table(lr=2.0), TableTeacher()
     engine = make_engine(table, seed=1)

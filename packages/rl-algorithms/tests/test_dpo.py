@@ -8,10 +8,10 @@ import torch
 
 from rl_algorithms import dpo
 from rl_algorithms.data import DataError, PreferenceRow
-from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.losses import pair_loss
 from rl_algorithms.preferences.pairs import Pair, pad_pairs, pairs_from_rollouts, pairs_from_rows
 from rl_algorithms.rollouts import Rollouts
+from rl_algorithms.stepping import take_rows
 
 PAIRS = [
     Pair(chosen=(2, 3, 1), rejected=(2, 4, 4, 1), prompt_length=1),

@@ -70,3 +70,12 @@ def test_failed_conversations_are_counted_and_reset_is_there_only_if_the_environ
     assert not isinstance(plain, ResettingEnvironment)
     assert isinstance(resetting, ResettingEnvironment)
     assert resetting.reset([{"prompt": "1"}], seeds=[0]) == [EpisodeStart(messages=({"role": "user", "content": "1"},))]
+
+
+def test_methods_that_cannot_be_called_as_a_loop_calls_them_are_refused_by_name_and_place():
+    class Wrong:
+        def step(self):
+            return []
+
+    with pytest.raises(EnvironmentFactoryError, match=r"Wrong\.step \(.*factories\.py:\d+\) cannot be"):
+        environment_from(Wrong, name="Wrong")

@@ -66,6 +66,13 @@ def test_a_column_that_it_requires_and_the_data_lack_is_named():
         ask(lambda completions, solution: [0.0] * len(completions))
 
 
+def test_columns_are_checked_again_where_a_later_batch_has_others():
+    environment = RewardFunctionEnvironment(reward=lambda completions, solution: [0.0] * len(completions))
+    judge(environment, solution=1)
+    with pytest.raises(RewardError, match="requires solution"):
+        judge(environment, other=1)
+
+
 def fails_on_five(completions):
     if "5" in completions:
         raise KeyError("five")

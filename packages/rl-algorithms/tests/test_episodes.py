@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_algorithms.collecting import collect
 from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 from rl_algorithms.data import make_row
 from rl_algorithms.environments.deadlines import BlockedLoopError, Outcome, Runner, Workers
 from rl_algorithms.environments.episodes import EpisodeEnvironment, EpisodeError
 from rl_algorithms.environments.games import GuessNumber
+from rl_algorithms.rollouts import collect
 
 
 class Counting:

@@ -4,10 +4,15 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
+from rl_algorithms import dpo, sft
 from rl_algorithms.contracts import EnvironmentReturn
+from rl_algorithms.data import DataError
 from rl_algorithms.estimates import majority_at_k, pass_at_k
-from rl_algorithms.evaluation import Figures, evaluate, judge
+from rl_algorithms.evaluation import EvaluationConfig, Figures, HeldOut, Outcome, demonstration_nll, evaluate, judge
+from rl_algorithms.preferences.dpo_pairs import DPOPairs, sample_pairs
+from rl_algorithms.reward_trial import try_reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,3 +203,66 @@ def test_impossible_figures_are_named(options):
     ((name, _),) = options.items()
     with pytest.raises(ValueError, match=f"{name}="):
         Figures(**options)
+
+
+def test_held_out_figures_are_told_with_intervals_and_with_what_failed(chat, rows):
+    sampled = ask(chat, rows, "33303333", samples_per_prompt=2, figures=Figures(pass_at=(1, 2)))
+    held_out = HeldOut(sampled=sampled, greedy=ask(chat, rows, "3034"))
+    metrics = held_out.metrics()
+    assert metrics["held_out_sampled"] == sampled.mean == 1.0
+    assert metrics["held_out_greedy/low"] < metrics["held_out_greedy"] < metrics["held_out_greedy/high"]
+    assert "held_out_pass@2" in metrics
+    assert "2 responses could not be judged" in held_out.table()
+    outcome = Outcome(answers=held_out, figures={"held_out_loss": 0.5})
+    assert outcome.describe().endswith("loss 0.5")
+    assert Outcome(answers=None, figures={}).describe() == "nothing was measured"
+
+
+def test_a_trial_of_a_reward_shows_each_rollout_and_whether_there_is_anything_to_learn(chat, rows):
+    prompts = [chat.prompt(row) for row in rows[:2]]
+    shared = {"sampling": None, "environment": Judge(), "chat": chat, "group_size": 2}
+    result = try_reward(prompts, engine=Script("3455"), **shared)
+    assert [each.reward for each in result.rollouts] == [1.0, 0.0, 0.0, 0.0]
+    assert result.rollouts[0].advantage > 0 > result.rollouts[1].advantage
+    assert (result.groups, result.groups_with_signal, result.exit_code) == (2, 1, 0)
+    assert "1 of 2 groups have a training signal" in result.text()
+    silent = try_reward(prompts, engine=Script("5555"), **shared)
+    assert silent.exit_code == 1
+    assert "GRPO would learn nothing" in silent.text()
+    with pytest.raises(ValueError, match="a group of one has no advantage"):
+        try_reward(prompts, engine=Script("5"), **{**shared, "group_size": 1})
+
+
+def test_preference_pairs_of_a_run_are_found_again_from_what_a_checkpoint_keeps(chat, rows, make_table):
+    prompts = [chat.prompt(row) for row in rows]
+    config = dpo.DPOConfig(max_num_steps=1, num_prompts=2, num_generations_per_prompt=2)
+    ask = {"sampling": None, "environment": Judge(), "chat": chat, "held_out": prompts[2:]}
+    pairs = sample_pairs(config, prompts=prompts[:2], engine=Script("34433443"), **ask).compared(
+        make_table(vocabulary=12)
+    )
+    assert pairs.describe() == "2 pairs to train on, 2 held out"
+    again = DPOPairs.sampled_from(pairs.tensors(given=False))
+    kept = DPOPairs.given(pairs.train, pairs.held_out, max_held_out=1, tensors={})
+    assert torch.equal(again.train.logp_ref, pairs.train.logp_ref)
+    assert torch.equal(again.held_out.tokens, pairs.held_out.tokens)
+    assert len(kept.held_out.tokens) == 2
+    assert [*pairs.tensors(given=True)] == ["train/logp_ref", "held_out/logp_ref"]
+    with pytest.raises(DataError, match="no preference pairs"):
+        sample_pairs(config, prompts=prompts[:2], engine=Script("4444"), **ask)
+
+
+def test_an_evaluation_is_due_where_a_step_passes_its_multiple_and_impossible_ones_are_refused():
+    config = EvaluationConfig(every=4)
+    assert [config.due(before, before + 3) for before in (0, 3, 6, 9)] == [False, True, True, True]
+    assert not EvaluationConfig().due(0, 100)
+    with pytest.raises(ValueError, match="from 1 to samples_per_prompt=2"):
+        EvaluationConfig(pass_at=(3,), samples_per_prompt=2)
+    with pytest.raises(ValueError, match="max_prompts=0 must be >= 1"):
+        EvaluationConfig(max_prompts=0)
+
+
+def test_the_loss_of_demonstrations_is_a_mean_over_their_tokens(chat, rows, make_table):
+    table, demonstrations = make_table(), [chat.demonstration(row) for row in rows]
+    examples = sft.prepare(demonstrations)
+    expected = -table.logp(examples)[examples.trainable].mean().item()
+    assert demonstration_nll(table, demonstrations) == pytest.approx(expected)

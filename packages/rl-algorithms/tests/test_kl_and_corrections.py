@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms import corrections
-from rl_algorithms.aggregation import Counts, token_weights
 from rl_algorithms.kl import kl_estimate
+from rl_algorithms.losses import Counts, token_weights
 
 VOCABULARY = 7
 LOGP = st.floats(-30, 0, allow_nan=False)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rl_algorithms import kto
 from rl_algorithms.data import LabelledRow
-from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.labelled import LabelledAnswer, answers_from_rows, mismatched, pad_answers
+from rl_algorithms.stepping import take_rows
 
 
 def answer(prompt, said, *, desirable):

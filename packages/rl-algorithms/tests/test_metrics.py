@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_algorithms.metrics import describe, effective_sample_size, figures, mean_of_steps
-from rl_algorithms.rollouts import Rollouts, concatenate
+from rl_algorithms.rollouts import Rollouts, concatenate, describe
+from rl_algorithms.stepping import effective_sample_size, figures, mean_of_steps
 
 
 def make_rollouts(rewards, groups, *, failed=None, lengths=None, versions=None, turns=None):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms import orpo
-from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.pairs import Pair
+from rl_algorithms.stepping import take_rows
 
 PAIRS = [
     Pair(chosen=(2, 3, 1), rejected=(2, 4, 4, 1), prompt_length=1),

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms import grpo, presets
-from rl_algorithms.aggregation import Counts
 from rl_algorithms.corrections import CorrectionConfig
+from rl_algorithms.losses import Counts
 from rl_algorithms.objective import AdvantageConfig, KLConfig, Objective, OverlongConfig, RatioConfig, SelectionConfig
 from rl_algorithms.policy_gradient import Examples, loss
 

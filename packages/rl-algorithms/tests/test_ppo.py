@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rl_algorithms import advantages, ppo, presets, value_function
 from rl_algorithms.contracts import EnvironmentReturn
-from rl_algorithms.examples import take_rows
 from rl_algorithms.objective import AdvantageConfig, Objective, RatioConfig, SelectionConfig
 from rl_algorithms.rollouts import Rollouts
+from rl_algorithms.stepping import take_rows
 
 CONFIG = ppo.PPOConfig(max_num_steps=1, steps_per_generation=1)
 

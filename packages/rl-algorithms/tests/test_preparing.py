@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_algorithms import grpo, presets
-from rl_algorithms.examples import prepare, shaped_rewards
 from rl_algorithms.objective import AdvantageConfig, KLConfig, Objective, OverlongConfig, RatioConfig, SelectionConfig
+from rl_algorithms.policy_gradient import prepare, reward_tokens
 from rl_algorithms.rollouts import Rollouts
 
 KEEP = SelectionConfig(groups_without_signal="keep")
@@ -119,8 +119,8 @@ def test_an_answer_that_was_cut_off_has_its_kl_where_others_are_compared_with_it
 def test_rollouts_that_all_failed_leave_nothing_to_shape():
     rollouts = make_rollouts([1, 1], groups=[0, 0], failed=[0, 1])
     objective = Objective(overlong=OverlongConfig(max_length=4, buffer=2))
-    examples = prepare(rollouts, objective)
-    assert shaped_rewards(rollouts.take(~rollouts.failed), examples, objective).shape == (0, 0)
+    _, _, rewards = reward_tokens(rollouts, objective)
+    assert rewards.shape == (0, 0)
 
 
 def test_without_a_baseline_each_token_is_worth_what_follows_it():

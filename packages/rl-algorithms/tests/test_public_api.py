@@ -10,12 +10,11 @@ import pytest
 
 import rl_algorithms
 
-PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "kto", "orpo", "reward_model", "distill", "policy_gradient")
+PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "kto", "orpo", "reward_model", "distill")
 """Each algorithm whole, from what it is given to the step it takes, for somebody who reads it once."""
 
 MODULES = {
     "advantages": {"gae", "gdpo", "group_advantage", "has_signal", "overlong_penalty", "returns_to_go", "whiten"},
-    "aggregation": {"Aggregation", "Counts", "token_weights"},
     "corrections": {
         "CorrectionConfig",
         "geometric_mean",
@@ -25,7 +24,16 @@ MODULES = {
         "truncate",
     },
     "kl": {"KLEstimator", "kl_estimate"},
-    "losses": {"cispo", "clipped_surrogate", "dual_clip", "importance_ratio", "reinforce", "value_loss"},
+    "losses": {
+        "Counts",
+        "cispo",
+        "clipped_surrogate",
+        "dual_clip",
+        "importance_ratio",
+        "reinforce",
+        "token_weights",
+        "value_loss",
+    },
     "objective": {"AdvantageConfig", "KLConfig", "Objective", "OverlongConfig", "RatioConfig", "SelectionConfig"},
     "grpo": {"Examples", "GRPOConfig", "dapo", "gspo", "prepare", "rloo", "step", "train"},
     "ppo": {"PPOConfig", "train"},
@@ -36,8 +44,8 @@ MODULES = {
     "orpo": {"ORPOConfig", "train"},
     "reward_model": {"RewardModelConfig", "train"},
     "distill": {"train"},
-    "rollouts": {"Rollouts", "concatenate"},
-    "collecting": {"collect"},
+    "policy_gradient": {"Examples", "loss", "prepare"},
+    "rollouts": {"Rollouts", "collect", "concatenate"},
     "evaluation": {"Accuracy", "evaluate"},
     "environments": {"RewardError", "RewardFunctionEnvironment"},
     "data": {"DataError", "Dataset", "Row", "batches", "make_row", "read_jsonl", "split_held_out"},

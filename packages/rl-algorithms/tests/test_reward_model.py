@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rl_algorithms import reward_model
 from rl_algorithms.contracts import ScoreModel
-from rl_algorithms.examples import take_rows
 from rl_algorithms.preferences.pairs import Pair
 from rl_algorithms.preferences.scored import PairExamples, ScoredAnswer, prepare_pairs, prepare_scored, score_sums
+from rl_algorithms.stepping import take_rows
 
 PAIRS = [
     Pair(chosen=(2, 3, 1), rejected=(2, 4, 4, 1), prompt_length=1),

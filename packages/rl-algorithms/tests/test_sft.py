@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_algorithms import sft
 from rl_algorithms.chat import Demonstration, TokenizedConversation
 from rl_algorithms.data import ConversationRow, make_row
-from rl_algorithms.examples import take_rows
+from rl_algorithms.stepping import take_rows
 
 ROW = make_row({"prompt": "1", "answer": "2"}, where="row 0")
 DEMONSTRATIONS = [

@@ -11,8 +11,7 @@ from rl_algorithms import grpo, sft
 from rl_algorithms.contracts import EnvironmentReturn, EpisodeStart
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.objective import Objective, SelectionConfig
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, draws_left, finite_step
+from rl_algorithms.stepping import PhaseTimer, batches_left, bring_weights, checked_batches, draws_left, finite_step
 
 KEEP = Objective(selection=SelectionConfig(groups_without_signal="keep"))
 

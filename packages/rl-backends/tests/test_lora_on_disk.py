@@ -16,6 +16,6 @@ def test_an_adapter_is_on_disk_before_its_folder_has_its_name(world, tmp_path, m
     model = add_lora(world.make_model("Llama"), LoraConfig(rank=2))
     monkeypatch.setattr(os, "fsync", spy)
     save_adapter(model, tmp_path / "adapter", base_model_name="base")
-    files = {f"adapter.unfinished/{path.name}" for path in (tmp_path / "adapter").iterdir()}
-    assert set(synced) == {*files, "adapter.unfinished", "."}
-    assert synced[-2:] == ["adapter.unfinished", "."]
+    files = {f".adapter.unfinished/{path.name}" for path in (tmp_path / "adapter").iterdir()}
+    assert set(synced) == {*files, ".adapter.unfinished", "."}
+    assert synced[-2:] == [".adapter.unfinished", "."]

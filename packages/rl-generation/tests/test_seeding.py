@@ -3,7 +3,15 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from rl_generation.seeding import CallSeeds, seed_of_call
+from rl_generation import Sampling
+from rl_generation.seeding import CallSeeds, SeededEngine, seed_of_call
+
+SAMPLING = Sampling(max_new_tokens=4)
+
+
+class EngineDouble:
+    def generate(self, prompts, sampling):
+        return [sampling.seed]
 
 
 def test_a_resumed_run_takes_the_seeds_that_an_uninterrupted_one_would():
@@ -34,3 +42,25 @@ def test_threads_never_share_a_seed():
     with ThreadPoolExecutor(4) as pool:
         taken = [seed for part in pool.map(take, range(4)) for seed in part]
     assert len(set(taken)) == 400 == seeds.calls
+
+
+def test_each_call_gets_the_next_seed_of_the_run():
+    engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5, calls=3))
+    got = [engine.generate([[1]], SAMPLING)[0] for _ in range(2)]
+    assert got == [seed_of_call(5, 3), seed_of_call(5, 4)]
+    assert engine.seeds.calls == 5
+
+
+def test_greedy_calls_and_seeds_of_the_caller_pass_unchanged_and_are_not_counted():
+    engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5))
+    assert engine.generate([[1]], Sampling(max_new_tokens=4, temperature=0.0)) == [None]
+    assert engine.generate([[1]], Sampling(max_new_tokens=4, seed=9)) == [9]
+    assert engine.seeds.calls == 0
+
+
+def test_an_evaluation_with_seeds_of_its_own_leaves_those_of_training():
+    entered = []
+    engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5), enter_generating=lambda: entered.append(1))
+    evaluating = engine.reseeded(5, first_call=100)
+    assert evaluating.generate([[1]], SAMPLING) == [seed_of_call(5, 100)]
+    assert (engine.seeds.calls, entered) == (0, [1])

@@ -22,19 +22,18 @@ PROGRAM = """
     import importlib
     from rl_launcher.recipe_files import load_recipe
     from rl_launcher.schema import Recipe
-    from rl_launcher.run.record import Recorder
     from rl_launcher.run import run
     from rl_backends import DTensorBackend
 
-    folders, save, run_file = map(importlib.import_module, (
-        "rl_launcher.checkpoints.folders", "rl_launcher.checkpoints.save", "rl_launcher.run.run"))
+    atomic, save, run_file = map(importlib.import_module, (
+        "rl_backends.checkpoints.atomic", "rl_launcher.checkpoints.save", "rl_launcher.run.run"))
 
     places = {
         "a step": (DTensorBackend, "optim_step"),
-        "after a step is logged": (Recorder, "_check_and_save"),
+        "after a step is logged": (save.CheckpointManager, "after_step"),
         "the progress of a checkpoint": (save, "save_file"),
         "the marker of a checkpoint": (save, "mark_complete"),
-        "the name of a checkpoint": (folders, "_sync_tree"),
+        "the name of a checkpoint": (atomic, "sync_tree"),
         "the pruning of checkpoints": (save, "_remove"),
         "the model": (run_file.Run, "_save_model"),
         "the summary": (run_file, "write_text"),

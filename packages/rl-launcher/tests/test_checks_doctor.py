@@ -25,15 +25,13 @@ from rl_launcher.checks.doctor import (
 )
 from rl_launcher.checks.doctor_findings import (
     Finding,
-    collectives,
+    component,
     descriptors,
     disk,
     hub_cache,
     memory,
-    ray,
     run_probe,
     shared_memory,
-    tensorboard,
     torch,
 )
 
@@ -98,9 +96,9 @@ def test_torch_gloo_and_tensorboard_work_here():
     works, gpus = torch(PATIENCE_S)
     assert works.state == "works", works
     assert gpus.state in {"works", "absent"}
-    (gloo,) = collectives(0, PATIENCE_S)
+    gloo = component("gloo", {}, timeout_s=PATIENCE_S)
     assert (gloo.state, gloo.figures) == ("works", {"processes": 2})
-    assert tensorboard(PATIENCE_S).state == "works"
+    assert component("TensorBoard", {}, timeout_s=PATIENCE_S).state == "works"
 
 
 def test_the_machine_is_looked_at(tmp_path, monkeypatch):
@@ -158,7 +156,7 @@ def test_what_hangs_is_ended_with_all_that_it_started_and_what_crashes_is_told(t
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_ray_is_started_and_ended(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    found = ray(installed_versions(), PATIENCE_S)
+    found = component("Ray", installed_versions(), timeout_s=PATIENCE_S)
     assert found.state == "works", found
     assert found.figures["in_another_process"] is True
 

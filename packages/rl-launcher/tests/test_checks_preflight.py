@@ -7,9 +7,10 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
+from rl_backends.least_memory import host_bytes
 from rl_launcher.checkpoints.disk import DiskSpaceError, claimed
 from rl_launcher.checks import preflight
-from rl_launcher.checks.preflight import KnownModel, check_disk, host_bytes, known_model, lacking_memory, least_needed
+from rl_launcher.checks.preflight import KnownModel, check_disk, known_model, lacking_memory, least_needed
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import character_tokenizer
@@ -153,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_not_told_to_be_full(recipe, folder):
 
 def loaded_with(recipe, *overrides):
     value = load_recipe(recipe, schema=Recipe, overrides=overrides).value
-    model = known_model(value.policy) or KnownModel(name="billion", config=None, parameters=10**9)
+    model = known_model(value.policy) or KnownModel(name="billion", parameters=10**9)
     return value, model, plan_placement(value)
 
 
@@ -185,7 +186,7 @@ def test_other_machines_memory_is_not_guessed(recipe):
     value, model, placement = loaded_with(
         recipe, "cluster={runtime: ray, address: auto, num_nodes: 2, gpus_per_node: 2}"
     )
-    huge = KnownModel(name="x", config=None, parameters=10**13)
+    huge = KnownModel(name="x", parameters=10**13)
     assert lacking_memory(value, model=huge, placement=placement) is None
     assert model.parameters == 10**9
 

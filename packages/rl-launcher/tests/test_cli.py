@@ -10,11 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rl_launcher.bundled_recipes import shipped_recipes
 from rl_launcher.cli import app
 from rl_launcher.cli.arguments import complete_keys, complete_recipes
 from rl_launcher.cli.console import or_refuse
 from rl_launcher.recipe_files import load_recipe
+from rl_launcher.recipe_files.shipped import shipped_recipes
 from rl_launcher.schema import Recipe
 
 COMMANDS = {

@@ -309,7 +309,7 @@ def test_setup_that_fails_on_a_node_ends_the_job_with_its_name(tmp_path, cluster
     assert "setup failed on" in done.stderr
 
 
-NASTY = "a'b\"c $(touch x) `touch x`; touch x #\n@@VALUES@@ \\"
+NASTY = "a'b\"c $(touch x) `touch x`; touch x #\n{{ job }} {% raw %} \\"
 
 
 @settings(max_examples=60, deadline=None)
@@ -317,6 +317,7 @@ NASTY = "a'b\"c $(touch x) `touch x`; touch x #\n@@VALUES@@ \\"
     st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), min_size=2),
 )
 @example([NASTY, NASTY])
+@example(["a", "~nobody-has-this-name"])
 def test_no_value_breaks_out_of_its_quotes(words):
     recipe, run_dir, *overrides = words
     script = render_slurm(

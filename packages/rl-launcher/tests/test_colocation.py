@@ -7,7 +7,7 @@ process. That memory is freed is a claim about GPUs.
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -16,12 +16,12 @@ import torch
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_generation import Sampling, TrainingEngineSpec
 from rl_generation.seeding import CallSeeds
-from rl_launcher.engine_middleware import RunEngine
-from rl_launcher.engines import weight_source
+from rl_launcher.build.engines import weight_source
+from rl_launcher.build.parts import RunEngine
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.colocation import ColocatedModel, Colocation
 from rl_launcher.ray.dispatch import RayEngine
-from rl_launcher.ray.engine_pool import EngineLimits, EnginePool
+from rl_launcher.ray.engine_pool import EnginePool
 from rl_launcher.ray.engine_worker import EngineWorker
 from rl_refit import CountedRefit, Refit, RefitError
 
@@ -79,9 +79,15 @@ class World:
             stop_token_ids=(2,),
             pad_token_id=0,
         )
-        limits = EngineLimits(max_restarts=0, start_timeout_s=60, call_timeout_s=60)
         self.actor = ActorHere()
-        engines = EnginePool(spec=spec, start_actor=lambda _: self.actor, hosts=["127.0.0.1"], limits=limits)
+        engines = EnginePool(
+            spec=spec,
+            start_actor=lambda _: self.actor,
+            hosts=["127.0.0.1"],
+            max_restarts=0,
+            start_timeout_s=60,
+            call_timeout_s=60,
+        )
         self.colocation = Colocation(self.backend, engines, moves=True)
         self.colocation.make_room()
         engines.start()
@@ -209,7 +215,7 @@ class Successor:
     def __init__(self, world):
         self.actor, self.begun, self.go = ActorHere(), threading.Event(), threading.Event()
         self.engines = world.engines
-        self.engines.limits = replace(self.engines.limits, max_restarts=1)
+        self.engines.max_restarts = 1
         self.engines.start_actor = self.start
 
     def start(self, _):

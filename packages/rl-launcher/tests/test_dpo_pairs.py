@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from rl_algorithms import dpo
 from rl_algorithms.data import PreferenceRow, read_rows, split_held_out
+from rl_algorithms.preferences import dpo_pairs
+from rl_algorithms.preferences.dpo_pairs import DPOPairs
 from rl_algorithms.preferences.pairs import pairs_from_rows
-from rl_launcher.build import build
+from rl_launcher.build.build import build
 from rl_launcher.checks.explain import explain
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe
 from rl_launcher.run import resume, run
-from rl_launcher.run.stages import dpo as stage_pairs
 from rl_launcher.schema import Recipe
 
 RECIPE = """
@@ -116,17 +117,20 @@ def test_given_answers_are_read_at_temperature_1_whatever_samples_have(preferenc
     assert margins[0][3] > 0
 
 
+def given(parts, tensors=()):
+    return DPOPairs.given(parts.data.pairs.train, parts.data.pairs.held_out, max_held_out=256, tensors=dict(tensors))
+
+
 def test_the_examples_are_those_of_rl_algorithms(preferences, tmp_path):
     recipe = load(preferences).value
     parts = build(recipe)
     try:
         rows = split_held_out(read_rows(tmp_path / "pairs.jsonl", kind=PreferenceRow), share=0.25, seed=0)
-        theirs = [dpo.prepare(pairs_from_rows(part, parts.chat)) for part in rows]
+        theirs = [dpo.prepare(pairs_from_rows(part, parts.data.chat)) for part in rows]
         parts.policy.start_training(recipe.dpo.optimizer, num_steps=8)
         theirs = [dpo.with_reference(parts.policy, examples) for examples in theirs]
-        found = stage_pairs.find_pairs({}, recipe=recipe, parts=parts)
-        compared = stage_pairs.compare(found, parts.policy, heard=lambda: None)
-        again = stage_pairs.find_pairs(stage_pairs.kept(compared, given=True), recipe=recipe, parts=parts)
+        compared = given(parts).compared(parts.policy)
+        again = given(parts, compared.tensors(given=True))
     finally:
         parts.close()
     for pairs in (compared, again):
@@ -141,10 +145,10 @@ def test_a_reference_that_is_asked_in_pieces_says_the_same_and_signals_are_heard
     heard = []
     try:
         parts.policy.start_training(recipe.dpo.optimizer, num_steps=8)
-        found = stage_pairs.find_pairs({}, recipe=recipe, parts=parts)
-        whole = stage_pairs.compare(found, parts.policy, heard=lambda: None)
-        monkeypatch.setattr(stage_pairs, "PAIRS_AT_ONCE", 2)
-        pieces = stage_pairs.compare(found, parts.policy, heard=lambda: heard.append(1))
+        found = given(parts)
+        whole = found.compared(parts.policy)
+        monkeypatch.setattr(dpo_pairs, "PAIRS_AT_ONCE", 2)
+        pieces = found.compared(parts.policy, between=lambda: heard.append(1))
     finally:
         parts.close()
     torch.testing.assert_close(pieces.train.logp_ref, whole.train.logp_ref)
@@ -184,16 +188,18 @@ def test_pairs_in_any_form_are_the_same_pairs(preferences, tmp_path, change, ove
     expected = built(preferences)
     write_pairs(tmp_path, map(change, PAIRS), "theirs.jsonl")
     found = built(preferences, f"data.source={tmp_path}/theirs.jsonl", *overrides)
-    assert found.pairs.digest() == expected.pairs.digest()
-    assert [prompt.tokens for prompt in found.held_out] == [prompt.tokens for prompt in expected.held_out]
-    assert len({prompt.tokens for prompt in found.held_out}) == len(found.held_out)
+    assert found.data.pairs.digest() == expected.data.pairs.digest()
+    assert [prompt.tokens for prompt in found.data.held_out] == [prompt.tokens for prompt in expected.data.held_out]
+    assert len({prompt.tokens for prompt in found.data.held_out}) == len(found.data.held_out)
 
 
 def test_sft_before_it_imitates_the_chosen_answers(preferences, tmp_path):
     sft = "sft={max_num_steps: 3, batch_size: 4, optimizer: {lr: 0.01}}"
     parts = built(preferences, sft)
-    learnt = [[token for token, mark in zip(d.tokens, d.trainable, strict=True) if mark] for d in parts.demonstrations]
-    chosen = parts.pairs.train
+    learnt = [
+        [token for token, mark in zip(d.tokens, d.trainable, strict=True) if mark] for d in parts.data.demonstrations
+    ]
+    chosen = parts.data.pairs.train
     expected = [chosen.tokens[row][chosen.trainable[row]].tolist() for row in range(0, len(chosen.tokens), 2)]
     assert learnt == expected
     summary = run(load(preferences, sft))
@@ -286,6 +292,6 @@ def test_they_are_explained(preferences):
 
 
 def test_the_digest_is_of_tokens_and_of_which_are_answers(preferences):
-    pairs = built(preferences).pairs
+    pairs = built(preferences).data.pairs
     other = replace(pairs, train=replace(pairs.train, trainable=~pairs.train.trainable))
     assert other.digest() != pairs.digest() == replace(pairs).digest()

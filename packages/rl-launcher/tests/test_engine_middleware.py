@@ -1,4 +1,4 @@
-"""Middleware around an engine: in which order calls pass it, and which seeds they get."""
+"""What stands between a loop and its engine: in which order calls pass it, and which seeds they get."""
 
 from contextlib import contextmanager
 
@@ -7,8 +7,8 @@ import pytest
 from rl_algorithms import async_grpo
 from rl_algorithms.background_collection import GatedEngine, StoppedError
 from rl_generation import Sampling
-from rl_generation.seeding import CallSeeds, seed_of_call
-from rl_launcher.engine_middleware import RunEngine, compose
+from rl_generation.seeding import CallSeeds
+from rl_launcher.build.parts import RunEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -44,24 +44,6 @@ class Seeds(CallSeeds):
         return super().take()
 
 
-def test_the_first_of_the_list_is_the_outermost():
-    seen = []
-
-    def named(name):
-        def layer(engine):
-            class Layer:
-                def generate(self, prompts, sampling):
-                    seen.append(name)
-                    return engine.generate(prompts, sampling)
-
-            return Layer()
-
-        return layer
-
-    compose(EngineDouble([]), [named("outer"), named("inner")]).generate([[1]], SAMPLING)
-    assert seen == ["outer", "inner"]
-
-
 def test_calls_of_collectors_pass_gate_timer_seed_and_colocation_in_this_order(monkeypatch):
     seen = []
     buffer = async_grpo.make_buffer(async_grpo.AsyncGRPOConfig(max_num_steps=1, max_staleness=1))
@@ -82,25 +64,3 @@ def test_calls_of_collectors_pass_gate_timer_seed_and_colocation_in_this_order(m
     buffer.close()
     with pytest.raises(StoppedError):
         collecting.generate([[1]], SAMPLING)
-
-
-def test_each_call_gets_the_next_seed_of_the_run():
-    engine = RunEngine(EngineDouble([]), seeds=CallSeeds(5, calls=3))
-    got = [engine.generate([[1]], SAMPLING)[0] for _ in range(2)]
-    assert got == [seed_of_call(5, 3), seed_of_call(5, 4)]
-    assert engine.seeds.calls == 5
-
-
-def test_greedy_calls_and_seeds_of_the_caller_pass_unchanged_and_are_not_counted():
-    engine = RunEngine(EngineDouble([]), seeds=CallSeeds(5))
-    assert engine.generate([[1]], Sampling(max_new_tokens=4, temperature=0.0)) == [None]
-    assert engine.generate([[1]], Sampling(max_new_tokens=4, seed=9)) == [9]
-    assert engine.seeds.calls == 0
-
-
-def test_an_evaluation_with_seeds_of_its_own_leaves_those_of_training():
-    entered = []
-    engine = RunEngine(EngineDouble([]), seeds=CallSeeds(5), enter_generating=lambda: entered.append(1))
-    evaluating = engine.reseeded(5, first_call=100)
-    assert evaluating.generate([[1]], SAMPLING) == [seed_of_call(5, 100)]
-    assert (engine.seeds.calls, entered) == (0, [1])

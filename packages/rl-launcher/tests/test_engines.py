@@ -4,7 +4,7 @@ import pytest
 
 from rl_backends import DTensorBackend, DTensorConfig
 from rl_generation import ModelError, Sampling, TrainingEngineSpec
-from rl_launcher.engines import dtypes_of, engine_spec, make_engine, make_in_process, weight_source
+from rl_launcher.build.engines import dtypes_of, engine_spec, make_engine, make_in_process, weight_source
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import Recipe

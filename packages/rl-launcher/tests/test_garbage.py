@@ -3,9 +3,9 @@
 import gc
 import weakref
 
-from rl_launcher.gc_freeze import long_lived
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run
+from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.schema import Recipe
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from rl_backends import DTensorBackend
 from rl_launcher import ray as distributed
-from rl_launcher.build import build
+from rl_launcher.build.build import build
 from rl_launcher.checkpoints import list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError
-from rl_launcher.conditions import CONDITIONS, conditions_table, name_of, reaction_to
 from rl_launcher.errors import ConditionError, RestartableError, RunStoppedError
 from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import Run, resume, run
+from rl_launcher.run.conditions import CONDITIONS, conditions_table, name_of, reaction_to
 from rl_launcher.run.signals import Interruption
 from rl_launcher.schema import ClusterConfig, Recipe
 from rl_observe import RunDirectory, health, read_events

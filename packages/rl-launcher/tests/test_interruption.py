@@ -306,7 +306,7 @@ def test_a_fingerprint_of_data_is_the_same_in_every_process():
 
     def digest(*rows):
         none = {"held_out": [], "demonstrations": [], "held_out_demonstrations": [], "pairs": None}
-        return data_digest(types.SimpleNamespace(prompts=list(rows), **none))
+        return data_digest(types.SimpleNamespace(data=types.SimpleNamespace(prompts=list(rows), **none)))
 
     assert digest(row(["set", "list"], 1)) == digest(row(["list", "set"], 1))
     assert digest(row(["set", "list"], 1)) != digest(row(["set", "list"], 2))

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from rl_backends import ModelError, OptimizerConfig
 from rl_backends.lora import adapters_disabled
-from rl_launcher import build as building
+from rl_launcher.build import build as building
+from rl_launcher.build.models import load_policy
 from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
@@ -58,7 +59,7 @@ def finished(tmp_path_factory, write_recipe):
 def base(finished):
     """The model that the adapters were put into."""
     value = resolve(finished / "recipe.yaml").value
-    return building.load_policy(value.policy, seed=value.seed)[0]
+    return load_policy(value.policy, seed=value.seed)[0]
 
 
 def test_adapters_learn_and_the_engine_is_the_policy(finished, curve):

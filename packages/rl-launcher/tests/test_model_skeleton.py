@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_launcher.quickstart.tiny_model import build
-from rl_launcher.ray.model_skeleton import read_skeleton
+from rl_launcher.ray.build import read_skeleton
 from rl_launcher.user_code import Objects
 
 

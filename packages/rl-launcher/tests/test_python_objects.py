@@ -8,9 +8,9 @@ import pytest
 from rl_algorithms.contracts import Conversation, EnvironmentReturn
 from rl_algorithms.data import DataError
 from rl_algorithms.environments import RewardError
-from rl_launcher.environments import load_environment
+from rl_launcher.build.environments import load_environment
+from rl_launcher.build.inputs import load_dataset, read_inputs
 from rl_launcher.errors import Refusal
-from rl_launcher.inputs import load_dataset, read_inputs
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import EnvironmentConfig, Recipe
 from rl_launcher.user_code import Objects

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_launcher.recipe_files import load_recipe
-from rl_launcher.recipe_files.load import escape, resolve
+from rl_launcher.recipe_files.load import Resolved, escape
 from rl_launcher.recipe_files.nodes import merge, node_of
 from rl_launcher.recipe_files.yaml_source import RecipeDumper, dump
 
@@ -95,7 +95,7 @@ def load(text: str, *overrides: str) -> Any:
 
 def written(tree: Tree) -> str:
     """Return a recipe that sets every key by hand."""
-    return resolve(tree, node_of({})).to_yaml()
+    return Resolved(value=tree, origins={}).to_yaml()
 
 
 def flow(data: object) -> str:

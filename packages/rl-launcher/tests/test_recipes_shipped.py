@@ -9,11 +9,11 @@ import yaml
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
-from rl_launcher.bundled_recipes import SCHEMA_FILE, about, copy_recipe, shipped_recipes
 from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
 from rl_launcher.recipe_files import RecipeError, json_schema, load_recipe, reference
 from rl_launcher.recipe_files.problems import DEFAULT
+from rl_launcher.recipe_files.shipped import SCHEMA_FILE, about, copy_recipe, shipped_recipes
 from rl_launcher.recipe_files.yaml_source import compose
 from rl_launcher.run import run
 from rl_launcher.schema import Recipe

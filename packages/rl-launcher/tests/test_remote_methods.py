@@ -9,11 +9,12 @@ import torch
 
 from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
+from rl_backends.packed_batch import pack, unpack
+from rl_backends.selection import TrainedPolicy
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, pack, unpack
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall
 from rl_launcher.ray.training_worker import POLICY, TrainingWorker
-from rl_launcher.run_parts import TrainedPolicy
 
 ONLY_DTENSOR = {"save_adapter", "offload", "onload"}  # Megatron trains no adapters, and stays on the device
 

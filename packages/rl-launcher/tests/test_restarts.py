@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from rl_algorithms.environments import RewardFunctionEnvironment
-from rl_launcher.build import build
-from rl_launcher.checkpoints.save import Keeper
+from rl_launcher.build.build import build
+from rl_launcher.checkpoints.save import CheckpointManager
 from rl_launcher.errors import RestartableError, RunStoppedError
 from rl_launcher.ray.engine_pool import EngineDiedError
 from rl_launcher.recipe_files import load_recipe
@@ -85,13 +85,13 @@ def test_a_run_that_could_not_start_again_is_there_to_be_resumed(start, dies_at,
 
 
 def test_a_signal_during_the_save_before_a_restart_ends_the_run_after_it(start, dies_at, tmp_path, monkeypatch, newest):
-    save, builds = Keeper.save, []
+    save, builds = CheckpointManager.save, []
 
     def signalled(keeper):
         signal.raise_signal(signal.SIGTERM)
         return save(keeper)
 
-    monkeypatch.setattr(Keeper, "save", signalled)
+    monkeypatch.setattr(CheckpointManager, "save", signalled)
     dies_at(2, of=EngineDiedError)
     with pytest.raises(RunStoppedError, match="engine 0 died; interrupted before it had restarted") as stopped:
         start(before=builds.append)
@@ -99,7 +99,7 @@ def test_a_signal_during_the_save_before_a_restart_ends_the_run_after_it(start, 
     assert stopped.value.exit_code == 130
     assert json.loads((newest(tmp_path / "run") / "progress.json").read_text())["step"] == 4
     assert summary_of(tmp_path)["conditions"] == {"engine_died": 1, "interrupted": 1}
-    monkeypatch.setattr(Keeper, "save", save)
+    monkeypatch.setattr(CheckpointManager, "save", save)
     assert resume(tmp_path / "run")["steps"] == 8
 
 
@@ -153,13 +153,13 @@ def test_a_run_does_not_start_again_on_other_data(start, dies_at, tmp_path):
 def test_seconds_are_counted_once_over_restarts(start, dies_at, monkeypatch):
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    counted, count_time = [], Keeper.count_time
+    counted, count_time = [], CheckpointManager.count_time
 
     def count(keeper):
         counted.append((count_time(keeper), next(clock)))
         return counted[-1][0]
 
-    monkeypatch.setattr(Keeper, "count_time", count)
+    monkeypatch.setattr(CheckpointManager, "count_time", count)
     dies_at(3)
     summary = start("checkpointing.save_period=2")
     assert summary["restarts"] == 1

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from rl_algorithms import presets
 from rl_algorithms.objective import Objective
+from rl_backends.loading import stop_token_ids
+from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checkpoints.disk import claimed
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
-from rl_launcher.inputs import load_dataset
-from rl_launcher.load_model import stop_token_ids
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run
 from rl_launcher.schema import DataConfig, Recipe

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rl_algorithms.data import DataError
-from rl_launcher.build import build
+from rl_launcher.build.build import build
+from rl_launcher.build.inputs import load_dataset
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
-from rl_launcher.inputs import load_dataset
 from rl_launcher.recipe_files import RecipeError, load_recipe
 from rl_launcher.run import resume, run
 from rl_launcher.run.evaluate import Evaluator
@@ -90,7 +90,7 @@ def test_the_held_out_loss_is_the_weighted_mean_over_learnt_tokens(alone, tmp_pa
     try:
         measured = Evaluator(parts, recipe).loss()["held_out_loss"]
         total = count = 0.0
-        for item in parts.held_out_demonstrations:
+        for item in parts.data.held_out_demonstrations:
             with torch.no_grad():
                 logits = parts.policy.model(torch.tensor([item.tokens])).logits[0].double()
             logp = logits.log_softmax(-1)
@@ -100,7 +100,7 @@ def test_the_held_out_loss_is_the_weighted_mean_over_learnt_tokens(alone, tmp_pa
                     count += item.row.weight
     finally:
         parts.close()
-    assert len(parts.held_out_demonstrations) == 2
+    assert len(parts.data.held_out_demonstrations) == 2
     assert measured == pytest.approx(total / count, rel=1e-5)
 
 
@@ -116,7 +116,7 @@ def test_the_tokens_that_are_learnt_are_those_asked_for(alone, tmp_path, train_o
     lay_out(tmp_path, said("7+0=", "7", "+1=", "8"), said("7+0=", "7", "+1=", "8"), said("5+0=", "5"))
     parts = build(loaded(alone, f"sft.train_on={train_on}").value)
     parts.close()
-    items = [*parts.demonstrations, *parts.held_out_demonstrations]
+    items = [*parts.data.demonstrations, *parts.data.held_out_demonstrations]
     (item, *_) = [item for item in items if len(item.row.messages) == 4]
     marked = parts.tokenizer.decode([t for t, is_learnt in zip(item.tokens, item.trainable, strict=True) if is_learnt])
     assert marked == learnt
@@ -129,7 +129,11 @@ def test_a_message_may_be_left_out_of_what_is_learnt(alone, tmp_path):
     lay_out(tmp_path, row, said("5+0=", "5"), said("4+0=", "4"))
     parts = build(loaded(alone).value)
     parts.close()
-    (item,) = [item for item in (*parts.demonstrations, *parts.held_out_demonstrations) if len(item.row.messages) == 4]
+    (item,) = [
+        item
+        for item in (*parts.data.demonstrations, *parts.data.held_out_demonstrations)
+        if len(item.row.messages) == 4
+    ]
     assert sum(item.trainable) == 2  # the 8 and what ends it
 
 
@@ -177,7 +181,7 @@ def test_a_prompt_with_an_answer_gives_the_same_tokens_as_the_conversation(alone
     for parts in (as_prompts, as_talks):
         parts.close()
     for name in ("demonstrations", "held_out_demonstrations"):
-        ours, theirs = (getattr(parts, name) for parts in (as_prompts, as_talks))
+        ours, theirs = (getattr(parts.data, name) for parts in (as_prompts, as_talks))
         assert [item.tokens for item in ours] == [item.tokens for item in theirs]
         assert [item.prompt_length for item in ours] == [item.trainable.index(True) for item in theirs]
 

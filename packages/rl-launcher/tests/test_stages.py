@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from rl_launcher.build import build
-from rl_launcher.environments import load_environment
+from rl_launcher.build.build import build
+from rl_launcher.build.environments import load_environment
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run
@@ -125,7 +125,7 @@ def test_an_episode_that_raises_ends_the_run_unless_it_may_fail(recipe, games):
 def _first_conversations(parts):
     from rl_algorithms.contracts import Conversation
 
-    rows = [dict(parts.prompts[0].row.columns)]
+    rows = [dict(parts.data.prompts[0].row.columns)]
     (start,) = parts.environment.reset(rows, seeds=[0])
     return [Conversation(messages=start.messages, answer="3", row=rows[0], state=start.state)]
 

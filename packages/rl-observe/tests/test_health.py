@@ -14,7 +14,7 @@ from rl_observe.run_directory import RunDirectoryError
 def noticed(config, rewards, **values):
     watch = Watch(config)
     return [
-        (step, each.event.name, each.stop)
+        (step, each.name, each.stop)
         for step, reward in enumerate(rewards)
         for each in watch.observe("grpo", {"reward": reward, **values})
     ]
@@ -36,7 +36,7 @@ def test_engine_and_trainer_that_disagree_are_reported_with_the_number():
     watch = Watch(HealthConfig(max_token_mult_prob_error=1.02))
     assert watch.observe("grpo", {"token_mult_prob_error": 1.01}) == []
     (found,) = watch.observe("grpo", {"token_mult_prob_error": 1.03})
-    assert "token_mult_prob_error=1.03 is above health.max_token_mult_prob_error=1.02" in found.event.message
+    assert "token_mult_prob_error=1.03 is above health.max_token_mult_prob_error=1.02" in found.message
     assert not found.stop
     assert watch.observe("grpo", {"token_mult_prob_error": 1.04}) == []
 
@@ -79,8 +79,8 @@ def test_a_step_that_does_not_measure_the_signal_neither_counts_nor_ends_the_con
 def test_no_signal_quotes_two_responses_with_their_rewards_on_one_line():
     watch = Watch(HealthConfig(no_signal_batches=1, on_no_signal="stop"))
     (found,) = watch.observe("grpo", {"groups_with_signal": 0.0}, samples=SAMPLES)
-    message = found.event.message
-    assert (found.event.name, found.stop) == ("no_signal", True)
+    message = found.message
+    assert (found.name, found.stop) == ("no_signal", True)
     assert "For example, the response 'I think four' to the prompt '2 + 2 =' got reward 0.0; and 'xxx" in message
     assert "never quoted" not in message
     assert "\n" not in message

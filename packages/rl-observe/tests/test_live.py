@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rl_observe import LiveView, StageTotal
-from rl_observe import live as panel
-from rl_observe.live import LineWriter, RunProgress, resampled
-from rl_observe.number_format import format_bytes, format_clock, format_count, format_duration, format_value
+from rl_observe.glossary import format_clock, format_duration, format_value
+from rl_observe.live import resampled
 
 RUN = """\
 import json
@@ -35,20 +34,32 @@ print(json.dumps({"done": True}))
 """
 
 
+class Shown:
+    """A live view whose clock only `update` moves, and what it has drawn."""
+
+    def __init__(self, *stages, width=100):
+        self.now_s = 0.0
+        self.console = Console(file=io.StringIO(), width=width, record=True, force_terminal=False)
+        self.view = LiveView("sort digits", stages, console=self.console, clock=lambda: self.now_s)
+
+    def update(self, stage, step, values, *, now_s, skipped=0):
+        self.now_s = now_s
+        self.view.update(stage, step, values, skipped=skipped)
+
+    def panel(self, *, now_s):
+        self.now_s = now_s
+        self.console.export_text()  # forgets the lines printed so far
+        self.console.print(self.view.panel())
+        return self.console.export_text()
+
+
 def plain_lines(stages, updates, width=60):
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    view = LiveView("title", stages, console=console)
-    view._elapsed_s = lambda: 0.0  # every five seconds there is a line more, and a machine may stand still for so long
-    with view:
+    # Every five seconds there is a line more, and a machine may stand still for so long: the clock does, too.
+    with LiveView("title", stages, console=console, clock=lambda: 0.0) as view:
         for stage, step, values in updates:
             view.update(stage, step, values)
     return console.file.getvalue().splitlines()
-
-
-def text_of(progress, *, width=100, **options):
-    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
-    console.print(panel.render(progress, title="sort digits", width=width, **options))
-    return console.export_text()
 
 
 def test_plain_lines_are_the_first_the_last_every_tenth_and_every_evaluation():
@@ -62,14 +73,11 @@ def test_plain_lines_are_the_first_the_last_every_tenth_and_every_evaluation():
 
 
 def test_a_slow_stage_gets_a_line_every_five_seconds():
-    progress, writer = RunProgress([StageTotal("grpo", 10_000)]), LineWriter(["grpo"])
-    seen = []
+    shown = Shown(StageTotal("grpo", 10_000))
     for step in range(1, 100):
-        now_s = float(step)
-        stage = progress.update("grpo", step, {"reward": 0.5}, now_s=now_s)
-        if writer.line(stage, {"reward": 0.5}, now_s=now_s):
-            seen.append(step)
-    assert seen == [1, *range(6, 100, 5)]
+        shown.update("grpo", step, {"reward": 0.5}, now_s=float(step))
+    lines = shown.console.export_text().splitlines()
+    assert [int(re.search(r"(\d+)/10000", line)[1]) for line in lines] == [1, *range(6, 100, 5)]
 
 
 def test_plain_lines_are_aligned_and_longer_than_the_terminal_if_need_be():
@@ -130,15 +138,15 @@ def _read(descriptor):
 
 
 def test_the_panel_shows_progress_reward_held_out_speed_time_and_refit():
-    progress = RunProgress([StageTotal("sft", 100), StageTotal("grpo", 120)])
-    progress.update("sft", 100, {"loss": 0.5, "held_out_sampled": 0.33}, now_s=8.0)
+    shown = Shown(StageTotal("sft", 100), StageTotal("grpo", 120))
+    shown.update("sft", 100, {"loss": 0.5, "held_out_sampled": 0.33}, now_s=8.0)
     for step in range(1, 61):
         values = {"reward": step / 60, "tokens_per_s": 5200.0, "phase_s/generate": 0.03, "phase_s/train": 0.01}
-        progress.update("grpo", step, values, now_s=8.0 + step / 4)
-    progress.update(
+        shown.update("grpo", step, values, now_s=8.0 + step / 4)
+    shown.update(
         "grpo", 60, {"held_out_sampled": 0.75, "version": 60, "refit_bytes": 1e6, "refit_s": 0.002}, now_s=23.0
     )
-    text = text_of(progress, now_s=24.0)
+    text = shown.panel(now_s=24.0)
     for words in (
         "100/100",
         "60/120",
@@ -154,21 +162,21 @@ def test_the_panel_shows_progress_reward_held_out_speed_time_and_refit():
 
 
 def test_the_panel_shows_memory_the_mark_of_a_verified_refit_and_what_occurred():
-    progress = RunProgress([StageTotal("grpo", 4)])
+    shown = Shown(StageTotal("grpo", 4))
     memory = {"memory_rss_bytes": 1.5e9, "memory_gpu_bytes": 4e10, "memory_gpu_peak_bytes": 6e10}
-    progress.update("grpo", 1, {"reward": 0.5, "refit_bytes": 1e6, "refit_verified": 1.0, **memory}, now_s=1.0)
-    assert "events" not in text_of(progress, now_s=1.0)
+    shown.update("grpo", 1, {"reward": 0.5, "refit_bytes": 1e6, "refit_verified": 1.0, **memory}, now_s=1.0)
+    assert "events" not in shown.panel(now_s=1.0)
     for step in (2, 3):
-        progress.event("engine_died", step, "engine 1 [bold]does not respond\nand more")
-    text = text_of(progress, now_s=2.0)
+        shown.view.event("engine_died", step, "engine 1 [bold]does not respond\nand more")
+    text = shown.panel(now_s=2.0)
     for words in (
         "1.5 GB process · 40 GB GPU, at most 60 GB",
         "1 MB · ✓ verified",
         "engine_died × 2  last at step 3: engine 1 [bold]does not respond",
     ):
         assert words in text
-    progress.update("grpo", 2, {"refit_verified": 0.0}, now_s=2.0)
-    assert "not verified" in text_of(progress, now_s=2.0)
+    shown.update("grpo", 2, {"refit_verified": 0.0}, now_s=2.0)
+    assert "not verified" in shown.panel(now_s=2.0)
 
 
 def test_an_event_is_a_line_of_its_own_where_there_is_no_terminal():
@@ -183,48 +191,58 @@ def test_an_event_is_a_line_of_its_own_where_there_is_no_terminal():
 
 @pytest.mark.parametrize("width", [24, 40, 64, 100, 200])
 def test_the_panel_fits_every_terminal_and_is_never_wider_than_a_hundred(width):
-    progress = RunProgress([StageTotal("sft", 100), StageTotal("a stage with a long name", 120)])
+    shown = Shown(StageTotal("sft", 100), StageTotal("a stage with a long name", 120), width=width)
     for step in range(1, 61):
         values = {"reward": step / 60, "phase_s/generate": 0.03, "phase_s/something else": 0.02, "phase_s/train": 0.01}
-        progress.update("a stage with a long name", step, values, now_s=float(step))
-    lines = text_of(progress, width=width, now_s=60.0).splitlines()
+        shown.update("a stage with a long name", step, values, now_s=float(step), skipped=7)
+    lines = shown.panel(now_s=60.0).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= min(width, 100)
 
 
 def test_the_step_bar_is_divided_as_the_time_was():
-    progress = RunProgress([StageTotal("grpo", 1)])
-    progress.update("grpo", 1, {"phase_s/train": 3.0, "phase_s/generate": 1.0}, now_s=4.0)
-    bar = next(
-        row for row in panel.render(progress, title="", now_s=4.0, width=100).renderable.renderables if "█" in row.plain
-    )
+    shown = Shown(StageTotal("grpo", 1))
+    shown.update("grpo", 1, {"phase_s/train": 3.0, "phase_s/generate": 1.0}, now_s=4.0)
+    bar = next(row for row in shown.view.panel().renderable.renderables if "█" in row.plain)
     generate, train = (span for span in bar.spans if "█" in bar.plain[span.start : span.end])
     assert (generate.end - generate.start, train.end - train.start) == (21, 63)
 
 
 def test_an_error_inside_marks_the_view_as_stopped_and_passes_on():
-    console = Console(file=io.StringIO(), width=80, force_terminal=False)
-    view = LiveView("title", [StageTotal("sft", 2)], console=console)
-    with pytest.raises(KeyboardInterrupt), view:
+    shown = Shown(StageTotal("sft", 2))
+    with pytest.raises(KeyboardInterrupt), shown.view:
         raise KeyboardInterrupt
-    assert console.file.getvalue().splitlines()[-1].endswith("stopped by KeyboardInterrupt")
-    assert "stopped after 0:09" in text_of(RunProgress([StageTotal("sft", 2)]), now_s=9.0, stopped=True)
+    assert shown.console.file.getvalue().splitlines()[-1].endswith("stopped by KeyboardInterrupt")
+    assert "stopped after 0:09" in shown.panel(now_s=9.0)
 
 
 def test_remaining_time_is_the_mean_speed_of_the_stage_times_what_is_left():
-    progress = RunProgress([StageTotal("sft", 10), StageTotal("grpo", 40)])
-    progress.update("sft", 10, {}, now_s=7.0)
-    stage = progress.update("grpo", 10, {}, now_s=12.0)
-    assert stage.seconds_per_step == 0.5
-    assert stage.remaining_s == 15.0
-    assert not stage.done
-    assert progress.stages["sft"].done
+    shown = Shown(StageTotal("sft", 10), StageTotal("grpo", 40))
+    shown.update("sft", 10, {}, now_s=7.0)
+    shown.update("grpo", 10, {}, now_s=12.0)
+    sft, grpo, *_ = shown.panel(now_s=12.0).splitlines()[1:]
+    assert "✔" in sft
+    assert re.search(r"10/10 +0:07", sft)
+    assert "▸" in grpo
+    assert re.search(r"10/40 +ETA 0:15", grpo)
+
+
+def test_the_panel_counts_batches_without_a_signal_apart():
+    shown = Shown(StageTotal("sft", 10), StageTotal("grpo", 40))
+    shown.update("grpo", 10, {}, now_s=5.0, skipped=3)
+    sft, grpo, *_ = shown.panel(now_s=5.0).splitlines()[1:]
+    assert re.search(r" 7/40 \(\+3 without a signal\) +ETA 0:15", grpo)
+    assert "signal" not in sft
+    assert sft.count("━") == grpo.count("━"), "the bars stay aligned"
+    narrow = Shown(StageTotal("grpo", 40), width=50)
+    narrow.update("grpo", 10, {}, now_s=5.0, skipped=3)
+    assert re.search(r" 7/40 +ETA 0:15", narrow.panel(now_s=5.0))
 
 
 def test_stages_are_announced_once_and_with_steps():
     with pytest.raises(ValueError, match="steps=0"):
         StageTotal("sft", 0)
     with pytest.raises(ValueError, match="must differ"):
-        RunProgress([StageTotal("sft", 1), StageTotal("sft", 2)])
+        LiveView("title", [StageTotal("sft", 1), StageTotal("sft", 2)])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(1, 120))
@@ -240,8 +258,13 @@ def test_numbers_are_written_as_people_read_them():
         "1 µs", "2.1 ms", "250 ms", "43.0 s", "12 min 05 s", "3 h 07 min",
     ]  # fmt: skip
     assert [format_clock(value) for value in (0, 43.9, 725, 11_241)] == ["0:00", "0:43", "12:05", "3:07:21"]
-    assert [format_bytes(value) for value in (12, 1_612_800, 35.7e9)] == ["12 B", "1.61 MB", "35.7 GB"]
-    assert [format_count(value) for value in (837, 999.6, 5240, 1_020_000)] == ["837", "1 k", "5.24 k", "1.02 M"]
+    assert [format_value(value, "bytes") for value in (12, 1_612_800, 35.7e9)] == ["12 B", "1.61 MB", "35.7 GB"]
+    assert [format_value(value, "count") for value in (837, 999.6, 5240, 1_020_000)] == [
+        "837",
+        "1 k",
+        "5.24 k",
+        "1.02 M",
+    ]
     assert format_value(0.9089, "share") == "90.9 %"
     assert format_value(1.0000021, "ratio") == "1.000002"
     assert format_value(0.00031, "scientific") == "3.1e-04"

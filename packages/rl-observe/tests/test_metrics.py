@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_observe import LoggerConfig, MetricError, MetricsLog, RunDirectory, RunDirectoryError, RunLog, read_metrics
-from rl_observe.json_lines import JsonLinesWriter, read_json_lines
+from rl_observe.log_files import JsonLinesWriter, read_json_lines
 
 
 def strict(line):
@@ -78,20 +78,18 @@ def test_a_killed_run_keeps_every_line_that_was_written(tmp_path):
 def test_a_torn_last_line_costs_itself_alone_and_not_the_next(tmp_path):
     run = RunDirectory.create(tmp_path)
     run.metrics.write_text('{"stage": "sft", "step": 1, "loss": 2.0}\n{"stage": "sft", "st')
-    lines = read_json_lines(run.metrics)
-    assert (len(lines.rows), lines.unreadable) == (1, 1)
+    rows, unreadable = read_json_lines(run.metrics)
+    assert (len(rows), unreadable) == (1, 1)
     with JsonLinesWriter(run.metrics) as writer:
         writer.append({"stage": "sft", "step": 3})
-    lines = read_json_lines(run.metrics)
-    assert [row["step"] for row in lines.rows] == [1, 3]
-    assert lines.unreadable == 1
+    rows, unreadable = read_json_lines(run.metrics)
+    assert [row["step"] for row in rows] == [1, 3]
+    assert unreadable == 1
 
 
 def test_lines_that_are_no_objects_and_bytes_that_are_no_text_are_counted(tmp_path):
     (tmp_path / "lines").write_bytes(b'[1]\n{"a": 1}\n\xff\xfe\n\n"text"\n')
-    lines = read_json_lines(tmp_path / "lines")
-    assert lines.rows == [{"a": 1}]
-    assert lines.unreadable == 3
+    assert read_json_lines(tmp_path / "lines") == ([{"a": 1}], 3)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
@@ -110,7 +108,7 @@ def test_whatever_is_written_is_read_again_in_its_order(tmp_path, rows):
         {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         for row in rows
     ]
-    assert read_json_lines(path).rows == expected
+    assert read_json_lines(path)[0] == expected
 
 
 def test_samples_of_before_and_after_are_appended_to_one_file(tmp_path):

@@ -23,7 +23,6 @@ from rl_observe import (
     write_report,
 )
 from rl_observe.config import LoggerConfig, MlflowConfig, ProfilerConfig
-from rl_observe.trackers import mlflow
 
 QUIET = LoggerConfig(tensorboard_enabled=False)
 
@@ -69,7 +68,7 @@ def test_a_tracker_that_cannot_be_started_is_refused_without_its_credentials(tmp
             raise ConnectionError(f"cannot reach {tracking_uri}")
 
     module = types.SimpleNamespace(MlflowClient=Client, entities=None)
-    monkeypatch.setattr(mlflow, "import_client", lambda name: module)
+    monkeypatch.setattr("rl_observe.trackers._import_client", lambda name: module)
     uri = "https://me:hunter22@host/x"
     config = LoggerConfig(tensorboard_enabled=False, mlflow_enabled=True, mlflow=MlflowConfig(tracking_uri=uri))
     recipe = {"logger": {"mlflow": {"tracking_uri": uri}}}

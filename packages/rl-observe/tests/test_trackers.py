@@ -203,7 +203,7 @@ def test_a_service_that_does_not_greet_is_refused_by_name(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_online_without_a_key_is_refused_and_never_asks_for_one(tmp_path):
-    program = "from rl_observe.trackers.wandb import require_key; require_key()"
+    program = "from rl_observe import LoggerConfig as C, check_trackers; check_trackers(C(wandb_enabled=True))"
     environment = {**os.environ, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     environment.pop("WANDB_API_KEY", None)
     answer = subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_refit import DigestError, RefitError, digest_tensor
@@ -42,6 +42,7 @@ def change(base, share, *, seed=1):
     seed=st.integers(0, 99),
     segment_bytes=st.sampled_from([64, 1024, 4 * 2**20]),
 )
+@example(dtype=torch.bool, shape=(5, 5, 36), share=0.002, seed=1, segment_bytes=1024)  # one gap, with a stride of 4
 def test_a_delta_leads_to_the_new_tensor_and_back_bit_for_bit(dtype, shape, share, seed, segment_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "_SEGMENT_BYTES", segment_bytes)

@@ -66,6 +66,12 @@ def test_any_dtype_and_any_strides(dtype):
     assert digest_tensor(tensor[0, 0]) == digest_tensor(tensor[:1, :1])
 
 
+def test_one_element_of_any_stride_has_a_digest():
+    one = torch.arange(8, dtype=torch.int16)[4::4]
+    assert one.stride() == (4,)
+    assert digest_tensor(one) == digest_tensor(torch.tensor([4], dtype=torch.int16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_flipped_bit_anywhere_is_caught(dtype):
     tensor = random(dtype, (2, 1100 // dtype.itemsize))  # a row and a tail

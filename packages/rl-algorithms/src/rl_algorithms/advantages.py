@@ -1,4 +1,4 @@
-"""Advantages: how much better an answer, or a token, was than expected. Knows rewards and groups, no loss.
+"""Advantages: how much better an answer, or a token, was than expected.
 
     group mean       r_i - mean_g r                                      GRPO, Dr.GRPO (arXiv:2402.03300, 2503.20783)
     leave one out    r_i - mean of the others = n/(n-1) (r_i - mean_g r)    RLOO (arXiv:2402.14740)
@@ -46,8 +46,8 @@ def has_signal(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Bool[
     >>> has_signal(torch.tensor([0.7, 0.7, 1.0, 0.0]), torch.tensor([4, 4, 9, 9]))
     tensor([False, False,  True,  True])
     """
-    index, num_groups = _index(groups)
-    empty = torch.empty(num_groups, dtype=rewards.dtype, device=rewards.device)
+    names, index = torch.unique(groups, return_inverse=True)
+    empty = torch.empty(len(names), dtype=rewards.dtype, device=rewards.device)
     largest = empty.scatter_reduce(0, index, rewards, "amax", include_self=False)
     smallest = empty.scatter_reduce(0, index, rewards, "amin", include_self=False)
     return (largest != smallest)[index]
@@ -69,16 +69,17 @@ def group_advantage(
     tensor([ 0.5000, -0.5000, -0.5000,  0.5000], dtype=torch.float64)
     """
     rewards = rewards.double()
-    index, num_groups = _index(groups)
-    size = _sum(torch.ones_like(rewards), index, num_groups)
-    centered = rewards - _sum(rewards, index, num_groups) / size
+    names, index = torch.unique(groups, return_inverse=True)
+    zeros = rewards.new_zeros(len(names))  # sums over groups are added up here, then read in the place of each row
+    size = zeros.index_add(0, index, torch.ones_like(rewards))[index]
+    centered = rewards - zeros.index_add(0, index, rewards)[index] / size
     signal = has_signal(rewards, groups)
     centered = torch.where(signal, centered, 0.0)
     others = (size - 1).clamp(min=1)
     advantage = {"none": rewards, "group_mean": centered, "leave_one_out": centered * size / others}[baseline]
     if scale == "none":
         return advantage
-    divisor = (_sum(centered.square(), index, num_groups) / others).sqrt() + epsilon
+    divisor = (zeros.index_add(0, index, centered.square())[index] / others).sqrt() + epsilon
     return torch.where(signal & (divisor > 0), advantage / divisor, 0.0)
 
 
@@ -179,13 +180,3 @@ def gae(
         advantages[:, token] = torch.where(chosen, advantage, 0.0)
         returns[:, token] = torch.where(chosen, advantage + value, 0.0)
     return advantages, returns
-
-
-def _index(groups: Int[Tensor, " B"]) -> tuple[Tensor, int]:
-    names, index = torch.unique(groups, return_inverse=True)
-    return index, len(names)
-
-
-def _sum(values: Float[Tensor, " B"], index: Tensor, num_groups: int) -> Float[Tensor, " B"]:
-    """The sum over each row's group, in that row's place."""
-    return values.new_zeros(num_groups).index_add(0, index, values)[index]

@@ -18,21 +18,16 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rl_algorithms.background_collection import Collectors, gated
 from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect, episode_seed, require_some_judged
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
-from rl_algorithms.examples import prepare
-from rl_algorithms.grpo import GRPOConfig, minibatches, step
-from rl_algorithms.metrics import describe, mean_of_steps
-from rl_algorithms.phases import PhaseTimer
+from rl_algorithms.grpo import GRPOConfig, minibatches, prepare, step
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
-from rl_algorithms.rollouts import Rollouts, concatenate
-from rl_algorithms.staleness import batches_ahead, refuse_uncorrected
-from rl_algorithms.stepping import batches_left
+from rl_algorithms.rollouts import Rollouts, collect, concatenate, describe, episode_seed, require_some_judged
+from rl_algorithms.staleness import AsyncConfig, batches_ahead, refuse_uncorrected
+from rl_algorithms.stepping import PhaseTimer, batches_left, mean_of_steps
 
 __all__ = ["AsyncGRPOConfig", "make_buffer", "train"]
 
@@ -40,35 +35,12 @@ SamplingT = TypeVar("SamplingT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncGRPOConfig(GRPOConfig):
-    """What an asynchronous run may choose besides."""
-
-    max_staleness: int
-    """Optimizer steps that the policy may be ahead of what sampled a token it trains on. `steps_per_generation - 1` is
-    synchronous; each further `steps_per_generation` lets sampling be a batch ahead: less waiting, more off-policy."""
-
-    weights: Literal["between_calls", "in_flight"] = "between_calls"
-    """When the engine takes new weights. `between_calls`: a refit waits for calls of generate to end, and new ones wait
-    for it. `in_flight`: at once, in the middle of answers; the engine and `weight_sync` must be made for that."""
-
-    num_collectors: int = 1
-    """Threads that call the engine. More than one is for engines that may be called from many threads at once."""
-
-    groups_per_call: int = 8
-    """Prompts in each call at most. More fill the engine's batch; fewer let a refit `between_calls` wait less."""
-
-    ask_again: bool = True
-    """Ask the prompt of a group that became too old again. False goes on to the next: what is slow is learnt less."""
-
-    timeout_s: float = 1800.0
-    """How long to wait at most for rollouts, and for calls to end before a refit."""
-
-    stop_timeout_s: float = 60.0
-    """How long the end of the loop, also by an error, waits for calls under way: no engine's can be interrupted."""
+class AsyncGRPOConfig(GRPOConfig, AsyncConfig):
+    """What an asynchronous run may choose: everything of GRPO, and how sampling goes on meanwhile."""
 
     def __post_init__(self) -> None:
         GRPOConfig.__post_init__(self)
-        check_fields(self, above=dict.fromkeys(("num_collectors", "groups_per_call", "timeout_s", "stop_timeout_s"), 0))
+        AsyncConfig.__post_init__(self)
         if (asked := self.objective.selection.max_generation_batches) > 1:
             raise ValueError(f"selection.max_generation_batches={asked} must be 1: this loop asks no more for signal")
         if self.batches_ahead:

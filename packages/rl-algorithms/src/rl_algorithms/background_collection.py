@@ -1,4 +1,4 @@
-"""Threads that collect rollouts while the caller trains. Knows no loss, and of weights only their version.
+"""Threads that collect rollouts while the caller trains.
 
 `Collectors` keep a replay buffer filled, some groups a call. `Gate` lets either many calls of an engine or one refit
 through: for engines that take new weights only between two calls. Nothing here outlives its caller unseen: an error in
@@ -16,12 +16,10 @@ from typing import Generic, TypeVar, final
 import torch
 
 from rl_algorithms.chat import Prompt
-from rl_algorithms.collecting import ticket_seeds
 from rl_algorithms.contracts import Engine, Environment, Rollout, WeightSync
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.replay import Group, ReplayBuffer
-from rl_algorithms.rollouts import Rollouts
-from rl_algorithms.stepping import bring_weights
+from rl_algorithms.rollouts import Rollouts, episode_seed
+from rl_algorithms.stepping import PhaseTimer, bring_weights
 
 __all__ = ["Collectors", "Gate", "GatedEngine", "PromptsByTicket", "StoppedError", "gated"]
 
@@ -296,7 +294,9 @@ class Collectors:
         try:
             while tickets := self._reserve():
                 committed, timer = self._versions[0], PhaseTimer()
-                seeds = ticket_seeds(self._seed, tickets)  # whatever else is asked in this call
+                seeds = [
+                    episode_seed(self._seed, ticket, 0) for ticket in tickets
+                ]  # whatever else is sampled in this call
                 rollouts = self._collect(self._prompts.get(tickets), seeds=seeds, timer=timer)
                 self._count(timer)
                 for ticket, group in zip(tickets, _split(rollouts, len(tickets)), strict=True):

@@ -23,15 +23,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Student, Sums, Teacher, TokenBatch, WeightSync
 from rl_algorithms.distillation.config import DistillConfig, explain, require_same_tokenizer
 from rl_algorithms.distillation.examples import Examples, NoReward, Rows, prepare
 from rl_algorithms.distillation.losses import advantage, divergence
-from rl_algorithms.examples import take_rows
-from rl_algorithms.metrics import describe, figures, mean_of_steps
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
+from rl_algorithms.rollouts import collect_batch, describe, episode_seed
+from rl_algorithms.stepping import (
+    PhaseTimer,
+    batches_left,
+    bring_weights,
+    checked_batches,
+    figures,
+    finite_step,
+    mean_of_steps,
+    take_rows,
+)
 
 __all__ = ["DistillConfig", "Examples", "NoReward", "Rows", "advantage", "divergence", "explain", "loss", "prepare"]
 __all__ += ["require_same_tokenizer", "step", "train", "train_offline"]

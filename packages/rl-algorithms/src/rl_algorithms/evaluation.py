@@ -6,20 +6,33 @@ A row that failed (a tool that timed out) says nothing of the policy: it is coun
 fewer samples. An answer passes when its reward reaches `pass_reward`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
+
+from rl_algorithms import sft
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect, require_some_judged
-from rl_algorithms.contracts import Engine, Environment
+from rl_algorithms.contracts import Engine, Environment, Policy
 from rl_algorithms.estimates import Estimate, majority_at_k, pass_at_k
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.rollouts import Rollouts
+from rl_algorithms.rollouts import Rollouts, collect, require_some_judged
+from rl_algorithms.stepping import PhaseTimer
 
-__all__ = ["Accuracy", "Figures", "evaluate", "judge"]
+__all__ = [
+    "Accuracy",
+    "EvaluationConfig",
+    "Figures",
+    "HeldOut",
+    "Measured",
+    "Outcome",
+    "demonstration_nll",
+    "evaluate",
+    "judge",
+]
 
 SamplingT = TypeVar("SamplingT")
 
@@ -191,6 +204,14 @@ def judge(
     )
 
 
+def demonstration_nll(policy: Policy, demonstrations: sft.Lessons) -> float:
+    """-logp of a trained token in nats, a mean over tokens times the weights of their rows; nothing is trained."""
+    examples = sft.prepare(demonstrations)
+    weights = examples.trainable.double() * examples.weight[:, None]
+    nll = -torch.where(weights > 0, policy.logp(examples).double(), 0.0)
+    return ((nll * weights).sum() / weights.sum()).item()
+
+
 def _check_votes(figures: Figures, extract: Callable[[str], str | None] | None) -> None:
     if figures.cons_at and extract is None:
         raise ValueError(
@@ -207,3 +228,144 @@ def _rows_by_prompt(rollouts: Rollouts) -> list[list[int]]:
         if not failed:
             rows.setdefault(group, []).append(row)
     return list(rows.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """How the policy is measured on held-out prompts."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    every: int = 0
+    """Optimizer steps between evaluations during training; 0 evaluates before and after training only."""
+
+    max_prompts: int = 1000
+    """Number of held-out prompts before and after training, at most."""
+
+    max_prompts_while_training: int = 256
+    """Number of held-out prompts during training, at most; they are decoded greedily. `held_out_loss` uses as many
+    demonstrations, the same ones before, during and after."""
+
+    samples_per_prompt: int = 1
+    """Sampled responses to each held-out prompt, before and after. More narrow the interval and allow pass@k."""
+
+    pass_at: tuple[int, ...] = (1,)
+    """The values of k for pass@k, the chance that one of k sampled responses passes; at most `samples_per_prompt`."""
+
+    pass_reward: float = 1.0
+    """Reward at or above which a response passes."""
+
+    samples: int = 12
+    """Held-out responses, before and after, that are kept for the report."""
+
+    def __post_init__(self) -> None:
+        at_least = {"every": 0, "samples": 0, "max_prompts": 1, "max_prompts_while_training": 1}
+        check_fields(self, at_least={**at_least, "samples_per_prompt": 1})
+        if beyond := [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]:
+            raise ValueError(
+                f"pass_at={list(self.pass_at)} has {beyond[0]}, and each k must be from 1 to samples_per_prompt="
+                f"{self.samples_per_prompt}"
+            )
+
+    def due(self, previous_step: int, step: int) -> bool:
+        """Whether an evaluation falls between two optimizer steps."""
+        return self.every > 0 and previous_step // self.every < step // self.every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Sampled and greedy responses to the same held-out prompts, and how they are shown."""
+
+    sampled: Accuracy
+    greedy: Accuracy
+
+    def metrics(self) -> dict[str, float]:
+        """Both figures and the pass@k, for the log; intervals as `/low` and `/high`, where there are any."""
+        named = {
+            "held_out_sampled": self.sampled.reward,
+            "held_out_greedy": self.greedy.reward,
+            **{f"held_out_pass@{k}": estimate for k, estimate in self.sampled.pass_at.items() if k > 1},
+        }
+        figures = {name: estimate.mean for name, estimate in named.items()}
+        for name, estimate in named.items():
+            if math.isfinite(estimate.low):
+                figures |= {f"{name}/low": estimate.low, f"{name}/high": estimate.high}
+        return figures
+
+    def describe(self) -> str:
+        """Both figures with their standard errors, where there are any, and the pass@k."""
+        parts = [f"sampled {_with_error(self.sampled.reward)}", f"greedy {_with_error(self.greedy.reward)}"]
+        parts += [f"pass@{k} {_with_error(estimate)}" for k, estimate in self.sampled.pass_at.items() if k > 1]
+        return ", ".join(parts)
+
+    def table(self) -> str:
+        """One line for each figure, with its interval."""
+        lines = [
+            f"{'sampled reward':<16}{_with_interval(self.sampled.reward)}",
+            f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}",
+            *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.sampled.pass_at.items()),
+        ]
+        if failed := self.sampled.num_failed + self.greedy.num_failed:
+            lines.append(f"{failed} responses could not be judged, and are left out of these figures")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was measured on held-out data at one time: rewards of responses, and other figures."""
+
+    answers: HeldOut | None
+    """None where nothing scores responses."""
+
+    figures: dict[str, float]
+    """What else was measured, as `held_out_loss`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Everything, for the log."""
+        return {**({} if self.answers is None else self.answers.metrics()), **self.figures}
+
+    def describe(self) -> str:
+        """In a line."""
+        parts = [] if self.answers is None else [self.answers.describe()]
+        parts += [
+            f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4g}" for name, value in self.figures.items()
+        ]
+        return ", ".join(parts) or "nothing was measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How a model does on held-out prompts."""
+
+    model: str
+    held_out: HeldOut
+    num_prompts: int
+    samples_per_prompt: int
+    num_failed: int
+
+    def text(self) -> str:
+        """For people."""
+        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
+        sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
+        return f"{self.model}: {sizes}\n{self.held_out.table()}"
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "model": self.model,
+            "prompts": self.num_prompts,
+            "samples_per_prompt": self.samples_per_prompt,
+            "failed": self.num_failed,
+            **self.held_out.metrics(),
+        }
+
+
+def _with_error(estimate: Estimate) -> str:
+    error = estimate.standard_error
+    return f"{estimate.mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{estimate.mean:.3f} (one prompt)"
+
+
+def _with_interval(estimate: Estimate) -> str:
+    if not math.isfinite(estimate.low):
+        return f"{estimate.mean:.3f}  (one prompt: no interval)"
+    return f"{estimate.mean:.3f}  [{estimate.low:.3f}, {estimate.high:.3f}]"

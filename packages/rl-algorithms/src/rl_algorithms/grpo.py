@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization, whole: from prompts to new weights in the engine. Its kin differ in `objective`.
 
-    A[g]   = (r[g] - mean(r)) / std(r)                      advantage, within one prompt's group      preparing
+    A[g]   = (r[g] - mean(r)) / std(r)                      advantage, within one prompt's group     advantages
     rho[t] = exp(logp[t] - logp_old[t])                     importance ratio, trainer over sampler
     L      = -sum_t min(rho A, clip(rho, 1 - low, 1 + high) A) / N                                    policy_gradient
 
@@ -20,19 +20,24 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rl_algorithms import presets
-from rl_algorithms.aggregation import Counts
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
-from rl_algorithms.examples import check_finite, prepare, take_rows
-from rl_algorithms.metrics import describe, figures, mean_of_steps
+from rl_algorithms.losses import Counts
 from rl_algorithms.objective import Objective
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.policy_gradient import Examples, loss
+from rl_algorithms.policy_gradient import Examples, check_finite, loss, prepare
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
-from rl_algorithms.rollouts import Rollouts
-from rl_algorithms.stepping import batches_left, bring_weights, checked_batches, finite_step
+from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
+from rl_algorithms.stepping import (
+    PhaseTimer,
+    batches_left,
+    bring_weights,
+    checked_batches,
+    figures,
+    finite_step,
+    mean_of_steps,
+    take_rows,
+)
 
 __all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]
 __all__ += presets.__all__
@@ -99,8 +104,7 @@ def train(
 
     `version` is how many steps the weights have seen at the start, and the engine must already hold them. `prompts`
     yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights. To go on with a run,
-    give the `steps_taken` so far, and prompts from there on. `on_rollouts` is called with the rollouts of each batch
-    before they are trained on.
+    give the `steps_taken` so far, and prompts from there on. `on_rollouts` gets each batch before it is trained on.
     """
     timer = PhaseTimer()
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "environment": environment}

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.examples import take_rows
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.preferences.answers import answer_logp, with_reference
 from rl_algorithms.preferences.labelled import LabelledAnswer, pad_answers, require_both_labels
-from rl_algorithms.stepping import draws_left, finite_step
+from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
 
 __all__ = ["Examples", "KTOConfig", "explain", "kto", "prepare", "step", "train", "with_reference"]
 

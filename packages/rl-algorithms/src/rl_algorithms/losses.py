@@ -1,4 +1,4 @@
-"""What a policy-gradient loss is composed of: small functions, one number a token, nothing reduced.
+"""Losses of a token, and the weight of each token in the loss of a step: what `policy_gradient` composes.
 
     rho = exp(logp - logp_proximal)                                  importance ratio, of a token or of a whole answer
     REINFORCE   -A logp                                              Williams 1992
@@ -7,22 +7,42 @@
     CISPO       -sg(clip(rho, 1 - low, 1 + high)) A logp             MiniMax-M1, arXiv:2506.13585 eq. 4-5
 
 sg stops the gradient. A clipped token of PPO has no gradient; one of CISPO keeps its own, at the bounded weight.
-`aggregation` says how the numbers become one.
+A step's loss is the sum of its tokens' losses times `token_weights`:
+
+    token-mean                 sum_i sum_t l[i,t] / N_tok                            DAPO; every token counts the same
+    seq-mean-token-mean        sum_i (sum_t l[i,t] / T_i) / N_seq                    GRPO, GSPO; every response the same
+    seq-mean-token-sum         sum_i sum_t l[i,t] / N_seq                            RLOO, REINFORCE
+    seq-mean-token-sum-norm    sum_i sum_t l[i,t] / (N_seq L)                        Dr.GRPO; L a constant of the run
+
+N_tok and N_seq count the trainable tokens, and the rows that have any, of the whole optimizer step, over every
+microbatch and every rank. The parts of a step then add up to the same loss, however it was cut. The names are verl's.
+
+Other libraries differ: for `grpo` and `dr_grpo` TRL divides by all rows, those without a trainable token (masked as
+truncated) included, and its L is `max_completion_length`; verl's L is `loss_scale_factor`, or the padded width of the
+batch where that is not set, and in old versions always. Here L has to be given.
 
 Axes: B rows, T tokens.
 """
 
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rl_algorithms.kl import LOG_RATIO_LIMIT
+from rl_algorithms.objective import Aggregation, RatioLevel
 
-__all__ = ["RatioLevel", "cispo", "clipped_surrogate", "dual_clip", "importance_ratio", "reinforce", "value_loss"]
-
-RatioLevel: TypeAlias = Literal["token", "sequence"]
+__all__ = [
+    "Counts",
+    "cispo",
+    "clipped_surrogate",
+    "dual_clip",
+    "importance_ratio",
+    "reinforce",
+    "token_weights",
+    "value_loss",
+]
 
 
 def importance_ratio(
@@ -109,3 +129,49 @@ def value_loss(
     moved = values_old + (values - values_old).clamp(-clip, clip)
     held = (moved - returns).square()
     return torch.maximum(error, held) / 2, held > error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a whole optimizer step is divided by."""
+
+    tokens: int
+    """Trainable tokens."""
+
+    sequences: int
+    """Rows with at least one trainable token."""
+
+    @classmethod
+    def of(cls, trainable: Bool[Tensor, "B T"]) -> "Counts":
+        """Those of a step whose rows are all in `trainable`."""
+        return cls(tokens=int(trainable.sum()), sequences=int(trainable.any(dim=1).sum()))
+
+
+def token_weights(
+    mask: Bool[Tensor, "B T"], aggregation: Aggregation, counts: Counts, *, max_length: int | None = None
+) -> Float[Tensor, "B T"]:
+    """What each token of some rows of a step weighs in its loss; float64, 0 off the mask. No row, no weight, no NaN.
+
+    Args:
+        mask: the trainable tokens of these rows, each row whole.
+        aggregation: see above.
+        counts: of the whole step.
+        max_length: L of `"seq-mean-token-sum-norm"`, in tokens; the longest answer that the run allows.
+
+    Raises:
+        ValueError: `max_length` is missing where it is needed.
+    """
+    tokens, sequences = max(counts.tokens, 1), max(counts.sequences, 1)
+    weights = mask.double()
+    if aggregation == "token-mean":
+        return weights / tokens
+    if aggregation == "seq-mean-token-mean":
+        return weights / mask.sum(dim=1, keepdim=True).clamp(min=1) / sequences
+    if aggregation == "seq-mean-token-sum":
+        return weights / sequences
+    if max_length is None:
+        raise ValueError(
+            "aggregation='seq-mean-token-sum-norm' divides by a constant length and max_length is None; "
+            "set it to the longest answer that the run allows, in tokens"
+        )
+    return weights / (sequences * max_length)

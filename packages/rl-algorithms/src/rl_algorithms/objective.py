@@ -7,23 +7,27 @@ Each part is a dataclass that refuses what means nothing; `Objective` refuses wh
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from rl_algorithms.advantages import Baseline, Scale
-from rl_algorithms.aggregation import Aggregation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.corrections import CorrectionConfig
 from rl_algorithms.kl import KLEstimator
-from rl_algorithms.losses import RatioLevel
 
 __all__ = [
     "AdvantageConfig",
+    "Aggregation",
     "KLConfig",
     "Objective",
     "OverlongConfig",
     "RatioConfig",
+    "RatioLevel",
     "SelectionConfig",
 ]
+
+Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+RatioLevel: TypeAlias = Literal["token", "sequence"]
 
 STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -217,7 +221,7 @@ class Objective:
     """What long answers lose."""
 
     aggregation: Aggregation = "token-mean"
-    """How tokens and answers are weighed against one another; see `rl_algorithms.aggregation`."""
+    """How tokens and answers are weighed against one another; see `rl_algorithms.losses`."""
 
     max_length: int | None = None
     """The constant of `seq-mean-token-sum-norm`: the longest answer that the run allows, in tokens."""

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.examples import take_rows
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.preferences.answers import answer_logp
 from rl_algorithms.preferences.losses import sigmoid
 from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers, rows_of_pairs
-from rl_algorithms.stepping import draws_left, finite_step
+from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
 
 __all__ = ["Examples", "ORPOConfig", "explain", "log1mexp", "log_odds", "prepare", "step", "train"]
 

@@ -1,32 +1,44 @@
-"""The policy-gradient loss, whole: from log-probabilities and advantages to a scalar and its metrics.
+"""The policy gradient, from rollouts to the loss and its metrics.
+
+`prepare` turns rollouts into `Examples`:
+
+    1. failed rollouts leave; so do groups without a signal, where the objective says so
+    2. the policy and the reference compute log-probabilities, where the objective needs them
+    3. reward - penalty of length - KL in the reward
+    4. advantages, whitened over all rows that are left; computed in float64, stored in float32, as losses are
+
+A row that is truncated and therefore not trained on (`mask_truncated`) still counts in its group's baseline, with its
+penalty and KL. `loss` is then, of some rows of a step:
 
     rho  = exp(logp - logp_proximal)                  importance ratio, of a token or an answer      losses
     l    = surrogate(rho, A)                          clip, CISPO or REINFORCE, dual clip            losses
     l   *= f(exp(logp_proximal - logp_old))           correction of the sampler's mismatch           corrections
-    l   += beta KL(logp, logp_ref)                                                               kl
-    L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   aggregation
+    l   += beta KL(logp, logp_ref)                                                                   kl
+    L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   losses
 
-H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the modules named. Tokens off
-the mask count nothing, whatever stands in their place, NaN included, and all that is divided by is counted over the
-whole step, so no cut of it into microbatches, ranks or packs changes the sum of the parts.
+H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the module named. Tokens off
+the mask contribute nothing, whatever their values are, NaN included, and every divisor is counted over the whole step,
+so the parts add up to the same sum however the step is cut into microbatches, ranks or packs.
 
 Axes: B rows, T tokens.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_algorithms import corrections, losses
-from rl_algorithms.aggregation import Counts, token_weights
-from rl_algorithms.contracts import Sums
+from rl_algorithms import advantages, corrections, losses
+from rl_algorithms.contracts import Reference, Sums
 from rl_algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
-from rl_algorithms.objective import Objective, RatioConfig
+from rl_algorithms.losses import Counts, token_weights
+from rl_algorithms.objective import AdvantageConfig, Objective
+from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Examples", "loss"]
+__all__ = ["Examples", "check_finite", "loss", "prepare", "reward_tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +69,111 @@ class Examples:
     """The reference's; needed for a KL, and to report it."""
 
 
+def prepare(
+    rollouts: Rollouts, objective: Objective, *, policy: Reference | None = None, reference: Reference | None = None
+) -> Examples:
+    """Make the rollouts of one batch ready for steps on them. May have no rows, where none has a signal.
+
+    Args:
+        rollouts: those of every rank.
+        objective: what is minimised.
+        policy: whose log-probabilities now are the proximal ones; needed where `ratio.proximal` is `recomputed`.
+        reference: needed for a KL.
+
+    Raises:
+        ValueError: the objective needs a policy or a reference that was not given, or named rewards that the
+            environment did not name; or a log-probability that is needed is not finite.
+    """
+    kept, examples, token_rewards = reward_tokens(rollouts, objective, policy=policy, reference=reference)
+    if not len(kept.lengths):
+        return examples
+    config = objective.advantage
+    if config.baseline == "none":
+        advantage = advantages.returns_to_go(token_rewards)  # what is rewarded from each token on
+    else:
+        rewards = token_rewards.sum(dim=1)
+        if config.normalize_each_reward:
+            weights = _weights(kept.component_names, config)
+            of_rows = advantages.gdpo(kept.components, kept.groups, weights=weights, epsilon=config.epsilon)
+            # What is no named reward (a penalty, a KL) is compared too, and not scaled: its weight is its own.
+            of_rows = of_rows + advantages.group_advantage(rewards - kept.rewards, kept.groups, baseline="group_mean")
+        else:
+            of_rows = advantages.group_advantage(
+                rewards, kept.groups, baseline=config.baseline, scale=config.scale, epsilon=config.epsilon
+            )
+        if config.whiten == "sequences":
+            of_rows = advantages.whiten(of_rows, examples.trainable.any(dim=1))
+        advantage = of_rows[:, None].expand(examples.trainable.shape)
+    if config.whiten == "tokens":
+        advantage = advantages.whiten(advantage, examples.trainable)
+    return replace(examples, advantage=advantage.float())
+
+
+def reward_tokens(
+    rollouts: Rollouts, objective: Objective, *, policy: Reference | None = None, reference: Reference | None = None
+) -> tuple[Rollouts, Examples, Float[Tensor, "B T"]]:
+    """Everything of `prepare` except the advantages, for an algorithm that estimates them itself.
+
+    Returns:
+        The rollouts that are trained on: those that did not fail, and whose group has a signal if the objective asks
+        for that; the same as examples, without advantages; and the reward of each token in float64, less the penalty of
+        length and the KL where it is in the reward. Rows that are truncated and not trained on have both too: others
+        are compared with them.
+
+    Raises:
+        ValueError: see `prepare`.
+    """
+    rows = ~rollouts.failed
+    if objective.selection.groups_without_signal == "drop":
+        valid = rows.clone()
+        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
+    kept = rollouts.take(rows)
+
+    unknown = torch.full(kept.tokens.shape, math.nan)
+    examples = Examples(
+        tokens=kept.tokens,
+        lengths=kept.lengths,
+        trainable=kept.response,
+        advantage=unknown,
+        logp_old=kept.logp_old,
+        logp_proximal=unknown,
+        logp_ref=unknown,
+    )
+    if objective.kl.weight > 0:
+        if reference is None:
+            raise ValueError(f"kl.weight={objective.kl.weight} needs a reference, and none was given")
+        if len(examples.tokens):
+            examples = replace(examples, logp_ref=reference.logp(examples))
+        check_finite("logp_ref", examples.logp_ref, examples.trainable)
+    if objective.ratio.proximal == "recomputed":
+        if policy is None:
+            raise ValueError("ratio.proximal='recomputed' needs the policy when a batch is begun, and none was given")
+        if len(examples.tokens):
+            examples = replace(examples, logp_proximal=policy.logp(examples))
+        check_finite("logp_proximal", examples.logp_proximal, examples.trainable)
+    check_finite("logp_old", examples.logp_old, examples.trainable)
+
+    rewards = kept.token_rewards.clone()
+    if objective.overlong.max_length is not None and len(rewards):
+        penalty = objective.overlong.penalty * advantages.overlong_penalty(
+            kept.response.sum(dim=1), max_length=objective.overlong.max_length, buffer=objective.overlong.buffer
+        )
+        last = kept.response.shape[1] - 1 - kept.response.flip(1).int().argmax(dim=1)
+        rewards[torch.arange(len(rewards)), last] += penalty
+    if objective.kl.weight > 0 and objective.kl.place == "reward" and len(rewards):
+        logp = examples.logp_proximal if objective.ratio.proximal == "recomputed" else examples.logp_old
+        kl = kl_estimate(
+            torch.where(kept.response, logp, 0.0),
+            torch.where(kept.response, examples.logp_ref, 0.0),
+            estimator=objective.kl.estimator,
+        )
+        rewards -= objective.kl.weight * torch.where(kept.response, kl, 0.0).double()
+
+    if objective.selection.mask_truncated:
+        examples = replace(examples, trainable=examples.trainable & ~kept.truncated[:, None])
+    return kept, examples, rewards
+
+
 def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Counts) -> tuple[Tensor, Sums]:
     """The part of the step's loss that these rows contribute, and sums of their metrics over tokens.
 
@@ -66,25 +183,62 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         objective: what is minimised.
         counts: of the whole step.
     """
-    mask = examples.trainable
+    mask, config = examples.trainable, objective.ratio
     logp, entropy = (output, None) if output.ndim == 2 else output.unbind(-1)
     logp = torch.where(mask, logp, 0.0)
     logp_old = torch.where(mask, examples.logp_old.to(logp.dtype), 0.0)
-    logp_proximal = _proximal(logp, logp_old, examples, config=objective.ratio)
     advantage = torch.where(mask, examples.advantage.to(logp.dtype), 0.0)
-    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=objective.ratio.level)
-    per_token, clipped = _surrogate(logp, ratio, advantage, config=objective.ratio)
-    sums = _metrics(logp, logp_old, mask, ratio=ratio, clipped=clipped)
-    if objective.correction.active:
+
+    # The importance ratio, to the proximal policy.
+    if config.proximal == "sampler":
+        logp_proximal = logp_old
+    elif config.proximal == "current":
+        logp_proximal = logp.detach()
+    else:
+        logp_proximal = torch.where(mask, examples.logp_proximal.to(logp.dtype), 0.0)
+    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=config.level)
+
+    # The surrogate, and where its clip was what bound.
+    if config.surrogate == "reinforce":
+        per_token, clipped = losses.reinforce(logp, advantage), torch.zeros_like(mask)
+    elif config.surrogate == "cispo":
+        per_token, clipped = losses.cispo(logp, ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
+    else:
+        per_token, clipped = losses.clipped_surrogate(
+            ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high
+        )
+        if config.dual_clip is not None:
+            per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
+            clipped = clipped | bound
+
+    with torch.no_grad():
+        gap = torch.where(mask, logp_old - logp, 0.0)
+        sums = {
+            "clip_fraction": (clipped & mask).sum(),
+            "ratio": torch.where(mask, ratio, 0.0).sum(),
+            "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
+            "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
+            "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # the sampler's: the mean of -logp over its samples
+        }
+
+    # The correction. Where the sampler is the proximal policy there is none: every weight would be 1.
+    if config.proximal != "sampler" and objective.correction.active:
         weight = corrections.token_factors(logp_proximal, logp_old, mask, config=objective.correction)
         per_token = torch.where(weight == 0, 0.0, per_token * weight)  # what is rejected may be infinite
-        sums |= _correction_metrics(weight, mask)
+        masked = torch.where(mask, weight, 0.0)
+        sums |= {
+            "importance_weight": masked.sum(),
+            "importance_weight_squared": masked.square().sum(),
+            "rejected_fraction": ((masked == 0) & mask).sum(),
+        }
+
     if objective.kl.weight > 0:
         logp_ref = torch.where(mask, examples.logp_ref.to(logp.dtype), 0.0)
         if objective.kl.place == "loss":
             kl = kl_estimate(logp, logp_ref, estimator=objective.kl.estimator, ratio=ratio)
             per_token = per_token + objective.kl.weight * kl
         sums["kl_reference"] = kl_estimate(logp.detach(), logp_ref, estimator="k3").sum()  # both are 0 off the mask
+
     weights = token_weights(mask, objective.aggregation, counts, max_length=objective.max_length).to(logp.dtype)
     total = (weights * torch.where(mask, per_token, 0.0)).sum()
     if entropy is not None:
@@ -94,43 +248,27 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
     return total, {"loss": total.detach(), **sums}
 
 
-def _proximal(logp: Tensor, logp_old: Tensor, examples: Examples, *, config: RatioConfig) -> Tensor:
-    if config.proximal == "sampler":
-        return logp_old
-    if config.proximal == "current":
-        return logp.detach()
-    return torch.where(examples.trainable, examples.logp_proximal.to(logp.dtype), 0.0)
+def check_finite(name: str, logp: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
+    """Refuse a log-probability that is missing where it is needed.
+
+    Raises:
+        ValueError: naming row and token of the first one.
+    """
+    missing = (mask & ~logp.isfinite()).nonzero()
+    if len(missing):
+        row, token = missing[0].tolist()
+        raise ValueError(
+            f"{name} of row {row}, token {token} is {logp[row, token].item()}, and {len(missing)} tokens that are "
+            f"trained on have none that is finite; a ratio to nothing would be made up"
+        )
 
 
-def _surrogate(logp: Tensor, ratio: Tensor, advantage: Tensor, *, config: RatioConfig) -> tuple[Tensor, Tensor]:
-    if config.surrogate == "reinforce":
-        return losses.reinforce(logp, advantage), torch.zeros_like(logp, dtype=torch.bool)
-    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    if config.surrogate == "cispo":
-        return losses.cispo(logp, ratio, advantage, **bounds)
-    per_token, clipped = losses.clipped_surrogate(ratio, advantage, **bounds)
-    if config.dual_clip is None:
-        return per_token, clipped
-    per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
-    return per_token, clipped | bound
-
-
-@torch.no_grad()
-def _metrics(logp: Tensor, logp_old: Tensor, mask: Tensor, *, ratio: Tensor, clipped: Tensor) -> Sums:
-    gap = torch.where(mask, logp_old - logp, 0.0)
-    return {
-        "clip_fraction": (clipped & mask).sum(),
-        "ratio": torch.where(mask, ratio, 0.0).sum(),
-        "kl_engine": gap.sum(),  # k1 estimate of KL(sampler || trainer)
-        "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
-        "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # of the sampler: the mean of -logp over its own samples
-    }
-
-
-def _correction_metrics(weight: Tensor, mask: Tensor) -> Sums:
-    weight = torch.where(mask, weight, 0.0)
-    return {
-        "importance_weight": weight.sum(),
-        "importance_weight_squared": weight.square().sum(),
-        "rejected_fraction": ((weight == 0) & mask).sum(),
-    }
+def _weights(names: tuple[str, ...], config: AdvantageConfig) -> list[float]:
+    if not names:
+        raise ValueError(
+            "normalize_each_reward compares rewards by name, and the environment names none; return "
+            "EnvironmentReturn.rewards, or combine reward functions into one environment"
+        )
+    if unknown := sorted(set(config.reward_weights) - set(names)):
+        raise ValueError(f"reward_weights names {', '.join(unknown)}; the environment's rewards are {', '.join(names)}")
+    return [config.reward_weights.get(name, 1.0) for name in names]

@@ -1,6 +1,6 @@
 """PPO with a value function, whole: a critic learns what each state is worth, and every token has its own advantage.
 
-    r[t]     = reward of the answer that ends at t, else 0, less beta k1[t]        KL in the reward      preparing
+    r[t]     = reward of the answer that ends at t, else 0, less beta k1[t]        KL in the reward policy_gradient
     delta[t] = r[t] + gamma V[t+1] - V[t];  A[t] = delta[t] + gamma lambda A[t+1]  GAE                  advantages
     R[t]     = A[t] + V[t], by the critic's lambda                                 what it learns   value_function
     L        = clip(rho, whitened A) of the policy, and half the squared error of the critic        policy_gradient
@@ -17,19 +17,14 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rl_algorithms import examples as preparing
 from rl_algorithms import grpo, presets, value_function
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.collecting import collect_batch, episode_seed
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, ValueModel, WeightSync
-from rl_algorithms.examples import take_rows
-from rl_algorithms.metrics import describe, mean_of_steps
 from rl_algorithms.objective import AdvantageConfig, Objective
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.policy_gradient import Examples
-from rl_algorithms.rollouts import Rollouts
-from rl_algorithms.stepping import batches_left, bring_weights, checked_batches
+from rl_algorithms.policy_gradient import Examples, reward_tokens
+from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
+from rl_algorithms.stepping import PhaseTimer, batches_left, bring_weights, checked_batches, mean_of_steps, take_rows
 from rl_algorithms.value_function import ValueConfig, ValueExamples, describe_values
 
 __all__ = ["Examples", "PPOConfig", "ValueConfig", "ValueExamples", "explain", "prepare", "take_steps", "train"]
@@ -122,10 +117,8 @@ def explain(config: PPOConfig) -> str:
 def prepare(
     rollouts: Rollouts, config: PPOConfig, *, value_model: ValueModel, policy: Policy, reference: Reference | None
 ) -> tuple[Examples, ValueExamples]:
-    """Make the rollouts of one batch, those of every rank, ready for both models; refuses what `preparing` refuses."""
-    examples = preparing.prepare(rollouts, config.objective, policy=policy, reference=reference)
-    kept = rollouts.take(preparing.selected(rollouts, config.objective))
-    rewards = preparing.shaped_rewards(kept, examples, config.objective)
+    """Make the rollouts of one batch, those of every rank, ready for both models; refuses what `grpo.prepare` does."""
+    kept, examples, rewards = reward_tokens(rollouts, config.objective, policy=policy, reference=reference)
     advantage, of_values = value_function.estimate(
         value_model, examples, rewards=rewards, truncated=kept.truncated, config=config.value
     )

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import ScoreModel, Sums
-from rl_algorithms.examples import take_rows
-from rl_algorithms.phases import PhaseTimer
 from rl_algorithms.preferences.losses import sigmoid
 from rl_algorithms.preferences.pairs import rows_of_pairs
 from rl_algorithms.preferences.scored import PairExamples, Scored, ScoredExamples, num_units, score_sums
-from rl_algorithms.stepping import draws_left, finite_step
+from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
 
 __all__ = ["RewardModelConfig", "bradley_terry", "evaluate", "explain", "step", "train"]
 

@@ -19,13 +19,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_algorithms.aggregation import Counts, token_weights
 from rl_algorithms.chat import Demonstration, TokenizedConversation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.examples import pad
-from rl_algorithms.phases import PhaseTimer
-from rl_algorithms.stepping import batches_left, checked_batches, finite_step
+from rl_algorithms.losses import Counts, token_weights
+from rl_algorithms.padding import pad
+from rl_algorithms.stepping import PhaseTimer, batches_left, checked_batches, finite_step
 
 __all__ = ["Examples", "Lessons", "SFTConfig", "explain", "prepare", "step", "train"]
 

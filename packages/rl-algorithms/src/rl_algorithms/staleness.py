@@ -6,9 +6,48 @@ S steps on each batch move the policy S versions on; the last of them is S - 1 a
 at every step therefore lets a group wait for k = (bound - (S - 1)) // S batches. k = 0 is synchronous.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rl_algorithms.choices import check_fields
 from rl_algorithms.objective import Objective
 
-__all__ = ["batches_ahead", "refuse_uncorrected"]
+__all__ = ["AsyncConfig", "batches_ahead", "refuse_uncorrected"]
+
+COUNTS_AND_SECONDS = ("num_collectors", "groups_per_call", "timeout_s", "stop_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: a class has but one base with them
+class AsyncConfig:
+    """How sampling goes on while the policy trains."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    max_staleness: int
+    """Optimizer steps by which the policy may be ahead of the weights that sampled a token it trains on.
+    `steps_per_generation - 1` is synchronous; each further `steps_per_generation` lets sampling run one batch ahead."""
+
+    weights: Literal["between_calls", "in_flight"] = "between_calls"
+    """When engines take new weights. `between_calls` waits for calls to end. `in_flight` takes them at once, in the
+    middle of responses whose tokens record their version; it needs `policy.generation.vllm_cfg.async_engine`."""
+
+    num_collectors: int = 1
+    """Threads that request rollouts. As many as there are engines keep all of them busy."""
+
+    groups_per_call: int = 8
+    """Prompts in each call, at most. More fill an engine's batch; fewer shorten the wait of a refit `between_calls`."""
+
+    ask_again: bool = True
+    """Sample a group that became too old again. False moves on, so that slow prompts are trained on less."""
+
+    timeout_s: float = 1800.0
+    """Deadline in seconds for rollouts, and for calls to end before a refit."""
+
+    stop_timeout_s: float = 60.0
+    """Seconds that the end of the stage, also by an error, waits for running calls."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, at_least={"max_staleness": 0}, above=dict.fromkeys(COUNTS_AND_SECONDS, 0))
 
 
 def batches_ahead(*, max_staleness: int, steps_per_generation: int) -> int:

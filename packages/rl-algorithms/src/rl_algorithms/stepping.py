@@ -1,21 +1,69 @@
-"""What all loops do alike: which steps are left, batches that must come, and what may not be applied. Knows no loss.
+"""What the loops of all algorithms share: phases and their seconds, the batches that are left, a step and its figures.
 
-steps_taken     optimizer steps of the run, those that a batch without a signal stands for among them
+steps_taken     optimizer steps of the run; a batch without a signal counts as its steps
 version         optimizer steps that the weights have seen
+
+A loss returns sums: numerators added up over rows, microbatches and ranks. They are divided only when they are whole,
+so no figure depends on how a step was cut; a mean of means would.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sized
-from typing import Protocol, TypeVar, runtime_checkable
+import time
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from rl_algorithms.contracts import Policy, ScoreModel, Sums, ValueModel, WeightSync
+from torch import Tensor
+
+from rl_algorithms.contracts import Policy, ScoreModel, Sums, TokenBatch, ValueModel, WeightSync
 from rl_algorithms.data import batches
-from rl_algorithms.phases import PhaseTimer
 
-__all__ = ["batches_left", "bring_weights", "checked_batches", "draws_left", "finite_step"]
+__all__ = [
+    "PhaseTimer",
+    "batches_left",
+    "bring_weights",
+    "checked_batches",
+    "draws_left",
+    "effective_sample_size",
+    "figures",
+    "finite_step",
+    "mean_of_steps",
+    "take_rows",
+]
+
+
+class PhaseTimer:
+    """Adds up seconds by phase from one `lap()` to the next.
+
+    >>> timer = PhaseTimer()
+    >>> with timer.phase("train"):
+    ...     pass
+    >>> list(timer.lap())
+    ['phase_s/train']
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of the block towards `name`. Phases do not nest."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap, as `phase_s/<name>`; start the next lap."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"phase_s/{name}": value for name, value in seconds.items()}
+
 
 BatchT = TypeVar("BatchT")
+ExamplesT = TypeVar("ExamplesT", bound=TokenBatch)
 
 
 @runtime_checkable
@@ -98,6 +146,15 @@ def checked_batches(given: Iterator[BatchT], *, name: str, wanted: int, size: in
     )
 
 
+def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
+    """The same dataclass with only `rows` (indices or a mask along B) of every tensor."""
+    instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
+    taken: ExamplesT = replace(
+        instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+    )
+    return taken
+
+
 def finite_step(model: Policy | ValueModel | ScoreModel, sums: Sums) -> float:
     """Apply the gradient that is accumulated, and return its norm; never the gradient of a loss that is no number.
 
@@ -127,3 +184,52 @@ def bring_weights(weight_sync: WeightSync, *, version: int, timer: PhaseTimer) -
             f"weight_sync was asked for version {version} and committed version {committed}: the rollouts to come "
             f"would not be what they are taken for; let it report the version that it is given"
         )
+
+
+OF_THE_FIRST = ("kl_engine", "token_mult_prob_error")
+"""Taken from the first step on a batch of rollouts: there trainer and engine still hold the same weights, so these
+measure how well the two agree, not how far the policy has moved."""
+
+
+def mean_of_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over `steps`; those that measure agreement, from the first. Empty for no steps.
+
+    A metric that only some steps have is averaged over those.
+
+    >>> mean_of_steps([{"loss": 1.0, "kl_engine": 0.0}, {"loss": 3.0, "kl_engine": 0.5}])
+    {'loss': 2.0, 'kl_engine': 0.0}
+    """
+    values: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            values.setdefault(name, []).append(value)
+    return {name: found[0] if name in OF_THE_FIRST else sum(found) / len(found) for name, found in values.items()}
+
+
+def figures(sums: Sums, *, num_tokens: int) -> dict[str, float]:
+    """What the sums of a whole step come to: `loss` is one already, the others are means over its tokens.
+
+    `importance_weight_squared`, where there is one, becomes `effective_sample_size`.
+
+    >>> import torch
+    >>> figures({"loss": torch.tensor(0.5), "clip_fraction": torch.tensor(3)}, num_tokens=12)
+    {'loss': 0.5, 'clip_fraction': 0.25}
+    """
+    sums = dict(sums)
+    squares = sums.pop("importance_weight_squared", None)
+    means = {name: float(total if name == "loss" else total / num_tokens) for name, total in sums.items()}
+    if squares is not None:
+        total = float(sums["importance_weight"])
+        means["effective_sample_size"] = effective_sample_size(total, float(squares), number=num_tokens)
+    return means
+
+
+def effective_sample_size(sum_of_weights: float, sum_of_squares: float, *, number: int) -> float:
+    """How many equally weighted samples are worth `number` weighted ones, as a share: (sum w)^2 / sum w^2 / n (Kish).
+
+    1 where all weights are equal, 1 / n where one of them is everything, 0 where there are none.
+
+    >>> effective_sample_size(2.0, 2.0, number=4)
+    0.5
+    """
+    return sum_of_weights**2 / sum_of_squares / number if sum_of_squares else 0.0

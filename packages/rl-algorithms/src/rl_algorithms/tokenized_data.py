@@ -5,7 +5,8 @@ it does not fit into the model's context, stops the reading, or is left out of a
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ from rl_algorithms.data import ConversationRow, DataError, Dataset, PreferenceRo
 from rl_algorithms.data.datasets import PreferenceData, held_out_demonstrations
 from rl_algorithms.preferences.pairs import Pair, pairs_from_rows
 
-__all__ = ["Imitated", "PreferenceExamples", "TokenizedData", "tokenize"]
+__all__ = ["Imitated", "PreferenceExamples", "TokenizedData", "rows_digest", "tokenize"]
 
 Imitated: TypeAlias = Demonstration | TokenizedConversation
 """A tokenized row for SFT."""
@@ -203,3 +204,31 @@ def _demonstration(row: Row | ConversationRow, chat: Chat, train_on: TrainOn) ->
         return chat.demonstration(row)
     answered = (*row.messages, {"role": "assistant", "content": row.answer})
     return chat.conversation(row, messages=answered, train_on=train_on)
+
+
+def rows_digest(groups: Iterable[Sequence[Prompt | Imitated]], pairs: PreferenceExamples | None) -> str:
+    """SHA-256 of the tokens and the columns of rows in order, and of pairs: equal in every process for equal data."""
+    digest = hashlib.sha256()
+    for rows in groups:
+        digest.update(b"%d\n" % len(rows))
+        for row in rows:
+            digest.update(json.dumps([row.tokens, _plain(getattr(row.row, "columns", {}))]).encode() + b"\n")
+    if pairs is not None:
+        digest.update(pairs.digest().encode())
+    return digest.hexdigest()
+
+
+def _plain(value: object) -> Any:
+    """Return a column's value in a form that is the same in every process: no memory addresses, no set order."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {
+            "mapping": sorted(([repr(key), _plain(inner)] for key, inner in value.items()), key=lambda pair: pair[0])
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return {"set": sorted(map(repr, value))}
+    text = repr(value)
+    return {"type": type(value).__qualname__, "text": "" if " at 0x" in text else text}

@@ -1,4 +1,4 @@
-"""The critic of PPO: what it is asked, what its values make of rewards, and how it learns. Knows no policy's loss.
+"""The critic of PPO: what it is asked, what its values make of rewards, and how it learns.
 
     A, R    = GAE(rewards, V)                                        advantages.gae; R = A + V is what is learnt
     L_value = sum_t max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2 / N
@@ -23,8 +23,7 @@ from rl_algorithms import losses
 from rl_algorithms.advantages import gae, whiten
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Sums, TokenBatch, ValueModel
-from rl_algorithms.metrics import figures
-from rl_algorithms.stepping import finite_step
+from rl_algorithms.stepping import figures, finite_step
 
 __all__ = ["ValueConfig", "ValueExamples", "describe_values", "estimate", "explain", "loss", "step", "values_of"]
 

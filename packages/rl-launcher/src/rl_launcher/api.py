@@ -19,13 +19,12 @@ from rl_launcher.errors import Refusal, RunStoppedError, is_refusal
 from rl_launcher.run_result import RunResult
 
 if TYPE_CHECKING:
+    from rl_algorithms.evaluation import Measured
     from rl_launcher.checks.explain import Explained
     from rl_launcher.recipe_files import Resolved
-    from rl_launcher.run.evaluate import Measured
     from rl_launcher.schema import Recipe
     from rl_launcher.user_code import Objects
 
-__all__ = ["evaluate", "explain", "load_recipe", "resume", "run_recipe", "train"]
 
 RecipeLike = str | Path | Mapping[str, Any]
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -83,11 +82,7 @@ def train(
 
 
 def run_recipe(resolved: Resolved[Recipe], objects: Objects | None = None) -> RunResult:
-    """Run a recipe that `load_recipe` returned, into exactly its `run_dir`.
-
-    Args:
-        resolved: the recipe.
-        objects: Python objects that it describes; None without any.
+    """Run a recipe that `load_recipe` returned, with the Python objects that it describes, into exactly its `run_dir`.
 
     Raises:
         Refusal: as of `train`; also if the run directory exists.
@@ -123,8 +118,8 @@ def resume(
         Refusal: there is nothing to resume, or an object is missing: the message names it.
         RunStoppedError: the run ended early again.
     """
-    from rl_launcher.python_objects import refuse_missing_objects
     from rl_launcher.run import resume as resume_run
+    from rl_launcher.user_code import refuse_missing_objects
 
     changes, objects = _take(locals(), resuming=True)
     folder = Path(run_dir.run_dir if isinstance(run_dir, RunResult) else run_dir)
@@ -150,26 +145,14 @@ def evaluate(
 ) -> Measured:
     """Sample responses to the held-out prompts and score them: mean reward and pass@k with confidence intervals.
 
-    Args:
-        subject: a recipe as of `train`; or a run, by its directory or its result, whose trained model is measured
-            unless `model` is given.
-        model: as of `train`, like the following ones.
-        tokenizer: see `train`.
-        data: see `train`.
-        held_out: see `train`.
-        reward: see `train`.
-        environment: see `train`.
-        overrides: see `train`.
-        **keys: see `train`.
-
-    Returns:
-        The measurement: `.figures()` is a dict, `.text()` a table.
+    `subject` is a recipe, or a run by its directory or its result, whose trained model is measured unless `model` is
+    given. The other arguments are those of `train`. Of what is returned `.figures()` is a dict and `.text()` a table.
 
     Raises:
         Refusal: something cannot be loaded, or neither reward nor environment is given.
     """
-    from rl_launcher.python_objects import refuse_missing_objects
     from rl_launcher.run import measure, measured_recipe
+    from rl_launcher.user_code import refuse_missing_objects
 
     changes, objects = _take(locals())
     folder = subject.run_dir if isinstance(subject, RunResult) else subject
@@ -206,7 +189,7 @@ def explain(
         Refusal: what `train` would refuse before training, except for too little memory.
     """
     from rl_launcher.checks.explain import explain as explain_recipe
-    from rl_launcher.python_objects import refuse_missing_objects
+    from rl_launcher.user_code import refuse_missing_objects
 
     changes, objects = _take(locals())
     with _refusals():
@@ -244,7 +227,7 @@ def _refusals(run_dir: Path | None = None) -> Iterator[None]:
 
 def _take(arguments: Mapping[str, Any], *, resuming: bool = False) -> tuple[list[str], Objects]:
     """The overrides and the objects among a public function's `arguments`; while resuming, objects change no key."""
-    from rl_launcher.python_objects import take_objects
+    from rl_launcher.user_code import take_objects
 
     names = ("model", "tokenizer", "data", "held_out", "reward", "environment")
     with _refusals():
@@ -263,8 +246,8 @@ def _as_texts(overrides: Overrides) -> list[str]:
 
 
 def _load(recipe: RecipeLike, overrides: Sequence[str]) -> Resolved[Recipe]:
-    from rl_launcher.bundled_recipes import find_recipe
     from rl_launcher.recipe_files import load_recipe as load
+    from rl_launcher.recipe_files.shipped import find_recipe
     from rl_launcher.schema import STAGES, Recipe
 
     if isinstance(recipe, Mapping):

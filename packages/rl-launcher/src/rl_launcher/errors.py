@@ -12,17 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-__all__ = [
-    "TO_BE_RESUMED",
-    "ConditionError",
-    "Refusal",
-    "RestartableError",
-    "RunStoppedError",
-    "is_refusal",
-    "user_frames",
-    "user_location",
-]
-
 FAILED, TO_BE_RESUMED, INTERRUPTED = 1, 75, 130
 """Exit codes of runs that ended early. 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, resume it."""
 
@@ -35,7 +24,7 @@ class RestartableError(RuntimeError):
     """A process of the run died; with new ones the run can continue from its last checkpoint."""
 
     condition: ClassVar[str] = "trainer_died"
-    """The name in `rl_launcher.conditions.CONDITIONS` of what happened."""
+    """The name in `rl_launcher.run.conditions.CONDITIONS` of what happened."""
 
     weights_lost: ClassVar[bool] = True
     """Whether the policy's weights died with it, so that only checkpoints are left."""
@@ -64,15 +53,8 @@ class RunStoppedError(Exception):
         return INTERRUPTED if self.interrupted else TO_BE_RESUMED if self.to_be_resumed else FAILED
 
 
-PACKAGES = {
-    "rl_algorithms",
-    "rl_backends",
-    "rl_generation",
-    "rl_launcher",
-    "rl_observe",
-    "rl_parallel_plans",
-    "rl_refit",
-}
+OURS = ("algorithms", "backends", "generation", "launcher", "observe", "parallel_plans", "refit")
+PACKAGES = {f"rl_{name}" for name in OURS}
 # Of a virtual environment and of the interpreter that it was made from.
 INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib")})
 
@@ -107,17 +89,13 @@ def user_frames(error: BaseException) -> str:
         return ""
     raised, frames = found
     lines = [f"  {each.filename}:{each.lineno} in {each.name}\n    {each.line}" for each in frames[-3:]]
-    return "\n".join([*lines, *(f"  {line}" for line in _one_line(raised).splitlines())])
+    return "\n".join([*lines, *(f"  {line}" for line in "".join(traceback.format_exception_only(raised)).splitlines())])
 
 
 def user_location(error: BaseException) -> str | None:
     """`file.py:line` of the innermost frame in the user's own code, or None."""
     found = _raised_by_user(error)
     return None if found is None else f"{found[1][-1].filename}:{found[1][-1].lineno}"
-
-
-def _one_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).rstrip()
 
 
 def _raised_by_user(error: BaseException) -> tuple[BaseException, list[traceback.FrameSummary]] | None:

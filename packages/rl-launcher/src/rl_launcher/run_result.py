@@ -13,8 +13,6 @@ from rl_launcher.errors import Refusal
 if TYPE_CHECKING:
     from rl_observe import RunDirectory
 
-__all__ = ["RunResult"]
-
 
 class RunResult:
     """What a run left behind.

@@ -78,10 +78,10 @@ def check(run: Run, *, as_json: Json = False) -> None:
     watch, found = Watch(HealthConfig()), []
     for row in rows:
         values = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-        for noticed in watch.observe(str(row.get("stage")), values):
-            found.append({"stage": row.get("stage"), "step": row.get("step"), "name": noticed.event.name})
-            typer.echo(f"{noticed.event.name} at step {row.get('step')} of {row.get('stage')}: {noticed.event.message}")
-    recorded = [{name: event.get(name) for name in ("stage", "step", "name")} for event in read_events(opened)]
+        for event in watch.observe(str(row.get("stage")), values):
+            found.append({"stage": row.get("stage"), "step": row.get("step"), "name": event.name})
+            typer.echo(f"{event.name} at step {row.get('step')} of {row.get('stage')}: {event.message}")
+    recorded = [{name: row.get(name) for name in ("stage", "step", "name")} for row in read_events(opened)]
     typer.echo(f"{len(rows)} steps logged, {len(found)} conditions found, {len(recorded)} events recorded by the run")
     if as_json:
         _print_json({"steps": len(rows), "found": found, "recorded": recorded, "holds": not found})

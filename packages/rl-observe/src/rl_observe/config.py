@@ -3,17 +3,29 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-# For programs that validate these dataclasses with pydantic, as rl-launcher does.
-STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
-
 Reaction = Literal["stop", "warn", "ignore"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbConfig:
-    """Weights & Biases. The key comes from `wandb login` or `WANDB_API_KEY`, never from a recipe."""
+class _Section:
+    """What all settings share."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+    __slots__ = ()
+    # For programs that validate these dataclasses with pydantic, as rl-launcher does.
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    def _refuse_below(self, **least: float) -> None:
+        for name, bound in least.items():
+            if not getattr(self, name) >= bound:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= {bound}")
+
+    def _refuse_empty(self, name: str) -> None:
+        if not getattr(self, name).strip():
+            raise ValueError(f"{name}={getattr(self, name)!r} must not be empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbConfig(_Section):
+    """Weights & Biases. The key comes from `wandb login` or `WANDB_API_KEY`, never from a recipe."""
 
     project: str = "rl-stack"
     """The project that lists the run."""
@@ -28,14 +40,12 @@ class WandbConfig:
     """`offline` sends nothing and keeps everything in `run_dir/wandb`, for `wandb sync`."""
 
     def __post_init__(self) -> None:
-        _refuse_empty(self, "project")
+        self._refuse_empty("project")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlflowConfig:
+class MlflowConfig(_Section):
     """MLflow. Credentials come from MLflow's own environment variables, such as `MLFLOW_TRACKING_TOKEN`."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     experiment_name: str = "rl-stack"
     """The experiment that lists the run; created if it does not exist."""
@@ -47,14 +57,12 @@ class MlflowConfig:
     """Address of the server, or `sqlite:///file`; null uses `MLFLOW_TRACKING_URI`, or else `run_dir/mlflow.db`."""
 
     def __post_init__(self) -> None:
-        _refuse_empty(self, "experiment_name")
+        self._refuse_empty("experiment_name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrackioConfig:
+class TrackioConfig(_Section):
     """Trackio, which keeps runs on this machine, for `trackio show`."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     project: str = "rl-stack"
     """The project that lists the run."""
@@ -63,14 +71,12 @@ class TrackioConfig:
     """The name of the run there; null uses the name of the run directory."""
 
     def __post_init__(self) -> None:
-        _refuse_empty(self, "project")
+        self._refuse_empty("project")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilerConfig:
+class ProfilerConfig(_Section):
     """Steps to record with `torch.profiler`: one file per trainer rank in `profile`, for ui.perfetto.dev."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     first_step: int = 3
     """The first optimizer step to record, from 1. The first two mostly show compilation and allocation."""
@@ -91,14 +97,12 @@ class ProfilerConfig:
     """Record the memory that each operator allocates."""
 
     def __post_init__(self) -> None:
-        _refuse_below(self, first_step=1, num_steps=1)
+        self._refuse_below(first_step=1, num_steps=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggerConfig:
+class LoggerConfig(_Section):
     """Where metrics go in addition to `metrics.jsonl` and `report.html`, which are always written."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     tensorboard_enabled: bool = True
     """Write TensorBoard events into `run_dir/tensorboard`."""
@@ -131,14 +135,12 @@ class LoggerConfig:
     """Record some steps operator by operator; null records none."""
 
     def __post_init__(self) -> None:
-        _refuse_below(self, num_samples_with_tokens=0)
+        self._refuse_below(num_samples_with_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(_Section):
     """Conditions that a run detects in its own log, and how it reacts."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     on_no_signal: Reaction = "warn"
     """`no_signal`: for `no_signal_batches` batches in a row, no group had rewards that differ, so that nothing was
@@ -165,17 +167,6 @@ class HealthConfig:
     """The largest accepted `token_mult_prob_error`; 1 is perfect agreement."""
 
     def __post_init__(self) -> None:
-        _refuse_below(self, no_signal_batches=1, reward_collapse_steps=1, max_token_mult_prob_error=1)
+        self._refuse_below(no_signal_batches=1, reward_collapse_steps=1, max_token_mult_prob_error=1)
         if not 0.0 < self.reward_collapse_share < 1.0:
             raise ValueError(f"reward_collapse_share={self.reward_collapse_share} must be between 0 and 1")
-
-
-def _refuse_below(section: object, **least: float) -> None:
-    for name, bound in least.items():
-        if not getattr(section, name) >= bound:
-            raise ValueError(f"{name}={getattr(section, name)} must be >= {bound}")
-
-
-def _refuse_empty(section: object, name: str) -> None:
-    if not getattr(section, name).strip():
-        raise ValueError(f"{name}={getattr(section, name)!r} must not be empty")

@@ -4,35 +4,54 @@
     spans.jsonl    {"name": "generate", "lane": "trainer", "start_s": 1.25, "end_s": 1.75, "stage": "grpo", …}
     events.jsonl   {"time": "2026-11-22T09:30:00.000+00:00", "stage": "grpo", "step": 14, "name": "engine_died", …}
 
-Seconds count from the start of the run, over all processes that have worked on it.
+Seconds count from the start of the run, over all processes that have worked on it. A killed process loses no complete
+line, and a torn line costs only itself. Whatever opens or writes a file raises `RunDirectoryError` if the disk refuses.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 from rl_observe.glossary import PHASE_PREFIX, phase_seconds
-from rl_observe.json_lines import Closing, JsonLinesWriter, JsonValue, read_rows
 from rl_observe.redaction import Secrets
-from rl_observe.run_directory import RunDirectory
+from rl_observe.run_directory import RunDirectory, RunDirectoryError, describe
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter
 
 P = ParamSpec("P")
 T = TypeVar("T")
+JsonValue: TypeAlias = "str | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
+"""A value that JSON can hold."""
+Row: TypeAlias = dict[str, JsonValue]
+"""One line of a log file."""
 
 TRAINER = "trainer"
 """The lane of the thread that drives the run."""
 
 _RESERVED = ("stage", "step", "time_s")
+
+
+class Closing:
+    """A context manager that calls `close` on exit."""
+
+    def close(self) -> None:
+        """Release what is held; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class MetricError(ValueError):
@@ -66,7 +85,6 @@ class MetricsLog(Closing):
 
         Raises:
             MetricError: a value is named `stage`, `step` or `time_s`.
-            RunDirectoryError: the disk refused the line.
         """
         if clashes := sorted(set(values) & set(_RESERVED)):
             raise MetricError(
@@ -103,17 +121,9 @@ class EventLog:
         self._run, self._secrets = run, secrets or Secrets()
 
     def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None:
-        """Append one event.
+        """Append one event: the condition's name, such as `engine_died`, what happened, and what was done about it.
 
-        Args:
-            name: the condition, such as `engine_died`.
-            step: the optimizer step of `stage` at which it occurred, if it belongs to one.
-            message: what happened, with its numbers.
-            reaction: what was done about it.
-            stage: the stage of `step`.
-
-        Raises:
-            RunDirectoryError: the disk refused it.
+        `step` is the optimizer step of `stage` at which it occurred, if it belongs to one.
         """
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"name": name, "message": message, "reaction": reaction}
@@ -149,22 +159,26 @@ class RefitFigures(Protocol):
         """The digest of everything compared, in hex."""
 
 
-class RefitLog:
-    """Write `refits.jsonl`."""
+class RefitLog(Closing):
+    """Write `refits.jsonl`. The file appears with the first refit; a run without an engine has none."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self._path = run.refits
+        self._lines: JsonLinesWriter | None = None
 
     def write(self, report: RefitFigures, *, stage: str | None = None, step: int | None = None) -> None:
-        """Append one refit that was committed.
-
-        Raises:
-            RunDirectoryError: the disk refused it.
-        """
+        """Append one refit that was committed."""
         row = {name: getattr(report, name) for name in ("version", "bytes", "tensors", "verified", "digest")}
         seconds = {phase: round(value, 6) for phase, value in report.seconds.items()}
-        with JsonLinesWriter(self._run.refits) as lines:
-            lines.append({"stage": stage, "step": step, **row, "seconds": seconds})
+        if self._lines is None:
+            self._lines = JsonLinesWriter(self._path)
+        self._lines.append({"stage": stage, "step": step, **row, "seconds": seconds})
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing, and another `write` opens it again."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
 
 class SpanLog(Closing):
@@ -176,7 +190,6 @@ class SpanLog(Closing):
     def __init__(self, run: RunDirectory, *, elapsed_s: float = 0.0) -> None:
         self._lines = JsonLinesWriter(run.spans)
         self._start_s = time.monotonic() - elapsed_s
-        self._start_unix_s = time.time() - elapsed_s
         self._main = threading.get_ident()
         self._measured = 0
 
@@ -184,24 +197,27 @@ class SpanLog(Closing):
         """Return the seconds since the start of the run."""
         return time.monotonic() - self._start_s
 
-    def since_start(self, unix_s: float) -> float:
-        """Convert a `time.time()` of another process to seconds since the start of the run.
-
-        As exact as the clocks of the two nodes agree.
-        """
-        return unix_s - self._start_unix_s
-
     def write(
-        self, name: str, *, lane: str, start_s: float, end_s: float, stage: str | None = None, step: int | None = None
+        self,
+        name: str,
+        *,
+        lane: str,
+        start_s: float,
+        end_s: float,
+        stage: str | None = None,
+        step: int | None = None,
+        laid: bool = False,
     ) -> None:
         """Append one span that was measured elsewhere, in seconds since the start of the run.
 
-        Raises:
-            RunDirectoryError: the disk refused it.
+        `laid` marks a span of which only the length was measured.
         """
+        if end_s < start_s:
+            raise ValueError(f"span {name!r} in lane {lane!r} ends at {end_s} s, before it starts at {start_s} s")
         if lane == TRAINER:
             self._measured += 1
-        self._append(name, lane=lane, start_s=start_s, end_s=end_s, stage=stage, step=step, laid=False)
+        row = {"name": name.removeprefix(PHASE_PREFIX), "lane": lane, "stage": stage, "step": step, "laid": laid}
+        self._lines.append({**row, "start_s": round(start_s, 6), "end_s": round(end_s, 6)})
 
     @contextmanager
     def span(
@@ -230,49 +246,119 @@ class SpanLog(Closing):
 
         In that case `phases` (seconds by `phase_s/...`) are laid end to end in their usual order: the lengths are
         measured, the positions are not, and the spans are marked `laid`.
-
-        Raises:
-            RunDirectoryError: the disk refused them.
         """
-        self._append("step", lane=TRAINER, start_s=start_s, end_s=end_s, stage=stage, step=step, laid=False)
-        measured, self._measured = self._measured, 0
-        if measured:
-            return
+        measured = self._measured
+        self.write("step", lane=TRAINER, start_s=start_s, end_s=end_s, stage=stage, step=step)
         at = start_s
-        for name, seconds in phase_seconds(phases).items():
+        for name, seconds in {} if measured else phase_seconds(phases).items():
             if name != "other" and seconds > 0:
                 until = min(end_s, at + seconds)
-                self._append(name, lane=TRAINER, start_s=at, end_s=until, stage=stage, step=step, laid=True)
+                self.write(name, lane=TRAINER, start_s=at, end_s=until, stage=stage, step=step, laid=True)
                 at = until
+        self._measured = 0  # the spans written here are no measurements of the next step
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._lines.close()
 
-    def _append(
-        self, name: str, *, lane: str, start_s: float, end_s: float, stage: str | None, step: int | None, laid: bool
-    ) -> None:
-        if end_s < start_s:
-            raise ValueError(f"span {name!r} in lane {lane!r} ends at {end_s} s, before it starts at {start_s} s")
-        row = {"name": name.removeprefix(PHASE_PREFIX), "lane": lane, "stage": stage, "step": step, "laid": laid}
-        self._lines.append({**row, "start_s": round(start_s, 6), "end_s": round(end_s, 6)})
 
-
-def read_metrics(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_metrics(run: RunDirectory) -> list[Row]:
     """Read the logged steps in their order; [] if nothing was logged yet. Torn lines are skipped."""
-    return read_rows(run.metrics)
+    return _rows(run.metrics)
 
 
-def read_events(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_events(run: RunDirectory) -> list[Row]:
     """Read the events in their order; [] if there were none."""
-    return read_rows(run.events)
+    return _rows(run.events)
 
 
-def read_refits(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_refits(run: RunDirectory) -> list[Row]:
     """Read the refits in their order; [] if there were none."""
-    return read_rows(run.refits)
+    return _rows(run.refits)
 
 
-def read_spans(run: RunDirectory) -> list[dict[str, JsonValue]]:
+def read_spans(run: RunDirectory) -> list[Row]:
     """Read the spans in the order in which they ended; [] if there were none."""
-    return read_rows(run.spans)
+    return _rows(run.spans)
+
+
+def _rows(path: Path) -> list[Row]:
+    return read_json_lines(path)[0] if path.exists() else []
+
+
+class JsonLinesWriter(Closing):
+    """Append rows to a file, from any thread. When `append` returns, the operating system has the line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._file = path.open("ab", buffering=0)
+            # Start a new line after a torn one; appended to it, the next object would be torn as well.
+            if self._file.tell():
+                with path.open("rb") as file:
+                    file.seek(-1, 2)
+                    if file.read(1) != b"\n":
+                        self._file.write(b"\n")
+        except OSError as error:
+            raise RunDirectoryError(f"{path} cannot be opened for writing: {describe(error)}") from error
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write one object as one line; a number that is not finite becomes null. Earlier lines stay complete."""
+        try:
+            line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):  # a number that is not finite, or a mapping that is no dict
+            line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+        data = (line + "\n").encode()
+        try:
+            with self._lock:
+                while data:  # an unbuffered write may write less than it was given
+                    data = data[self._file.write(data) :]
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self._path} cannot be written: {describe(error)}; all earlier lines are complete"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def read_json_lines(path: Path) -> tuple[list[Row], int]:
+    """Read every line that is a JSON object, and count those that are not, such as one that a killed run left torn.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows: list[Row] = []
+    unreadable = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                unreadable += 1
+    return rows, unreadable
+
+
+def flat(data: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the leaves of nested plain data by dotted key; a list is one leaf."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

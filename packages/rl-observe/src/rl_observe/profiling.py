@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_observe.json_lines import Closing
+from rl_observe.log_files import Closing
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -37,16 +37,29 @@ class Profiler(Closing):
 
     def reached(self, stage: str, step: int) -> None:
         """Report that `step` of `stage` is done (0 at its beginning). Recording starts and stops between two steps."""
-        if self._done or self._config is None or self._config.stage not in {None, stage}:
+        config = self._config
+        if self._done or config is None or config.stage not in {None, stage}:
             return
         if self._profile is None:
-            if step + 1 >= self._config.first_step:
-                self._start(self._config, stage, step + 1)
+            if step + 1 < config.first_step:
+                return
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._stage, self._first, self._last = stage, step + 1, step + 1
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *gpu],
+                with_stack=config.with_stack,
+                record_shapes=config.record_shapes,
+                profile_memory=config.profile_memory,
+            )
+            self._profile.start()
         elif stage != self._stage:
             self._write()
         else:
             self._last = max(self._first, step)
-            if step >= self._first + self._config.num_steps - 1:
+            if step >= self._first + config.num_steps - 1:
                 self._write()
 
     def close(self) -> None:
@@ -54,22 +67,6 @@ class Profiler(Closing):
         if self._profile is not None:
             self._write()
         self._done = True
-
-    def _start(self, config: ProfilerConfig, stage: str, first: int) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._stage, self._first, self._last = stage, first, first
-        self._profile = profile(
-            activities=activities,
-            with_stack=config.with_stack,
-            record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory,
-        )
-        self._profile.start()
 
     def _write(self) -> None:
         profile, self._profile, self._done = self._profile, None, True

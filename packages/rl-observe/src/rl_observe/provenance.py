@@ -6,6 +6,7 @@ not queried either: asking them about a GPU initializes it.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -47,8 +48,9 @@ def collect_versions(repository: Path | None = None) -> Versions:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     lines = (_output(query, timeout_s=_NVIDIA_TIMEOUT_S) or "").splitlines()
     gpus = [cells for line in lines if len(cells := [cell.strip() for cell in line.split(",")]) == 3]
-    commit = _git(repository, "rev-parse", "HEAD")
-    changes = None if commit is None else _git(repository, "status", "--porcelain", "--untracked-files=no")
+    git = functools.partial(_output, timeout_s=_GIT_TIMEOUT_S, folder=repository)
+    commit = git(["git", "rev-parse", "HEAD"])
+    changes = None if commit is None else git(["git", "status", "--porcelain", "--untracked-files=no"])
     return {
         "collected_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -61,7 +63,7 @@ def collect_versions(repository: Path | None = None) -> Versions:
         **{name: found.get(name) for name in main},
         "git_commit": commit,
         "git_dirty": None if changes is None else bool(changes),
-        "git_diff_stat": _git(repository, "diff", "--stat", "HEAD") if changes else None,
+        "git_diff_stat": git(["git", "diff", "--stat", "HEAD"]) if changes else None,
         "packages": dict(sorted(found.items())),
     }
 
@@ -84,10 +86,6 @@ def _proc_field(path: str, name: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), None)
-
-
-def _git(repository: Path | None, *arguments: str) -> str | None:
-    return _output(["git", *arguments], timeout_s=_GIT_TIMEOUT_S, folder=repository)
 
 
 def _output(command: list[str], *, timeout_s: float, folder: Path | None = None) -> str | None:

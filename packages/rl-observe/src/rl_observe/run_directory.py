@@ -26,10 +26,10 @@ class RunDirectoryError(ValueError):
 
 
 class _Entry:
-    """A file or folder of the run, by its name."""
+    """A file or folder of the run, by its name, with what it holds as its docstring."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, holds: str) -> None:
+        self._name, self.__doc__ = name, holds
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
         return run.path / self._name
@@ -45,38 +45,28 @@ class RunDirectory:
     made: Path | None = field(default=None, compare=False)
     """The outermost directory that `create` had to make; None if the run directory existed already and was empty."""
 
-    recipe = _Entry("recipe.yaml")
-    """The settings of the run, as YAML (JSON is YAML too)."""
-    origins = _Entry("recipe_origins.json")
-    """Where each key of the recipe was set, by dotted key."""
-    versions = _Entry("versions.json")
-    """Software, hardware and commit (see `collect_versions`)."""
-    metrics = _Entry("metrics.jsonl")
-    """One flat JSON object per logged step (see `MetricsLog`)."""
-    samples = _Entry("samples.jsonl")
-    """Held-out responses before and after training, one JSON object per line (see `Sample`)."""
-    spans = _Entry("spans.jsonl")
-    """Start and end of each piece of work, one JSON object per line (see `SpanLog`)."""
-    events = _Entry("events.jsonl")
-    """Conditions that occurred and the reaction to each, one JSON object per line (see `EventLog`)."""
-    refits = _Entry("refits.jsonl")
-    """Every refit, one JSON object per line (see `RefitLog`)."""
-    summary = _Entry("summary.json")
-    """The figures of the whole run, one JSON object."""
-    report = _Entry("report.html")
-    """The page that `write_report` makes of all other files."""
-    trace = _Entry("trace.json")
-    """Spans and events for a trace viewer (see `write_trace`)."""
-    tensorboard = _Entry("tensorboard")
-    """The folder of TensorBoard event files."""
-    profile = _Entry("profile")
-    """The folder of `torch.profiler` recordings (see `Profiler`)."""
-    trackers = _Entry("trackers.json")
-    """The id of the run at each tracker, so that a resumed run continues there; one JSON object."""
-    model = _Entry("model")
-    """The trained model, a Hugging Face folder."""
-    adapter = _Entry("adapter")
-    """The trained adapter in PEFT's format, if the run trained one; `model` has it merged."""
+    recipe = _Entry("recipe.yaml", "The settings of the run, as YAML (JSON is YAML too).")
+    origins = _Entry("recipe_origins.json", "Where each key of the recipe was set, by dotted key.")
+    versions = _Entry("versions.json", "Software, hardware and commit (see `collect_versions`).")
+    metrics = _Entry("metrics.jsonl", "One flat JSON object per logged step (see `MetricsLog`).")
+    samples = _Entry(
+        "samples.jsonl", "Held-out responses before and after training, one JSON object per line (see `Sample`)."
+    )
+    spans = _Entry("spans.jsonl", "Start and end of each piece of work, one JSON object per line (see `SpanLog`).")
+    events = _Entry(
+        "events.jsonl", "Conditions that occurred and the reaction to each, one JSON object per line (see `EventLog`)."
+    )
+    refits = _Entry("refits.jsonl", "Every refit, one JSON object per line (see `RefitLog`).")
+    summary = _Entry("summary.json", "The figures of the whole run, one JSON object.")
+    report = _Entry("report.html", "The page that `write_report` makes of all other files.")
+    trace = _Entry("trace.json", "Spans and events for a trace viewer (see `write_trace`).")
+    tensorboard = _Entry("tensorboard", "The folder of TensorBoard event files.")
+    profile = _Entry("profile", "The folder of `torch.profiler` recordings (see `Profiler`).")
+    trackers = _Entry(
+        "trackers.json", "The id of the run at each tracker, so that a resumed run continues there; one JSON object."
+    )
+    model = _Entry("model", "The trained model, a Hugging Face folder.")
+    adapter = _Entry("adapter", "The trained adapter in PEFT's format, if the run trained one; `model` has it merged.")
 
     @classmethod
     def create(cls, path: Path | str) -> RunDirectory:

@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Self
 
 from rl_observe.config import HealthConfig, LoggerConfig
-from rl_observe.glossary import PHASE_PREFIX, phase_seconds
+from rl_observe.glossary import PHASE_PREFIX, finite_number, phase_seconds
 from rl_observe.health import HealthError, Reporter, Watch, count_events, name_of
-from rl_observe.json_lines import JsonLinesWriter, JsonValue, finite_number
 from rl_observe.live import LiveView
-from rl_observe.log_files import TRAINER, EventLog, MetricsLog, RefitLog, SpanLog, read_metrics
+from rl_observe.log_files import (
+    TRAINER,
+    EventLog,
+    JsonLinesWriter,
+    JsonValue,
+    MetricsLog,
+    RefitLog,
+    SpanLog,
+    read_metrics,
+)
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions
 from rl_observe.redaction import Secrets, redact
@@ -22,8 +30,7 @@ from rl_observe.report import write_report
 from rl_observe.run_directory import RunDirectory, write_text
 from rl_observe.samples import Sample
 from rl_observe.trace import write_trace
-from rl_observe.trackers import Delivery, enabled_trackers, start_tracker
-from rl_observe.trackers.base import Status
+from rl_observe.trackers import Delivery, Status, enabled_trackers, start_tracker
 
 # How long the end of a run waits for each tracker.
 _FINISH_TIMEOUT_S = 90.0
@@ -72,33 +79,36 @@ class RunLog:
         rank: int = 0,
     ) -> None:
         self.run = run = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.create(run_dir)
-        """The run directory."""
         self.secrets = Secrets.of(recipe or {})
         """The recipe's credentials, to be removed from whatever else is written."""
         self.summary: dict[str, object] = {}
         """Figures to add to `summary.json` when the context ends."""
         self._config, self._recipe = config or LoggerConfig(), redact(dict(recipe or {}))
-        self._view = view or _Stderr()
+        self._view, messages = view, view or _Stderr()
         self._health = health or HealthConfig()
         self._watch: Watch | None = None
         if elapsed_s is None:
             elapsed_s = max((finite_number(row.get("time_s")) or 0.0 for row in read_metrics(run)), default=0.0)
         self.metrics = MetricsLog(run, elapsed_s=elapsed_s, tensorboard=self._config.tensorboard_enabled)
-        """Writes the metrics of each step."""
         self.spans = SpanLog(run, elapsed_s=elapsed_s)
-        """Writes what was done when, and keeps the clock."""
+        """Also keeps the clock of the run."""
         self.events = EventLog(run, secrets=self.secrets)
-        """Writes the conditions that occurred."""
-        self._reporter = Reporter(self.events, self._view)
+        self._reporter = Reporter(self.events, messages)
         self.refits = RefitLog(run)
-        """Writes the refits."""
         self.profiler = Profiler(self._config.profiler, run.profile, rank=rank)
-        """Records steps operator by operator."""
         self._last_steps: dict[str, int] = {}
         self._phases: list[tuple[str, float, float]] = []
         self._step_start_s = self.spans.now()
+        self._deliveries: dict[str, Delivery] = {}
         try:
-            self._deliveries = self._start_trackers(warn or self._view.message)
+            if trackers := enabled_trackers(self._config):
+                known = json.loads(run.trackers.read_text(encoding="utf-8")) if run.trackers.exists() else {}
+                for each in trackers:
+                    earlier = known.get(each.name)
+                    known[each.name] = start_tracker(each, self._recipe, run, known_as=earlier, secrets=self.secrets)
+                write_text(run.trackers, json.dumps(known, indent=2))
+                warn = warn or messages.message
+                self._deliveries = {each.name: Delivery(each, warn=warn, secrets=self.secrets) for each in trackers}
         except BaseException:
             self.close()
             raise
@@ -133,17 +143,27 @@ class RunLog:
         self._last_steps[stage] = step
         given = {**(values or {}), **metrics}
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in given.items()}
-        logged = {**memory_metrics(), **self._phase_metrics(stage, step), **numbers}
+        phases, self._phases = self._phases, []
+        start_s, self._step_start_s = self._step_start_s, self.spans.now()
+        seconds: dict[str, float] = {}
+        for name, phase_start_s, phase_end_s in phases:
+            self.spans.write(name, lane=TRAINER, start_s=phase_start_s, end_s=phase_end_s, stage=stage, step=step)
+            seconds[PHASE_PREFIX + name] = seconds.get(PHASE_PREFIX + name, 0.0) + phase_end_s - phase_start_s
+        if phases:
+            end_s = self._step_start_s
+            self.spans.step(stage, step, start_s=start_s, end_s=end_s, phases={})
+            seconds[PHASE_PREFIX + "other"] = max(0.0, end_s - start_s - sum(seconds.values()))
+        logged = {**memory_metrics(), **seconds, **numbers}
         self.metrics.write(stage, step, logged)
         for delivery in self._deliveries.values():
             delivery.log(stage, step, logged)
         self.profiler.reached(stage, step)
-        self._view.update(stage, step, logged)
+        if self._view is not None:
+            self._view.update(stage, step, logged)
         stop: HealthError | None = None
-        for noticed in () if self._watch is None else self._watch.observe(stage, logged):
-            event = noticed.event
+        for event in () if self._watch is None else self._watch.observe(stage, logged):
             self._reporter.report(event.name, event.message, reaction=event.reaction, stage=stage, step=step)
-            stop = HealthError(event.name, event.message) if noticed.stop else stop
+            stop = HealthError(event.name, event.message) if event.stop else stop
         if stop is not None:
             raise stop
         return logged
@@ -194,6 +214,7 @@ class RunLog:
         """Close the files; the trackers continue until `finish`. A second call does nothing."""
         self.metrics.close()
         self.spans.close()
+        self.refits.close()
         self.profiler.close()
 
     def __enter__(self) -> Self:
@@ -232,32 +253,6 @@ class RunLog:
         elif failures:
             raise failures[0]
 
-    def _start_trackers(self, warn: Callable[[str], None]) -> dict[str, Delivery]:
-        trackers = enabled_trackers(self._config)
-        if not trackers:
-            return {}
-        path = self.run.trackers
-        known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        for tracker in trackers:
-            earlier = known.get(tracker.name)
-            known[tracker.name] = start_tracker(tracker, self._recipe, self.run, known_as=earlier, secrets=self.secrets)
-        write_text(path, json.dumps(known, indent=2))
-        return {tracker.name: Delivery(tracker, warn=warn, secrets=self.secrets) for tracker in trackers}
-
-    def _phase_metrics(self, stage: str, step: int) -> dict[str, float]:
-        """Write the spans of the phases timed since the last step, and return their seconds."""
-        phases, self._phases = self._phases, []
-        start_s, self._step_start_s = self._step_start_s, self.spans.now()
-        if not phases:
-            return {}
-        seconds: dict[str, float] = {}
-        for name, phase_start_s, phase_end_s in phases:
-            self.spans.write(name, lane=TRAINER, start_s=phase_start_s, end_s=phase_end_s, stage=stage, step=step)
-            seconds[PHASE_PREFIX + name] = seconds.get(PHASE_PREFIX + name, 0.0) + phase_end_s - phase_start_s
-        end_s = self._step_start_s
-        self.spans.step(stage, step, start_s=start_s, end_s=end_s, phases={})
-        return {**seconds, PHASE_PREFIX + "other": max(0.0, end_s - start_s - sum(seconds.values()))}
-
     def _figures(self, ended_by: str | None) -> dict[str, object]:
         rows = read_metrics(self.run)
         measured: dict[str, JsonValue] = {}
@@ -287,9 +282,6 @@ class RunLog:
 
 class _Stderr:
     """Shows events and warnings of a run that has no live view."""
-
-    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        pass
 
     def event(self, name: str, step: int | None, message: str) -> None:
         self.message(f"{name}{'' if step is None else f' at step {step}'}: {message}")

@@ -9,43 +9,28 @@ from typing import Literal, NotRequired, TypedDict
 class ScoredResponse(TypedDict):
     """A response and its reward. Every `Sample` is one."""
 
-    prompt: str
-    response: str
-    reward: float | None
+    prompt: str  # in a `Sample`, it pairs the response from before training with the one from after
+    response: str  # the text that the policy generated
+    reward: float | None  # 1 or more counts as right; None if the response was not scored
 
 
 class SampleTokens(TypedDict):
     """A conversation token by token; every list has one entry per token."""
 
-    pieces: list[str]
-    """The text of each token; joined, they are the whole text. "" if a character is completed by a later token."""
-    logp: list[float | None]
-    """The engine's log-probability of each token that it sampled; None for all other tokens."""
-    trained: list[bool]
-    """True if the loss includes the token; False for prompts, observations and masked tokens."""
-    turns: list[int]
-    """The response of the conversation that the token belongs to, from 0; -1 outside of responses."""
+    pieces: list[str]  # the text of each token; joined, the whole text. "" if a later token completes the character
+    logp: list[float | None]  # the engine's log-probability of each token that it sampled; None for all other tokens
+    trained: list[bool]  # True if the loss includes the token; False for prompts, observations and masked tokens
+    turns: list[int]  # the response of the conversation that the token belongs to, from 0; -1 outside of responses
 
 
-class Sample(TypedDict):
+class Sample(ScoredResponse):
     """One response to a held-out prompt."""
 
-    when: Literal["before", "after"]
-    """Before or after the training of `stage`."""
-    stage: str
-    """The training stage between before and after."""
-    prompt: str
-    """The prompt; it pairs the response from before with the one from after."""
-    expected: str | None
-    """The gold answer, if there is one."""
-    response: str
-    """The text that the policy generated."""
-    reward: float | None
-    """The reward of the response; 1 or more counts as right. None if it was not scored."""
-    truncated: bool
-    """True if the response ended at the token limit rather than with a stop token."""
-    tokens: NotRequired[SampleTokens]
-    """The whole conversation token by token (see `token_sample`); kept for a few samples only."""
+    when: Literal["before", "after"]  # before or after the training of `stage`
+    stage: str  # the training stage between before and after
+    expected: str | None  # the gold answer, if there is one
+    truncated: bool  # True if the response ended at the token limit rather than with a stop token
+    tokens: NotRequired[SampleTokens]  # the whole conversation (see `token_sample`); kept for a few samples only
 
 
 # Some tokenizers write a space only after another token, so each token is decoded with up to this many before it.

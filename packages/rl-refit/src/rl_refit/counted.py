@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from rl_refit.refit import Refit, RefitReport
 
-__all__ = ["CountedRefit"]
+__all__ = ["CountedRefit", "CountedWeightSync"]
+
+
+class CountedWeightSync(Protocol):
+    """Transfers new weights into an engine and counts what it did: a `CountedRefit`, or one over several processes."""
+
+    count: int
+    """Verified and committed refits."""
+
+    last: RefitReport | None
+    """The report of the latest one."""
+
+    def __call__(self, *, version: int) -> RefitReport:
+        """Transfer, verify and commit."""
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes and seconds of the latest refit, for the log."""
+
+    def explain(self) -> str:
+        """What each refit transfers."""
 
 
 class CountedRefit:

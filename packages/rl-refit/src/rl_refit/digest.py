@@ -46,6 +46,7 @@ __all__ = [
     "Digest",
     "Sample",
     "VerificationShare",
+    "as_bytes",
     "combine_digests",
     "digest_regions",
     "digest_tensor",
@@ -102,13 +103,19 @@ def combine_digests(regions: Iterable[Region], digests: Mapping[Region, str | No
     return Digest({name: total.hexdigest() for name, total in totals.items() if name not in unreadable})
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat uint8, in the memory of that tensor."""
+    # Not `view(-1)`: a tensor of one element is contiguous with any stride, keeps it, and then has no view as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def digest_tensor(tensor: Tensor) -> str:
     """32 hex digits that depend on every byte of `tensor` and on its place, in row-major order.
 
     Any dtype, any shape, any strides; shape and dtype themselves do not enter. Takes some KiB of memory for a
     contiguous tensor, and a copy of any other. The sums are done on the tensor's device.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = as_bytes(tensor.detach().contiguous())
     total = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=16)
     whole = data.numel() // (8 * ROW_WORDS) * (8 * ROW_WORDS)
     weights = _weights(data.device)

@@ -1,4 +1,4 @@
-"""In which order rows come: shuffled passes that can be taken up again anywhere. Knows nothing of the rows.
+"""In which order rows come: shuffled passes that can be resumed anywhere.
 
 The order of pass e is a function of the seed and e alone, so that a position is all there is to remember:
 nothing is replayed to go on with a run.

@@ -1,11 +1,22 @@
 """An environment that counts its failed conversations, for a run that reports and saves their number."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 
-__all__ = ["CountedEnvironment", "CountedResettingEnvironment", "counted"]
+__all__ = ["CountedEnvironment", "CountedResettingEnvironment", "Judge", "counted"]
+
+
+@runtime_checkable
+class Judge(Environment, Protocol):
+    """An environment that counts what it could not judge."""
+
+    errors: int
+    """Responses, or episodes, that could not be judged so far."""
+
+    def check(self, columns: set[str]) -> None:
+        """Refuse data without a column that the reward needs."""
 
 
 def counted(environment: Environment) -> "CountedEnvironment":

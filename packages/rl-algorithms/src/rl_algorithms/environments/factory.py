@@ -37,7 +37,7 @@ def environment_from(
 
     Raises:
         EnvironmentFactoryError: the factory raised (the cause is chained), made no environment, or made one that scores
-            whole batches although a `timeout_s` is given.
+            whole batches although a `timeout_s` is given, or one whose methods take other arguments.
     """
     try:
         first = factory()
@@ -63,6 +63,7 @@ def environment_from(
             f"timeout_s={timeout_s} (env.timeout_s in a recipe) limits one conversation, and {name} scores whole "
             f"batches at once; leave it out, or write an episode"
         )
+    _check_signatures(first)
     batch: Environment = first
     return batch
 
@@ -75,3 +76,23 @@ def _is_episode(made: Any) -> bool:
         return "rows" not in inspect.signature(made.reset).parameters
     except (TypeError, ValueError):  # a function written in C has no signature
         return True
+
+
+def _check_signatures(environment: object) -> None:
+    """Refuse methods that cannot be called as a loop calls them, which would raise far from what is to be corrected."""
+    calls: dict[str, dict[str, Any]] = {"step": {}, "reset": {"seeds": []}}
+    for name, named in calls.items():
+        method: Any = getattr(environment, name, None)
+        if method is None:
+            continue
+        try:
+            inspect.signature(method).bind([], **named)
+        except ValueError:
+            continue  # written in C
+        except TypeError as error:
+            code = getattr(method, "__code__", None)
+            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            wanted = "step(conversations)" if name == "step" else "reset(rows, *, seeds)"
+            raise EnvironmentFactoryError(
+                f"env.environment: {getattr(method, '__qualname__', name)}{place} cannot be called as {wanted}: {error}"
+            ) from error

@@ -8,8 +8,9 @@ import random
 from collections.abc import Mapping
 
 from rl_algorithms.contracts import EnvironmentReturn
+from rl_algorithms.data import Dataset, make_row
 
-__all__ = ["GuessNumber", "Recall"]
+__all__ = ["GuessNumber", "Recall", "guessing_dataset"]
 
 
 class GuessNumber:
@@ -121,3 +122,23 @@ def _whole_number(answer: str) -> int | None:
     digits = text.removeprefix("-")
     # Twenty digits are far beyond any game, and a longer text costs int() more than it tells.
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= 20 else None
+
+
+def guessing_dataset(*, num_train: int = 2000, num_held_out: int = 200, num_demonstrations: int = 1000) -> Dataset:
+    """Return games with secrets from 0 to 9, the same each time; demonstrations show the format but not how to win.
+
+    `GuessNumber` writes the first message itself; the prompts differ so that no held-out one is trained on.
+    """
+    rng, high = random.Random(4321), 9
+    train, held_out = (
+        [
+            make_row({"prompt": f"{part} game {index}", "secret": rng.randint(0, high)}, where=f"{part} game {index}")
+            for index in range(number)
+        ]
+        for part, number in (("train", num_train), ("held out", num_held_out))
+    )
+    demonstrations = [
+        make_row({"prompt": "guess", "answer": str(rng.randint(0, high))}, where=f"demonstration {index}")
+        for index in range(num_demonstrations)
+    ]
+    return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)

@@ -1,6 +1,6 @@
 """Models as judges: an engine that is asked for a score, or a reward model that reads one off the last token.
 
-Knows no tokenizer and no model. Both are single-turn environments; each may also stand for a reward function among the
+Both are single-turn environments; each may also stand for a reward function among the
 parts of a `RewardFunctionEnvironment`. A judge's reply that is no score is never a 0: it says nothing of the policy.
 
 An answer can talk to a judge that reads it. It is never read as a score itself, and special tokens that it spells are
@@ -22,7 +22,7 @@ from rl_algorithms.chat.chat import TokenizedConversation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Conversation, Engine, EnvironmentReturn, Message, Rollout, ScoreModel
 from rl_algorithms.data import DataError, make_row
-from rl_algorithms.examples import pad
+from rl_algorithms.padding import pad
 
 __all__ = ["TEMPLATE", "EngineJudge", "JudgeError", "RewardModelJudge", "read_score"]
 

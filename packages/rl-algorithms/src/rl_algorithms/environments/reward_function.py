@@ -16,37 +16,57 @@ awaited together. For each answer a function returns
 
 An answer to which no function applies has no reward, and is reported as failed: it is not trained on.
 
-Every call has a deadline, `timeout_s`. On the main thread a plain function is interrupted at its deadline, wherever it
-sleeps or waits, and ends. On other threads, as in asynchronous GRPO, Python cannot interrupt it: it is abandoned on a
-daemon thread, where it may go on until the process ends; see `rl_algorithms.environments.interruption`.
+Every call has a deadline, `timeout_s`. On the main thread a call is interrupted at its deadline: a watching thread
+sends a signal, whose handler raises inside the call. The call stays on the caller's thread, so breakpoints work,
+functions may use signals themselves, and nothing is left behind. Python handles signals between two of its own
+instructions: a call that hangs inside C code without returning to the interpreter is not interrupted; one that sleeps,
+or waits for a lock, a process or a socket, is. On any other thread, as in asynchronous GRPO, Python cannot interrupt a
+call. It then runs on a daemon thread that is abandoned at the deadline: it may go on until the process ends, and its
+result is dropped.
 """
 
+import asyncio
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.environments.calling import ALWAYS_GIVEN, NAMED, RewardError, call_all, name_of
-from rl_algorithms.environments.deadlines import TimedOutError
-from rl_algorithms.environments.scores import Score
+from rl_algorithms.environments.deadlines import TimedOutError, Workers
+from rl_algorithms.environments.scores import CannotJudgeError, Score
 
-__all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError"]
-
-
-class RewardTimeoutError(RewardError):
-    """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
-
+__all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError", "call_within"]
 
 RewardFunction: TypeAlias = Callable[..., Any] | Environment
 """A function of keyword lists, or a single-turn environment that stands for one."""
 
 ONLY = ""
 """The name of a function that is the only one: its number is the reward and has no parts."""
+
+ALWAYS_GIVEN = ("prompts", "completions")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+SIGNAL = signal.SIGVTALRM  # SIGALRM is what math-verify and others time themselves by
+REPEAT_S = 1.0  # a call that swallowed the interruption is interrupted again
+BLOCKED_S = 1.0  # grace after the deadline of coroutines, before an event loop that is blocked is interrupted
+FOREVER_S = 1e9
+
+
+class RewardError(ValueError):
+    """A reward function raised or returned something that is not a finite number; the message names the sample."""
+
+
+class RewardTimeoutError(RewardError):
+    """A reward function was still running at its deadline; the message names it, the answer and the seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,13 +98,19 @@ class RewardFunctionEnvironment:
     errors: int = field(default=0, init=False)
     """Answers that could not be judged, so far."""
 
+    _functions: Mapping[str, RewardFunction] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """`reward` by name; a function that is the only one is called `ONLY`."""
+
+    _checked: frozenset[str] | None = field(default=None, init=False, repr=False, compare=False)
+    """The columns that `check` accepted last, so that equal ones are not checked in every step."""
+
     def __post_init__(self) -> None:
         check_choices(self)
-        self._check_functions()
-        if unknown := sorted(set(self.weights) - set(self._functions())):
+        self._functions = self._named_functions()
+        if unknown := sorted(set(self.weights) - set(self._functions)):
             raise ValueError(
                 f"weights name {', '.join(map(repr, unknown))}, and the reward functions are "
-                f"{', '.join(map(repr, self._functions()))}"
+                f"{', '.join(map(repr, self._functions))}"
             )
         for name, weight in self.weights.items():
             if not math.isfinite(weight):
@@ -96,14 +122,33 @@ class RewardFunctionEnvironment:
         """Judge every answer in one call of each function; one answer at a time only where that call failed."""
         if not conversations:
             return []
-        self.check(name for conversation in conversations for name in conversation.row)
-        functions = self._functions()
-        called = call_all(list(functions.values()), conversations, timeout_s=self.timeout_s)
-        columns = [
-            self._settled(function, returned, conversations)
-            for function, returned in zip(functions.values(), called, strict=True)
-        ]
-        return [self._return(dict(zip(functions, scores, strict=True))) for scores in zip(*columns, strict=True)]
+        names = frozenset(name for conversation in conversations for name in conversation.row)
+        if names != self._checked:
+            self.check(names)
+            self._checked = names
+        called = call_all(list(self._functions.values()), conversations, timeout_s=self.timeout_s)
+        columns: list[list[float | None]] = []
+        for function, returned in zip(self._functions.values(), called, strict=True):
+            if isinstance(returned, Exception):
+                rewards = self._one_by_one(function, returned, conversations)
+            else:
+                rewards = returned
+            scores: list[float | None] = []
+            for conversation, reward in zip(conversations, rewards, strict=True):
+                if reward is None or (isinstance(reward, Score) and reward.failed is not None):
+                    scores.append(reward)
+                    continue
+                number = math.nan
+                if isinstance(reward, Real) or hasattr(reward, "item"):
+                    # A tensor of several elements and 10**400 are no float.
+                    with contextlib.suppress(ValueError, TypeError, RuntimeError, OverflowError):
+                        number = float(reward)
+                if not math.isfinite(number):
+                    scores.append(self._unjudged(function, conversation, reward))
+                else:
+                    scores.append(reward if isinstance(reward, Score) else number)
+            columns.append(scores)
+        return [self._return(dict(zip(self._functions, scores, strict=True))) for scores in zip(*columns, strict=True)]
 
     def check(self, columns: Iterable[str]) -> None:
         """Refuse a function that requires an argument which data rows with these columns cannot give.
@@ -114,7 +159,7 @@ class RewardFunctionEnvironment:
         """
         columns = {*columns}
         given = {*columns, *ALWAYS_GIVEN}
-        functions = [each for each in self._functions().values() if not isinstance(each, Environment)]
+        functions = [each for each in self._functions.values() if not isinstance(each, Environment)]
         if functions and (taken := [name for name in ALWAYS_GIVEN if name in columns]):
             raise RewardError(
                 f"the data rows have a column {taken[0]!r}, and reward functions are given something else by that "
@@ -129,15 +174,8 @@ class RewardFunctionEnvironment:
                     f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
                 )
 
-    def _functions(self) -> Mapping[str, RewardFunction]:
-        if isinstance(self.reward, Mapping):
-            return self.reward
-        if isinstance(self.reward, Sequence):
-            return {_short_name(function): function for function in self.reward}
-        return {ONLY: self.reward}
-
-    def _check_functions(self) -> None:
-        """Refuse what is no function, and a list in which two have the same name."""
+    def _named_functions(self) -> Mapping[str, RewardFunction]:
+        """The functions by name; refuses what is no function, and a list in which two have the same name."""
         if isinstance(self.reward, Mapping):
             given = {f"reward[{name!r}]": function for name, function in self.reward.items()}
         elif isinstance(self.reward, Sequence):
@@ -152,20 +190,14 @@ class RewardFunctionEnvironment:
                     f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
                     f"{function!r:.60}"
                 )
-        names = [_short_name(function) for function in given.values()]
-        if not isinstance(self.reward, Mapping) and (twice := {name for name in names if names.count(name) > 1}):
+        if isinstance(self.reward, Mapping):
+            return self.reward
+        if not isinstance(self.reward, Sequence):
+            return {ONLY: self.reward}
+        names = [str(getattr(function, "__name__", type(function).__name__)) for function in self.reward]
+        if twice := {name for name in names if names.count(name) > 1}:
             raise RewardError(f"reward has several functions named {', '.join(sorted(twice))}; give a dict by name")
-
-    def _settled(
-        self,
-        function: RewardFunction,
-        returned: list[Any] | Exception,
-        conversations: Sequence[Conversation],
-    ) -> list[Score | None]:
-        """One score per answer, whatever the function did."""
-        if isinstance(returned, Exception):
-            returned = self._one_by_one(function, returned, conversations)
-        return [self._score(function, *pair) for pair in zip(conversations, returned, strict=True)]
+        return dict(zip(names, self.reward, strict=True))
 
     def _one_by_one(
         self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation]
@@ -184,13 +216,8 @@ class RewardFunctionEnvironment:
             raise RewardError(_describe(function, None, error)) from error
         return alone
 
-    def _score(self, function: RewardFunction, conversation: Conversation, reward: Any) -> Score | None:
-        if reward is None:
-            return None
-        if isinstance(reward, Score) and reward.failed is not None:
-            return reward
-        if math.isfinite(number := _number(reward)):
-            return reward if isinstance(reward, Score) else Score(number)
+    def _unjudged(self, function: RewardFunction, conversation: Conversation, reward: Any) -> Score:
+        """The score of an answer whose reward is no finite number, or an exception; raises by `on_error="stop"`."""
         cause = reward if isinstance(reward, Exception) else None
         what = cause if cause is not None else f"it returned {reward!r}, which is not a finite number"
         reason = _describe(function, conversation, what)
@@ -208,12 +235,18 @@ class RewardFunctionEnvironment:
             f"raise timeout_s, or leave such answers out of training by on_error='fail' (env.on_error in a recipe)"
         )
 
-    def _return(self, scores: Mapping[str, Score | None]) -> EnvironmentReturn:
+    def _return(self, scores: Mapping[str, float | None]) -> EnvironmentReturn:
+        """What the scores of one answer, by function, come to."""
         applied = {name: score for name, score in scores.items() if score is not None}
+        failed = {
+            name: score.failed
+            for name, score in applied.items()
+            if isinstance(score, Score) and score.failed is not None
+        }
         measured = {name for name in scores if self.weights.get(name, 1.0) == 0.0}
-        reasons = [score.failed for name, score in applied.items() if score.failed is not None and name not in measured]
+        reasons = [reason for name, reason in failed.items() if name not in measured]
         if not applied or (scores.keys() > measured >= applied.keys()):
-            asked = [name_of(each) for name, each in self._functions().items() if name not in measured]
+            asked = [name_of(each) for name, each in self._functions.items() if name not in measured]
             who = f"the reward function `{asked[0]}`" if len(asked) == 1 else f"each of {', '.join(asked)}"
             reasons = [f"no reward function applies to this answer: {who} returned None for it"]
         parts = {
@@ -221,30 +254,23 @@ class RewardFunctionEnvironment:
             for name in scores
             if name not in measured
         }
+        # Each function's own number, unweighted, and the figures of its score; only where it applies.
+        metrics: dict[str, float] = {}
+        for name, score in applied.items():
+            if name != ONLY and name not in failed:
+                metrics[name] = float(score)
+            prefix = f"{name}/" if name != ONLY else ""
+            if name in measured:
+                metrics[f"{prefix}failed"] = float(name in failed)
+            if isinstance(score, Score):
+                metrics.update({f"{prefix}{key}": float(value) for key, value in score.metrics.items()})
         return EnvironmentReturn(
             reward=math.fsum(parts.values()),
             terminated=True,
             rewards={} if ONLY in parts else parts,
-            metrics=_metrics(applied, measured),
+            metrics=metrics,
             failed="; ".join(reasons) or None,
         )
-
-
-def _short_name(function: RewardFunction) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _metrics(applied: Mapping[str, Score], measured: AbstractSet[str]) -> dict[str, float]:
-    """Each function's own number, unweighted, and what it says besides; only where it applies."""
-    metrics: dict[str, float] = {}
-    for name, score in applied.items():
-        if name != ONLY and score.failed is None:
-            metrics[name] = float(score)
-        prefix = f"{name}/" if name != ONLY else ""
-        if name in measured:
-            metrics[f"{prefix}failed"] = float(score.failed is not None)
-        metrics.update({f"{prefix}{key}": float(value) for key, value in score.metrics.items()})
-    return metrics
 
 
 def _describe(function: RewardFunction, conversation: Conversation | None, error: Exception | str) -> str:
@@ -261,11 +287,203 @@ def _describe(function: RewardFunction, conversation: Conversation | None, error
     )
 
 
-def _number(reward: Any) -> float:
-    """The reward as a float; NaN for what is no number."""
-    if not isinstance(reward, Real) and not hasattr(reward, "item"):
-        return math.nan
+def name_of(function: RewardFunction) -> str:
+    """What the user calls this function."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def call_all(
+    functions: Sequence[RewardFunction],
+    conversations: Sequence[Conversation],
+    *,
+    timeout_s: float | None,
+) -> list[list[Any] | Exception]:
+    """Call each function once for all conversations.
+
+    Plain functions run one after another; then all coroutines at once. Each call has `timeout_s` seconds.
+
+    Returns:
+        For each function a list with an item per conversation, or what it raised: `TimedOutError` at its deadline.
+
+    Raises:
+        CannotJudgeError: a function did.
+    """
+    names = dict.fromkeys(name for conversation in conversations for name in conversation.row)
+    columns: dict[str, list[object]] = {
+        name: [conversation.row.get(name) for conversation in conversations] for name in names
+    }
+    columns["prompts"] = [conversation.messages[-1]["content"] for conversation in conversations]
+    columns["completions"] = [conversation.answer for conversation in conversations]
+    returned: list[Any] = []  # of each function the rewards as a list, what it raised, or what has to be awaited
+    for function in functions:
+
+        def call(function: RewardFunction = function) -> Any:
+            if isinstance(function, Environment):
+                return _judged(function, conversations)
+            parameters = inspect.signature(function).parameters.values()
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                rewards = function(**columns)
+            else:
+                rewards = function(**{each.name: columns[each.name] for each in parameters if each.name in columns})
+            return rewards if inspect.isawaitable(rewards) else _listed(rewards, len(conversations))
+
+        try:
+            returned.append(call_within(call, timeout_s=timeout_s))
+        except CannotJudgeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller decides what becomes of it
+            returned.append(error)
+        except SystemExit as error:  # would end the run without a message
+            ended = RewardError(f"it raised SystemExit({error})")
+            ended.__cause__ = error
+            returned.append(ended)
+    waiting = {index: item for index, item in enumerate(returned) if inspect.isawaitable(item)}
+    if waiting:
+        try:
+            awaited = _run(_together(list(waiting.values()), timeout_s), timeout_s)
+        except TimedOutError as error:  # one of them blocks the event loop that they share
+            awaited = [error] * len(waiting)
+        for index, item in zip(waiting, awaited, strict=True):
+            returned[index] = _listed(item, len(conversations))
+    return returned
+
+
+def _judged(environment: Environment, conversations: Sequence[Conversation]) -> list[Score]:
+    returns = environment.step(conversations)
+    if open_ended := sum(not item.terminated for item in returns):
+        raise RewardError(
+            f"it did not end {open_ended} of {len(returns)} conversations; only a single-turn environment can be a part"
+        )
+    return [Score(item.reward, metrics=item.metrics, failed=item.failed) for item in returns]
+
+
+def _listed(returned: Any, number: int) -> list[Any] | Exception:
+    """What a function returned as a list with `number` items, or the error that says why it is none."""
+    if isinstance(returned, Exception):
+        return returned
+    if isinstance(returned, Mapping | str | bytes | set):
+        return RewardError(f"it returned a {type(returned).__name__}, and must return a list with a number per answer")
     try:
-        return float(reward)
-    except (ValueError, TypeError, RuntimeError, OverflowError):  # a tensor of several elements, 10**400
-        return math.nan
+        rewards: list[Any] = list(returned)
+    except Exception as error:  # noqa: BLE001 - a lazy sequence may raise what it likes
+        return error
+    if len(rewards) != number:
+        return RewardError(f"it returned {len(rewards)} rewards for {number} answers")
+    return rewards
+
+
+async def _together(waiting: Sequence[Awaitable[Any]], timeout_s: float | None) -> list[Any]:
+    async def bounded(item: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await item
+        except TimeoutError as error:
+            if deadline.expired():
+                raise TimedOutError(f"it ran longer than timeout_s={timeout_s:g}") from error
+            raise  # the function's own, of a request of its for example
+
+    returned = await asyncio.gather(*map(bounded, waiting), return_exceptions=True)
+    for each in returned:
+        if isinstance(each, BaseException) and not isinstance(each, Exception | asyncio.CancelledError):
+            raise each  # an interruption of all of them
+    # A cancellation is no Exception, and would be taken for what the function returned.
+    return [
+        RewardError("it cancelled itself") if isinstance(each, asyncio.CancelledError) else each for each in returned
+    ]
+
+
+def _run(coroutine: Coroutine[Any, Any, list[Any]], timeout_s: float | None) -> list[Any]:
+    """Run `coroutine`; a coroutine function that blocks the event loop ends it a second after the deadline of all."""
+    limit = None if timeout_s is None else timeout_s + BLOCKED_S
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        returned: list[Any] = call_within(lambda: asyncio.run(coroutine), timeout_s=limit)
+        return returned
+    # The thread of a notebook runs a loop already, and a loop cannot be entered twice.
+    (outcome,) = Workers(max_workers=1).run([lambda: asyncio.run(coroutine)], timeout_s=limit or FOREVER_S)
+    rewards: list[Any] = outcome.result()
+    return rewards
+
+
+def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
+    """Call `call` and return what it returns.
+
+    A debugger that is tracing the call suspends the deadline.
+
+    Args:
+        call: takes no arguments.
+        timeout_s: seconds; None waits for ever.
+
+    Raises:
+        TimedOutError: it was still running after `timeout_s`. On the main thread the cause, `__cause__`, has the frames
+            in which it was interrupted.
+        Exception: whatever the call raised.
+    """
+    if timeout_s is None:
+        return call()
+    interruptible = threading.current_thread() is threading.main_thread()
+    if interruptible:
+        # The handler is installed once and stays: a signal may still be on its way when a call has returned.
+        current = signal.getsignal(SIGNAL)
+        if current == signal.SIG_DFL:
+            signal.signal(SIGNAL, _interrupt)
+        interruptible = current in {signal.SIG_DFL, _interrupt}  # somebody else's handler is left alone
+    if not interruptible:
+        workers = Workers(max_workers=1)
+        try:
+            (outcome,) = workers.run([call], timeout_s=timeout_s)
+        finally:
+            workers.close()
+        return outcome.result()
+    deadline = _Deadline(at=time.monotonic() + timeout_s)
+    _deadlines.append(deadline)
+    threading.Thread(target=deadline.watch, name="rl-reward-deadline", daemon=True).start()
+    try:
+        return call()
+    except _InterruptedCall as interruption:
+        if interruption.deadline is not deadline:  # of a call around this one
+            raise
+        raise TimedOutError(f"it ran longer than timeout_s={timeout_s:g}") from interruption
+    finally:
+        deadline.over.set()
+        _deadlines.remove(deadline)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Deadline:
+    """When a call of the main thread is interrupted."""
+
+    at: float
+    """In seconds of `time.monotonic`."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when the call has returned."""
+
+    def watch(self) -> None:
+        """Interrupt the main thread at the deadline, and again until the call is over."""
+        wait_s = self.at - time.monotonic()
+        while not self.over.wait(max(0.0, wait_s)):
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, SIGNAL)
+            wait_s = REPEAT_S
+
+
+class _InterruptedCall(BaseException):  # no Exception: `except Exception` in a reward function must not swallow it
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__("interrupted at its deadline")
+        self.deadline = deadline
+
+
+_deadlines: list[_Deadline] = []
+"""Of the calls that the main thread is in, the outermost first."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
+    if sys.gettrace() is not None:  # somebody is at a breakpoint
+        return
+    now = time.monotonic()
+    for deadline in _deadlines:
+        if now >= deadline.at and not deadline.over.is_set():
+            raise _InterruptedCall(deadline)

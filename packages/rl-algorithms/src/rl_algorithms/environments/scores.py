@@ -1,6 +1,6 @@
 """What a verifier says of one answer: a float that may carry figures for the log, or the reason why it is none.
 
-Knows no environment. A `Score` is a float, so a function that returns scores still is a reward function of TRL's kind.
+A `Score` is a float, so a function that returns scores still is a reward function of TRL's kind.
 """
 
 import math

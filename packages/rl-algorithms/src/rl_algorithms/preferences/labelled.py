@@ -1,4 +1,4 @@
-"""Single answers, each good or bad: from data to padded rows, and each prompt with another's answer. Knows no loss.
+"""Single answers, each good or bad: from data to padded rows, and each prompt with another's answer.
 
 KTO learns from them.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_algorithms.chat import Chat
 from rl_algorithms.data import LabelledRow
-from rl_algorithms.examples import PaddedRows, pad
+from rl_algorithms.padding import PaddedRows, pad
 from rl_algorithms.preferences.pairs import tokenized_answer
 
 __all__ = ["LabelledAnswer", "answers_from_rows", "mismatched", "pad_answers", "require_both_labels"]

@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred to the other: from rollouts or from data, to padded rows. Knows no loss.
+"""Pairs of answers, one preferred to the other: from rollouts or from data, to padded rows.
 
 DPO, ORPO and the reward model learn from them; each makes its own examples of the padded rows.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_algorithms.chat import Chat, TokenizedConversation
 from rl_algorithms.contracts import Message
 from rl_algorithms.data import DataError, LabelledRow, PreferenceRow
-from rl_algorithms.examples import PaddedRows, pad
+from rl_algorithms.padding import PaddedRows, pad
 from rl_algorithms.rollouts import Rollouts
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a reward model learns from, as padded rows: pairs with margins, and answers with scores. Knows no loss.
+"""What a reward model learns from, as padded rows: pairs with margins, and answers with scores.
 
 The score of a row is read at its last token: give every answer the end that it will have when it is judged.
 
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_algorithms.contracts import Sums
-from rl_algorithms.examples import pad
+from rl_algorithms.padding import pad
 from rl_algorithms.preferences.pairs import Pair, pad_pairs
 
 __all__ = [

@@ -9,13 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import nn
+
 from rl_backends.commands.console import CommandError
+from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.conversion.space import told_bytes
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout
 
-__all__ = ["Axis", "Stage", "axes_of", "readable_layout", "stages_of"]
+__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "readable_layout", "stages_of"]
 
 MadeT = TypeVar("MadeT")
 
@@ -63,6 +67,34 @@ class Stage:
     def num_bytes(self) -> int:
         """All of it; activations and buffers of communication come on top."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfig], *, ranks: int) -> tuple[str, int]:
+    """Describe the axes and the memory of the fullest rank, and return that rank's bytes, without activations.
+
+    Args:
+        skeleton: the model on the meta device, with its `config`.
+        make_config: makes the backend's configuration.
+        ranks: of the trainer.
+
+    Raises:
+        ValueError: the configuration, the architecture or the layout is refused; every reason is in the message.
+    """
+    architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
+    names = first_names(skeleton)
+    shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
+    fullest = max(stages_of(architecture, shapes, config, ranks=ranks), key=lambda stage: stage.num_bytes)
+    parts = {
+        "weights": fullest.weight_bytes,
+        "gradients": fullest.gradient_bytes,
+        "optimizer": fullest.optimizer_bytes,
+        "total": fullest.num_bytes,
+    }
+    lines = [f"Megatron backend of {type(skeleton).__name__} on {ranks} {config.device} rank{'s' * (ranks > 1)}"]
+    lines += [f"  {axis.name:<4}{axis.size:>5}  {axis.does}" for axis in axes_of(config, ranks=ranks)]
+    lines += ["memory of the fullest rank, without activations and communication"]
+    lines += [f"  {name:<10}{told_bytes(size):>12}" for name, size in parts.items()]
+    return "\n".join(lines), fullest.num_bytes
 
 
 def readable_layout(

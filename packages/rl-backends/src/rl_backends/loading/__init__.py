@@ -1,7 +1,7 @@
 """Models from a folder or the Hub: whole in one process, or shard by shard, each rank reading only what it holds."""
 
 from rl_backends.errors import ModelError
-from rl_backends.loading.checks import check_generation_config, check_vocabulary
+from rl_backends.loading.checks import check_generation_config, check_vocabulary, pad_token_id, stop_token_ids
 from rl_backends.loading.initialise import initialise
 from rl_backends.loading.materialize import materialize
 from rl_backends.loading.source import ModelSource, open_model
@@ -19,4 +19,6 @@ __all__ = [
     "load_tokenizer",
     "materialize",
     "open_model",
+    "pad_token_id",
+    "stop_token_ids",
 ]

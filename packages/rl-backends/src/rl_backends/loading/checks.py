@@ -1,11 +1,12 @@
-"""What is refused before a run because it would fail after it, or silently. Reads no weights."""
+"""What a model and its tokenizer say before a run: the tokens that end a response, and what would fail later."""
 
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from rl_backends.errors import ModelError
 
-__all__ = ["check_generation_config", "check_vocabulary"]
+__all__ = ["check_generation_config", "check_vocabulary", "pad_token_id", "stop_token_ids"]
 
 
 def check_generation_config(model: Any) -> None:
@@ -44,3 +45,15 @@ def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded
         f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, accept "
         f"them by allow_padded=True (policy.padded_vocabulary=true in a recipe), or use the model's own tokenizer"
     )
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end of sequence, then those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
+    """The tokenizer's padding token; without one, the first stop token, since padding is never attended to."""
+    return int(stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

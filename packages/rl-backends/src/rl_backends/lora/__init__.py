@@ -8,7 +8,7 @@ from rl_backends.lora.files import load_adapter, save_adapter
 from rl_backends.lora.inject import add_lora, fill_with_adapters, initialise_adapters
 from rl_backends.lora.layers import adapter_tensors
 from rl_backends.lora.merged import MergedWeights, export_merged
-from rl_backends.lora.reference import adapters_disabled
+from rl_backends.lora.reference import adapters_disabled, is_base
 from rl_backends.lora.size import AdapterSize, adapter_size
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "export_merged",
     "fill_with_adapters",
     "initialise_adapters",
+    "is_base",
     "load_adapter",
     "save_adapter",
 ]

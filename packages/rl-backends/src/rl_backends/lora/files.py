@@ -5,7 +5,6 @@ each of which copies its own part. Knows no base weights: the folder names the m
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_backends.checkpoints.atomic import atomic_folder
 from rl_backends.errors import CheckpointError
-from rl_backends.export.files import sync
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
 from rl_backends.rank_agreement import on_every_rank, on_rank_0
@@ -118,18 +117,9 @@ def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
 
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; a saved adapter is never overwritten, choose another folder")
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir(parents=True)
+    with atomic_folder(folder) as unfinished:
         config.save_pretrained(str(unfinished))
         (unfinished / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
-        sync([*unfinished.iterdir(), unfinished])
-        unfinished.rename(folder)
-        sync([folder.parent])
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _peft_config(model: nn.Module, layers: list[AdaptedLayer], base_model_name: str) -> Any:

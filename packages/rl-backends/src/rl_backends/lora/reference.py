@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from torch import nn
 
 from rl_backends.errors import ModelError
+from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.layers import adapted_layers, trained_whole
 
-__all__ = ["adapters_disabled"]
+__all__ = ["adapters_disabled", "is_base"]
 
 
 @contextmanager
@@ -36,3 +37,11 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, disabled in before:
             module._disable_adapters = disabled  # noqa: SLF001
+
+
+def is_base(adapters: LoraConfig | None, *, steps_before: int) -> bool:
+    """Whether the reference of a stage is the policy with its adapters disabled, which takes no memory.
+
+    It is where nothing was trained before: `steps_before` is the run's optimizer steps before the stage.
+    """
+    return adapters is not None and not adapters.modules_to_save and steps_before == 0

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
+
+from rl_generation.child_process import process_stat
 
 __all__ = ["EngineProcesses", "Watchdog"]
 
@@ -73,7 +75,7 @@ class EngineProcesses:
             file.unlink(missing_ok=True)
 
     def _living(self) -> list[int]:
-        found = {process_id: _stat(process_id) for process_id in self._started}
+        found = {process_id: process_stat(process_id) for process_id in self._started}
         return [process_id for process_id, stat in found.items() if stat and stat.started == self._started[process_id]]
 
 
@@ -122,25 +124,9 @@ class Watchdog:
                     future.set_exception(EngineDeadError())
 
 
-class _Stat(NamedTuple):
-    """What /proc says of a living process."""
-
-    parent: int
-    started: int
-    """In clock ticks since the machine started: tells it from a later process of the same number."""
-
-
-def _stat(process_id: int) -> _Stat | None:
-    try:
-        row = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if row[0] == "Z" else _Stat(parent=int(row[1]), started=int(row[19]))
-
-
 def _below(roots: set[int]) -> dict[int, int]:
     """Process id → start of `roots` and all of their descendants that live."""
-    stats = {int(each.name): _stat(int(each.name)) for each in Path("/proc").iterdir() if each.name.isdigit()}
+    stats = {int(each.name): process_stat(int(each.name)) for each in Path("/proc").iterdir() if each.name.isdigit()}
     found: dict[int, int] = {}
     newest = roots
     while newest:

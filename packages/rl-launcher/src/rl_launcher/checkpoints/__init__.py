@@ -6,18 +6,18 @@
 from rl_launcher.checkpoints.export import export
 from rl_launcher.checkpoints.folders import Checkpoint, CheckpointError, find_latest, list_checkpoints, unfinished_of
 from rl_launcher.checkpoints.progress import Progress
-from rl_launcher.checkpoints.save import Keeper, cut_history, load_progress, save_in_a_step
+from rl_launcher.checkpoints.save import CheckpointManager, load_progress, save_mid_step, truncate_logs
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Keeper",
+    "CheckpointManager",
     "Progress",
-    "cut_history",
     "export",
     "find_latest",
     "list_checkpoints",
     "load_progress",
-    "save_in_a_step",
+    "save_mid_step",
+    "truncate_logs",
     "unfinished_of",
 ]

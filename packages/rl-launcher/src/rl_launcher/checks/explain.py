@@ -11,17 +11,15 @@ from rl_algorithms import dpo
 from rl_algorithms.data import ConversationData, PreferenceData
 from rl_backends import BackendSelection, MegatronConfig, select_backend
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
+from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checks import preflight
 from rl_launcher.checks.predict import predict_run
-from rl_launcher.inputs import load_dataset
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import Resolved
 from rl_launcher.recipe_files.dataclass_schema import to_plain
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 from rl_observe import Secrets, redact
-
-__all__ = ["Explained", "describe_backend", "explain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,15 @@ from typing import Any
 from torch import nn
 
 from rl_backends import MegatronConfig, ModelError, explain, open_model, select_backend
+from rl_backends.least_memory import device_bytes, host_bytes
 from rl_backends.loading.files import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
 from rl_generation import EngineOptionError, estimate_memory
-from rl_launcher.checks.preflight import device_bytes, host_bytes
-from rl_launcher.load_model import adapters_of, copies_reference, learning_rate_hint, load_model
+from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
-
-__all__ = ["Prediction", "predict_run"]
 
 GIB = 2**30
 
@@ -57,13 +55,8 @@ def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJE
     except ModelError as error:
         if is_import_string(policy.model_name) or local_folder(policy.model_name) is not None:
             raise
-        unknown = "unknown without the model, see Policy"
-        return Prediction(
-            policy=f"unknown without the model: {error}",
-            engine=unknown,
-            refit=unknown,
-            figures={"unknown": str(error)},
-        )
+        why, unknown = f"unknown without the model: {error}", "unknown without the model, see Policy"
+        return Prediction(policy=why, engine=unknown, refit=unknown, figures={"unknown": str(error)})
     adapters = adapters_of(policy, without_weights(skeleton))
     text, peak = _policy(recipe, skeleton, adapters, ranks=len(placement.ranks))
     engine, engine_bytes = _engine(recipe, skeleton)
@@ -90,7 +83,9 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     """Return how the policy is sharded, and the peak bytes of a rank in one step."""
     config = select_backend(recipe.policy).config
     if isinstance(config, MegatronConfig):
-        return _megatron(recipe, skeleton, ranks=ranks)
+        from rl_backends.commands.megatron_layout import describe_layout
+
+        return describe_layout(skeleton, lambda: recipe.policy.megatron_cfg, ranks=ranks)
     stages = list(recipe.stages.values())
     explained = explain(
         skeleton,
@@ -111,28 +106,6 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     # The weights that are merged for the engines are no part of the traced step.
     merged = adapters.merged_bytes * config.data_parallel_replicate_size // ranks
     return "\n".join([*lines, "", text]), peak + merged
-
-
-def _megatron(recipe: Recipe, skeleton: nn.Module, *, ranks: int) -> tuple[str, int | None]:
-    from rl_backends.commands.megatron_layout import axes_of, readable_layout, stages_of
-    from rl_backends.loading.shards_by_name import first_names
-
-    model_config: Any = skeleton.config
-    architecture, config = readable_layout(model_config, lambda: recipe.policy.megatron_cfg, ranks=ranks)
-    names = first_names(skeleton)
-    shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
-    fullest = max(stages_of(architecture, shapes, config, ranks=ranks), key=lambda stage: stage.num_bytes)
-    parts = {
-        "weights": fullest.weight_bytes,
-        "gradients": fullest.gradient_bytes,
-        "optimizer": fullest.optimizer_bytes,
-        "total": fullest.num_bytes,
-    }
-    lines = [f"Megatron backend of {type(skeleton).__name__} on {ranks} {config.device} rank{'s' * (ranks > 1)}"]
-    lines += [f"  {axis.name:<4}{axis.size:>5}  {axis.does}" for axis in axes_of(config, ranks=ranks)]
-    lines += ["memory of the fullest rank, without activations and communication"]
-    lines += [f"  {name:<10}{_size(size):>12}" for name, size in parts.items()]
-    return "\n".join(lines), fullest.num_bytes
 
 
 def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, int | None]:

@@ -2,47 +2,34 @@
 
 `run`, `resume` and `validate` call `check`. A check refuses only what certainly fails. Where it could only guess (a hub
 that does not answer, GPUs on other nodes) it lets the run start, and `explain` says what is unknown.
-
-The least memory of a run, in bytes per parameter:
-
-    DTensor in float32         weights 4, gradients 4, AdamW's moments 8
-    Megatron in bfloat16       weights 2, gradients 4, moments and float32 weights 12
-    LoRA                       the frozen weights, their merged copy, and 16 for each parameter of an adapter
-    an engine                  its weights, in its own dtype
-
-Activations, caches and working memory come on top and are not counted, so a run that passes may still be too large.
 """
 
 import fcntl
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from rl_backends import DTensorConfig, MegatronConfig, ModelError, load_tokenizer, select_backend
+from rl_backends import DTensorConfig, ModelError, load_tokenizer, select_backend
+from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading import open_model
 from rl_backends.loading.files import local_folder
 from rl_backends.lora import AdapterSize
 from rl_generation import estimate_memory
+from rl_launcher.build.environments import load_environment
+from rl_launcher.build.inputs import load_dataset
+from rl_launcher.build.models import adapters_of, copies_reference
 from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_space
-from rl_launcher.environments import load_environment
 from rl_launcher.errors import Refusal
-from rl_launcher.inputs import load_dataset
-from rl_launcher.load_model import adapters_of, copies_reference
-from rl_launcher.python_objects import is_python_object
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
-from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, named_code
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string, is_python_object, named_code
 from rl_observe import check_trackers
 from rl_observe.glossary import METRICS, metric_of
 
-__all__ = ["KnownModel", "MemoryNeeds", "check", "check_all_but_memory", "check_rows", "lacking_memory", "taken"]
-
 GIB = 2**30
 FLOAT32_BYTES = 4
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DATA_SUFFIXES = {".jsonl", ".json", ".parquet"}
 LOGGED_BY = {"held_out_loss": "sft", "held_out_margin": "dpo", "held_out_pair_accuracy": "dpo"}
 """The only stage that logs each of these metrics."""
@@ -89,8 +76,6 @@ class KnownModel:
 
     name: str
     """As in the recipe."""
-    config: Any
-    """The transformers configuration."""
     parameters: int
     """Elements of all weights; tied weights count once."""
     adapters: AdapterSize | None = None
@@ -114,7 +99,7 @@ def known_model(policy: PolicyConfig) -> KnownModel | None:
             raise
         return None  # loading the model will report why the hub did not answer
     adapters = None if policy.dtensor_cfg.lora_cfg is None else adapters_of(policy, source.skeleton())
-    return KnownModel(name=policy.model_name, config=source.config, parameters=parameters, adapters=adapters)
+    return KnownModel(name=policy.model_name, parameters=parameters, adapters=adapters)
 
 
 # ---- Files and the run directory.
@@ -123,8 +108,7 @@ def known_model(policy: PolicyConfig) -> KnownModel | None:
 def check_files(recipe: Recipe, *, new_run: bool) -> None:
     """Refuse missing model folders, data files and code files, and for a new run a run directory that is in use.
 
-    Raises:
-        ValueError: with the key, the path, and an existing file of nearly the same name.
+    The message has the key, the path, and an existing file of nearly the same name.
     """
     for key, text in named_code(recipe).items():
         file = Path(text.rpartition(":")[0]).expanduser()
@@ -140,11 +124,11 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
     if recipe.distill is not None:
         models["distill.teacher.model_name"] = recipe.distill.teacher.model_name
     for key, name in models.items():
-        if not is_import_string(name):
-            try:
+        try:
+            if not is_import_string(name):
                 local_folder(name)
-            except ValueError as error:
-                raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
+        except ValueError as error:
+            raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
     check_trackers(recipe.logger)
     _check_metric(recipe)
     if new_run:
@@ -153,8 +137,7 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
         folder = _existing_parent(recipe.run_dir)
         try:
             # Tried before the free space is read: a folder that cannot be written, such as /proc, may report 0 bytes.
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             why = (error.strerror or type(error).__name__).lower()
             raise Refusal(
@@ -171,8 +154,7 @@ def _check_metric(recipe: Recipe) -> None:
     if metric_of(name) is None:
         like = nearest(name, list(METRICS))
         raise Refusal(f"{what} no run logs that{f'; did you mean {like[0]}?' if like else ''}")
-    stage = LOGGED_BY.get(name)
-    if stage is not None and stage not in recipe.stages:
+    if (stage := LOGGED_BY.get(name)) is not None and stage not in recipe.stages:
         raise Refusal(f"{what} only {stage} logs that, which is not in this recipe; choose another")
 
 
@@ -214,11 +196,7 @@ def _where_to_look(path: Path) -> str:
 
 
 def check_disk(recipe: Recipe, *, model: KnownModel, free_bytes: int | None = None) -> None:
-    """Refuse a run whose checkpoints and final model do not fit on the disk; `free_bytes=None` reads the disk.
-
-    Raises:
-        DiskSpaceError: with the needed and the free bytes.
-    """
+    """Refuse, as `check_space`, a run whose checkpoints and final model do not fit on the disk."""
     if not recipe.stages:
         return
     weights = model.parameters * FLOAT32_BYTES
@@ -229,16 +207,13 @@ def check_disk(recipe: Recipe, *, model: KnownModel, free_bytes: int | None = No
     check_space(folder, checkpoint_bytes=checkpoint, model_bytes=weights, config=config, free_bytes=free_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryNeeds:
+class MemoryNeeds(NamedTuple):
     """The least bytes that a run holds, summed over all its GPUs or processes."""
 
     trainer_bytes: int
-    """Weights, gradients and optimizer state."""
     frozen_bytes: int
     """The reference model, if there is a separate one."""
     engine_bytes: int
-    """The weights of all engines."""
 
 
 def lacking_memory(
@@ -249,22 +224,19 @@ def lacking_memory(
     It does not fit if weights, gradients and optimizer state alone exceed `available_bytes`, the memory of all GPUs or
     processes together. None reads this machine.
     """
-    needs = least_needed(recipe, model=model, placement=placement)
-    on_gpu = placement.device == "cuda"
     available = _available(recipe, placement) if available_bytes is None else available_bytes
     if available is None:
         return None
-    needed = needs.trainer_bytes + needs.frozen_bytes + needs.engine_bytes
+    needs, on_gpu = least_needed(recipe, model=model, placement=placement), placement.device == "cuda"
+    needed = sum(needs)
     if placement.colocated and on_gpu and recipe.cluster.runtime == "ray":
         needed = max(needs.trainer_bytes, needs.engine_bytes)  # colocated: each is offloaded while the other works
     if needed <= available:
         return None
-    lora = recipe.policy.dtensor_cfg.lora_cfg
+    smaller = "LoRA (policy.dtensor_cfg.lora_cfg.rank=16)"
     if recipe.policy.megatron_cfg.enabled:
         smaller = "policy.megatron_cfg.precision=bfloat16"
-    elif lora is None:
-        smaller = "LoRA (policy.dtensor_cfg.lora_cfg.rank=16)"
-    else:
+    elif (lora := recipe.policy.dtensor_cfg.lora_cfg) is not None:
         smaller = f"policy.dtensor_cfg.lora_cfg.base_dtype=bfloat16 (it is {lora.base_dtype})"
     reference = f", reference {_gib(needs.frozen_bytes)}" if needs.frozen_bytes else ""
     return (
@@ -278,27 +250,19 @@ def lacking_memory(
 
 def least_needed(recipe: Recipe, *, model: KnownModel, placement: Placement) -> MemoryNeeds:
     """Calculate the bytes of weights, gradients, optimizer state, reference and engines."""
-    config = select_backend(recipe.policy).config
-    names = {stage.optimizer.name for stage in recipe.stages.values()}
-    if isinstance(config, MegatronConfig):
-        bfloat16 = config.precision == "bfloat16"
-        weight, optimizer = (2, 12) if bfloat16 else (4, 8)
-        # Without the distributed optimizer every data-parallel rank has its own copy.
-        copies = 1 if config.use_distributed_optimizer else max(1, len(placement.ranks) // config.data_multiple)
-    else:
-        weight = 4 if config.lora_cfg is None else config.lora_cfg.torch_base_dtype.itemsize
-        optimizer = 8 if "adamw" in names else 2
-        copies = config.data_parallel_replicate_size
-    state = FLOAT32_BYTES + optimizer if recipe.stages else 0  # gradients are float32 in both backends
-    held, trained, merged = model.parameters * weight, model.parameters, 0
-    if (size := model.adapters) is not None:
-        held, trained, merged = size.frozen_bytes + size.trainable_bytes, size.trainable, size.merged_bytes
+    trainer = least_memory(
+        select_backend(recipe.policy).config,
+        parameters=model.parameters,
+        optimizers={stage.optimizer.name for stage in recipe.stages.values()},
+        ranks=len(placement.ranks),
+        adapters=model.adapters,
+    )
     generation = recipe.policy.generation
     half = generation.backend == "vllm" and generation.vllm_cfg.precision in {"bfloat16", "float16", "half"}
     return MemoryNeeds(
-        trainer_bytes=(held + trained * state + merged) * copies,
-        frozen_bytes=held * copies if copies_reference(recipe) else 0,
-        engine_bytes=model.parameters * (2 if half else weight) * len(placement.engines),
+        trainer_bytes=trainer.trainer_bytes,
+        frozen_bytes=trainer.weight_bytes if copies_reference(recipe) else 0,
+        engine_bytes=model.parameters * (2 if half else trainer.element_bytes) * len(placement.engines),
     )
 
 
@@ -314,23 +278,6 @@ def _available(recipe: Recipe, placement: Placement) -> int | None:
     return each * placement.slots_per_node
 
 
-def host_bytes() -> int:
-    """Return the memory of this machine, or the limit of its container if that is less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
-
-
-def device_bytes() -> int | None:
-    """Return the memory of one GPU of this machine, or None if it has no GPU."""
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
-
-
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
@@ -339,11 +286,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def check_prompt_format(recipe: Recipe) -> None:
-    """Refuse `data.prompt_format=chat` with a tokenizer that has no chat template.
-
-    Raises:
-        Refusal: with both keys.
-    """
+    """Refuse `data.prompt_format=chat` with a tokenizer that has no chat template."""
     policy = recipe.policy
     if recipe.data.prompt_format != "chat" or is_import_string(policy.model_name):
         return

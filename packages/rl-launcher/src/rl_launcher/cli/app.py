@@ -8,8 +8,6 @@ import typer
 
 from rl_launcher.cli import cluster_commands, recipe_commands, run_commands
 
-__all__ = ["app", "main"]
-
 EXIT_CODES = (
     "Exit codes: 0 it holds; 1 the run failed, or what is measured does not hold; 2 refused or misused; "
     "75 saved and ended at its time limit: resume it; 130 interrupted."

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rl_launcher.bundled_recipes import SCHEMA_FILE, find_recipe, shipped_recipes
 from rl_launcher.cli.console import or_refuse, warn
 from rl_launcher.recipe_files.dataclass_schema import docstrings
+from rl_launcher.recipe_files.shipped import SCHEMA_FILE, find_recipe, shipped_recipes
 
 if TYPE_CHECKING:
     from rl_launcher.recipe_files import Resolved
     from rl_launcher.schema import Recipe
-
-__all__ = ["Flags", "Json", "Out", "Overrides", "RecipeFile", "RunPath", "Traceback", "load", "with_flags"]
 
 
 def complete_recipes(incomplete: str) -> list[str]:

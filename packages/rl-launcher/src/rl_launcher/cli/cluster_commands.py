@@ -5,12 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_launcher.bundled_recipes import find_recipe, shipped_recipes
 from rl_launcher.cli.arguments import Flags, Json, Out, Overrides, RecipeFile, load, with_flags
 from rl_launcher.cli.console import or_refuse, write
 from rl_launcher.cluster_jobs import KubernetesOptions, RayPorts, SlurmOptions
-
-__all__ = ["doctor", "kubernetes", "slurm"]
+from rl_launcher.recipe_files.shipped import find_recipe, shipped_recipes
 
 PORTS, PORT = "ports", "port_"
 

@@ -11,8 +11,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["or_refuse", "print_json", "refuse", "report_and_exit", "show", "warn", "write"]
-
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 ResultT = TypeVar("ResultT")
 

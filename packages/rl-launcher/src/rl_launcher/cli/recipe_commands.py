@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from rl_launcher.bundled_recipes import about, copy_recipe, shipped_recipes
 from rl_launcher.cli.arguments import Out, complete_keys
 from rl_launcher.cli.console import or_refuse, show, warn, write
-
-__all__ = ["copy", "import_nemo_rl", "keys", "list_recipes", "schema", "show_recipe"]
+from rl_launcher.recipe_files.shipped import about, copy_recipe, shipped_recipe, shipped_recipes
 
 
 def complete_names(incomplete: str) -> list[str]:
@@ -33,10 +31,7 @@ def list_recipes() -> None:
 
 def show_recipe(name: Name) -> None:
     """Print a shipped recipe as it is written; `rl-launcher validate --print NAME` prints it with what it inherits."""
-    known = shipped_recipes()
-    if name not in known:
-        or_refuse(lambda: copy_recipe(name, Path()))  # refuses with the nearest name
-    show(known[name].read_text(encoding="utf-8"), end="")
+    show(or_refuse(lambda: shipped_recipe(name)).read_text(encoding="utf-8"), end="")
 
 
 def copy(

@@ -9,8 +9,6 @@ import typer
 from rl_launcher.cli.arguments import Json, Overrides, RecipeFile, RunPath, Traceback, complete_recipes, load
 from rl_launcher.cli.console import or_refuse, print_json, refuse, report_and_exit, show, warn
 
-__all__ = ["evaluate", "explain", "export", "report", "resume", "run", "try_reward", "validate"]
-
 
 def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""

@@ -1,22 +1,17 @@
-"""What a cluster job starts, on any scheduler: one recipe, its run directory, its nodes and Ray's ports.
+"""What a cluster job starts, on any scheduler: one recipe, its run directory, its nodes and Ray's ports."""
 
-The functions below the dataclasses write values into shell scripts: `assignment`, `array`, `fill`.
-"""
-
-import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import yaml
 
 from rl_launcher.errors import Refusal
 
 if TYPE_CHECKING:
     from rl_launcher.schema import Recipe
-
-__all__ = ["ClusterJob", "RayPorts", "array", "assignment", "check_text", "cluster_job", "environment", "fill"]
 
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 HIGHEST_PORT = 65535
@@ -31,7 +26,6 @@ class ClusterJob:
     run_dir: str
     """The run directory on the cluster; relative to the shared directory."""
     num_nodes: int
-    """Nodes."""
     gpus_per_node: int
     """GPUs of each node; 0 if the policy is on the CPU."""
     overrides: tuple[str, ...] = ()
@@ -114,14 +108,12 @@ class RayPorts:
     """The head's dashboard; on SLURM only on loopback."""
 
     def __post_init__(self) -> None:
-        single: dict[str, int] = {}
-        for field in fields(self):
-            name, port = field.name, getattr(self, field.name)
+        ports: dict[str, int] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, port in ports.items():
             may_be_free = name in {"node_manager", "object_manager"}
             if not 1024 <= port <= HIGHEST_PORT and not (may_be_free and port == 0):
                 raise Refusal(f"ports.{name}={port} must be from {'0, or ' * may_be_free}1024 to {HIGHEST_PORT}")
-            if port and "worker" not in name:
-                single[name] = port
+        single = {name: port for name, port in ports.items() if port and "worker" not in name}
         if self.min_worker >= self.max_worker:
             raise Refusal(
                 f"ports.min_worker={self.min_worker} must be below ports.max_worker={self.max_worker}: each actor "
@@ -136,12 +128,15 @@ class RayPorts:
                 )
 
 
-def environment(variables: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Parse `NAME=value`, and `NAME` alone for a variable whose value is not written to the file.
+def check_least(options: object, **least: int) -> None:
+    """Refuse an option that is less than it must be."""
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            raise Refusal(f"{name}={getattr(options, name)} must be >= {number}")
 
-    Raises:
-        Refusal: not a variable name, or a value for a name that looks like a secret.
-    """
+
+def environment(variables: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+    """Parse `NAME=value`, and `NAME` alone (value None); refuse a value for a name that looks like a secret."""
     parsed: list[tuple[str, str | None]] = []
     for text in variables:
         name, given, value = text.partition("=")
@@ -157,11 +152,7 @@ def environment(variables: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
 
 
 def check_text(text: str) -> None:
-    """Refuse text that cannot stand in a script.
-
-    Raises:
-        Refusal: it contains NUL, or half of a surrogate pair.
-    """
+    """Refuse text that cannot stand in a script: NUL, or half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -170,20 +161,31 @@ def check_text(text: str) -> None:
         raise Refusal(f"{text!r} contains NUL, which no path may; rename it")
 
 
-def assignment(name: str, value: str | int) -> str:
-    """Return `name=value` for a shell, quoted; text that cannot be in a script is refused."""
+def render(template: str, **values: Any) -> str:
+    """Fill a file of `templates/`: `sh` quotes a value as one shell word, `yaml` as a YAML scalar in the given style.
+
+    Raises:
+        Refusal: a value for the shell contains what a script cannot.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(  # noqa: S701 - scripts and manifests, not HTML
+        loader=jinja2.PackageLoader("rl_launcher.cluster_jobs"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="{##",  # bash has ${#array[@]}
+        comment_end_string="##}",
+    )
+    environment.filters |= {"sh": _shell_word, "yaml": _yaml}
+    return environment.get_template(template).render(**values)
+
+
+def _shell_word(value: object) -> str:
     check_text(str(value))
-    return f"{name}={shlex.quote(str(value))}"
+    return shlex.quote(str(value))
 
 
-def array(name: str, items: Sequence[str]) -> str:
-    """Return `name=(a b …)` for bash, each item quoted; text that cannot be in a script is refused."""
-    for item in items:
-        check_text(item)
-    return f"{name}=({' '.join(map(shlex.quote, items))})"
-
-
-def fill(script: str, parts: Mapping[str, str]) -> str:
-    """Return a script of this folder with each `@@NAME@@` replaced. What a part contains is not replaced again."""
-    text = files("rl_launcher.cluster_jobs").joinpath(script).read_text(encoding="utf-8")
-    return re.sub("@@([A-Z]+)@@", lambda found: parts[found[1]], text)
+def _yaml(value: object, style: str = '"') -> str:
+    text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
+    return text.removesuffix("\n")

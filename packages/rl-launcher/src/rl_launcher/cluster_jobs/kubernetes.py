@@ -1,31 +1,23 @@
 """A manifest for Kubernetes: a KubeRay `RayJob` (ray.io/v1) and the ConfigMap with the script that it starts.
 
-The fields are those of KubeRay's API reference: https://ray-project.github.io/kuberay/reference/api/. The manifest
-contains no secret, only references to Kubernetes Secrets.
+Both are in `templates/kubernetes.yaml.j2`, with the fields of KubeRay's API reference:
+https://ray-project.github.io/kuberay/reference/api/. The manifest contains references to Secrets, and no secret.
 """
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import yaml
-
-from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, array, assignment, check_text, environment, fill
+from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, check_least, check_text, environment, render
 from rl_launcher.errors import Refusal
-from rl_launcher.recipe_files.yaml_source import RecipeDumper
 from rl_observe import RunDirectory
-
-__all__ = ["KubernetesOptions", "render_kubernetes"]
 
 # KubeRay appends 6 characters for the RayCluster and up to 10 for its services, and Kubernetes allows 63.
 LONGEST_NAME = 47
 NAME = re.compile(r"[a-z](?:[a-z0-9-]*[a-z0-9])?")
 SECRET = re.compile(r"(?P<variable>[A-Za-z_][A-Za-z0-9_]*)=(?P<secret>[a-z0-9][a-z0-9.-]*):(?P<key>[A-Za-z0-9._-]+)")
 QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
-SCRIPT_FOLDER = "/etc/rl-launcher"
-SCRIPT = "drive.sh"
-WIDTH = 1000  # so that long values are not folded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +85,7 @@ class KubernetesOptions:
             raise Refusal(
                 f"shared_dir={self.shared_dir!r} must be absolute and contain no `:`, since it is a mount path"
             )
-        for name, least in (("retries", 0), ("join_timeout_s", 1), ("grace_s", 1), ("keep_s", 0)):
-            if getattr(self, name) < least:
-                raise Refusal(f"{name}={getattr(self, name)} must be >= {least}")
+        check_least(self, retries=0, join_timeout_s=1, grace_s=1, keep_s=0)
         _variables(self)
 
 
@@ -105,151 +95,28 @@ def render_kubernetes(job: ClusterJob, options: KubernetesOptions) -> str:
     Raises:
         Refusal: the recipe or its run directory is not in the shared directory.
     """
-    subject = "What the recipe reads" if job.shipped else "The recipe, and everything that it reads,"
-    head = f"# Written by `rl-launcher render kubernetes`. {subject} must be in the claim {options.claim} already.\n"
-    if job.shipped:
-        head += f"# The recipe is the {job.recipe} that the image's own rl-launcher ships.\n"
-    documents = [_config_map(job, options), _ray_job(job, options)]
-    texts = [yaml.dump(each, Dumper=_Manifest, sort_keys=False, allow_unicode=True, width=WIDTH) for each in documents]
-    return head + "---\n".join(texts)
+    run = RunDirectory(Path(_inside(job.run_dir, options, what="run_dir")))
+    recipe = job.recipe if job.shipped else _inside(job.recipe, options, what="the recipe")
+    script = render("drive.sh.j2", job=job, options=options, run=run, arguments=(recipe, *job.arguments[1:]))
+    variables, secrets = _variables(options)
+    return render("kubernetes.yaml.j2", job=job, options=options, script=script, variables=variables, secrets=secrets)
 
 
-class _Manifest(RecipeDumper):
-    """Quotes what YAML 1.1, which Kubernetes reads, would take for a number, and writes scripts as readable blocks."""
-
-    def represent_script(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Manifest.add_representer(str, _Manifest.represent_script)
-
-
-def _ray_job(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
-    cluster: dict[str, Any] = {
-        "rayVersion": options.ray_version,
-        "headGroupSpec": {"rayStartParams": _ray_start(job, options, head=True), "template": _pod(job, options)},
-    }
-    if options.token:
-        cluster["authOptions"] = {"mode": "token"}
-    if job.num_nodes > 1:
-        workers = job.num_nodes - 1
-        cluster["workerGroupSpecs"] = [
-            {
-                "groupName": "workers",
-                "replicas": workers,
-                "minReplicas": workers,
-                "maxReplicas": workers,
-                "rayStartParams": _ray_start(job, options, head=False),
-                "template": _pod(job, options, head=False),
-            }
-        ]
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": _metadata(options),
-        "spec": {
-            # Without quotes: KubeRay splits this at blanks and Ray joins it again.
-            "entrypoint": f"bash {SCRIPT_FOLDER}/{SCRIPT}",
-            "submissionMode": "K8sJobMode",
-            "backoffLimit": options.retries,
-            "submitterConfig": {"backoffLimit": 0},  # submitting twice would run it twice
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": options.keep_s,
-            "rayClusterSpec": cluster,
-        },
-    }
-
-
-def _ray_start(job: ClusterJob, options: KubernetesOptions, *, head: bool) -> dict[str, str]:
-    ports = options.ports
-    parameters = {
-        "num-gpus": job.gpus_per_node,
-        "node-manager-port": ports.node_manager,
-        "object-manager-port": ports.object_manager,
-        "min-worker-port": ports.min_worker,
-        "max-worker-port": ports.max_worker,
-        "disable-usage-stats": "true",
-    }
-    if head:
-        # KubeRay submits and watches the job through the dashboard, from another pod.
-        parameters |= {
-            "port": ports.gcs,
-            "ray-client-server-port": ports.client,
-            "dashboard-port": ports.dashboard,
-            "dashboard-host": "0.0.0.0",  # noqa: S104 - within the network of the pods
-        }
-    return {name: str(value) for name, value in parameters.items()}
-
-
-def _pod(job: ClusterJob, options: KubernetesOptions, *, head: bool = True) -> dict[str, Any]:
-    resources = {"cpu": options.cpu, "memory": options.memory}
-    if job.gpus_per_node:
-        resources[options.gpu_resource] = str(job.gpus_per_node)
-    mounts = [{"name": "shared", "mountPath": options.shared_dir}, {"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
-    volumes: list[dict[str, Any]] = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
-    ]
-    container: dict[str, Any] = {
-        "name": "ray-head" if head else "ray-worker",
-        "image": options.image,
-        "workingDir": options.shared_dir,
-        "resources": {"limits": resources, "requests": dict(resources)},
-        "env": _variables(options),
-        "volumeMounts": mounts,
-    }
-    if head:
-        mounts.append({"name": "script", "mountPath": SCRIPT_FOLDER})
-        volumes.append({"name": "script", "configMap": {"name": f"{options.name}-script"}})
-        names = {"gcs-server": options.ports.gcs, "dashboard": options.ports.dashboard}
-        container["ports"] = [{"containerPort": port, "name": name} for name, port in names.items()]
-    return {
-        "spec": {
-            "containers": [container],
-            "volumes": volumes,
-            "terminationGracePeriodSeconds": options.grace_s,
-        }
-    }
-
-
-def _variables(options: KubernetesOptions) -> list[dict[str, Any]]:
-    variables: list[dict[str, Any]] = [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(options.grace_s)}]
+def _variables(options: KubernetesOptions) -> tuple[list[tuple[str, str]], list[dict[str, str]]]:
+    """The variables with a value, and those of Secrets as their `variable`, `secret` and `key`."""
+    variables, secrets = [], []
     for name, value in environment(options.env):
         if value is None:
             raise Refusal(
                 f"env {name} has no value, and a pod inherits none; write {name}=value, or use secret_env with "
                 f"{name}=secret:key"
             )
-        variables.append({"name": name, "value": value})
+        variables.append((name, value))
     for text in options.secret_env:
-        found = SECRET.fullmatch(text)
-        if found is None:
+        if (found := SECRET.fullmatch(text)) is None:
             raise Refusal("secret_env takes a Secret and its key, as HF_TOKEN=hugging-face:token")
-        reference = {"name": found["secret"], "key": found["key"]}
-        variables.append({"name": found["variable"], "valueFrom": {"secretKeyRef": reference}})
-    return variables
-
-
-def _config_map(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
-    run_dir = _inside(job.run_dir, options, what="run_dir")
-    recipe = job.recipe if job.shipped else _inside(job.recipe, options, what="the recipe")
-    values: dict[str, str | int] = {
-        "SHARED_DIR": options.shared_dir,
-        "RUN_DIR": run_dir,
-        "RUN_RECIPE": str(RunDirectory(Path(run_dir)).recipe),
-        "PYTHON": options.python,
-        "NUM_NODES": job.num_nodes,
-        "GPUS_PER_NODE": job.gpus_per_node,
-        "JOIN_TIMEOUT_S": options.join_timeout_s,
-    }
-    lines = [assignment(name, value) for name, value in values.items()]
-    lines.append(array("ARGUMENTS", (recipe, *job.arguments[1:])))
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(options, suffix="-script"),
-        "data": {SCRIPT: fill(SCRIPT, {"VALUES": "\n".join(lines)})},
-    }
+        secrets.append(found.groupdict())
+    return variables, secrets
 
 
 def _inside(path: str, options: KubernetesOptions, *, what: str) -> str:
@@ -259,7 +126,3 @@ def _inside(path: str, options: KubernetesOptions, *, what: str) -> str:
     if ".." in absolute.parts or shared not in absolute.parents:
         raise Refusal(f"{what} is {path}, but pods only share {shared}; put it there, or set shared_dir to its folder")
     return str(absolute)
-
-
-def _metadata(options: KubernetesOptions, *, suffix: str = "") -> dict[str, Any]:
-    return {"name": options.name + suffix} | ({"namespace": options.namespace} if options.namespace else {})

@@ -1,19 +1,17 @@
 """A SLURM batch script: Ray on every node, the recipe on the first; at the time limit it saves and is requeued.
 
-The script is `slurm.sh`, beside this file; this module checks and quotes its values.
+The script is `templates/slurm.sh.j2`; this module checks its values.
 """
 
+import os
 import re
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, array, assignment, environment, fill
+from rl_launcher.cluster_jobs.job import ClusterJob, RayPorts, check_least, environment, render
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
-
-__all__ = ["SlurmOptions", "render_slurm"]
 
 # sbatch ends a directive at a blank, and no name on a cluster needs more than these characters.
 DIRECTIVE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+/=-]*")
@@ -73,9 +71,7 @@ class SlurmOptions:
                 raise Refusal(f"directives: {directive!r} is not an sbatch directive; write it as --qos=high")
         if not Path(self.shared_dir).is_absolute():
             raise Refusal(f"shared_dir={self.shared_dir!r} must be absolute: nodes share no current directory")
-        for name, least in (("join_timeout_s", 1), ("grace_s", 1), ("max_requeues", 0)):
-            if getattr(self, name) < least:
-                raise Refusal(f"{name}={getattr(self, name)} must be >= {least}")
+        check_least(self, join_timeout_s=1, grace_s=1, max_requeues=0)
         if self.mounts and self.container is None:
             raise Refusal(f"mounts={list(self.mounts)} need a container, and there is none; set container")
         environment(self.env)
@@ -87,70 +83,16 @@ def render_slurm(job: ClusterJob, options: SlurmOptions, *, file: str = "run.sba
     Raises:
         Refusal: a value that cannot stand in a shell script.
     """
-    parts = {
-        "DIRECTIVES": "\n".join(f"#SBATCH {directive}" for directive in _directives(job, options)),
-        "FILE": shlex.quote(file) if file.isprintable() else "it",
-        "VALUES": "\n".join(_values(job, options)),
-    }
-    return fill("slurm.sh", parts)
-
-
-def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
-    directives = {
-        "job-name": options.name,
-        "nodes": job.num_nodes,
-        "ntasks-per-node": "1",
-        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "signal": f"B:USR1@{options.grace_s}",
-        "output": "%x-%j.log",
-        "open-mode": "append",
-    }
-    return [
-        *(f"--{name}={value}" for name, value in directives.items() if value is not None),
-        *(["--exclusive"] if options.exclusive else []),
-        "--requeue" if options.max_requeues else "--no-requeue",
-        *options.directives,
-    ]
-
-
-def _values(job: ClusterJob, options: SlurmOptions) -> list[str]:
     shared = Path(options.shared_dir)
-    run_dir = shared / Path(job.run_dir).expanduser()
     variables = environment(options.env)
-    container = []
-    if options.container is not None:
-        container = [
-            f"--container-image={options.container}",
-            f"--container-mounts={','.join((f'{shared}:{shared}', *options.mounts))}",
-            f"--container-workdir={shared}",
-        ]
-    values: dict[str, str | int] = {
-        "SHARED_DIR": str(shared),
-        "RUN_DIR": str(run_dir),
-        "RUN_RECIPE": str(RunDirectory(run_dir).recipe),
-        "SETUP": options.setup,
-        "PYTHON": options.python,
-        "NUM_NODES": job.num_nodes,
-        "GPUS_PER_NODE": job.gpus_per_node,
-        "JOIN_TIMEOUT_S": options.join_timeout_s,
-        "REQUEUE": "yes" if options.max_requeues else "no",
-        "MAX_REQUEUES": options.max_requeues,
-        "GCS_PORT": options.ports.gcs,
-        "CLIENT_PORT": options.ports.client,
-        "NODE_MANAGER_PORT": options.ports.node_manager,
-        "OBJECT_MANAGER_PORT": options.ports.object_manager,
-        "MIN_WORKER_PORT": options.ports.min_worker,
-        "MAX_WORKER_PORT": options.ports.max_worker,
-        "DASHBOARD": "true" if options.dashboard else "false",
-        "DASHBOARD_PORT": options.ports.dashboard,
-    }
-    return [
-        *(assignment(name, value) for name, value in values.items()),
-        array("ARGUMENTS", job.arguments),
-        array("CONTAINER", container),
-        array("REQUIRED_ENV", [name for name, value in variables if value is None]),
-        *(f"export {assignment(name, value)}" for name, value in variables if value is not None),
-    ]
+    return render(
+        "slurm.sh.j2",
+        job=job,
+        options=options,
+        file=file,
+        shared=shared,
+        run=RunDirectory(shared / os.path.expanduser(job.run_dir)),  # noqa: PTH111 - leaves the ~ of no user as it is
+        mounts=",".join((f"{shared}:{shared}", *options.mounts)),
+        required=[name for name, value in variables if value is None],
+        exported=[(name, value) for name, value in variables if value is not None],
+    )

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "wait_for_nodes"]
-
 POLL_S = 1.0
 
 
@@ -22,11 +20,8 @@ class NotJoinedError(RuntimeError):
 def wait_for_nodes(num_nodes: int, *, gpus_per_node: int, deadline: float, left_in: Path | None = None) -> str:
     """Wait for the nodes, and return a description of them. Ray must be connected already.
 
-    Args:
-        num_nodes: the number of nodes to wait for.
-        gpus_per_node: nodes with fewer GPUs do not count.
-        deadline: in seconds of `time.monotonic`.
-        left_in: a folder in which a node that gives up leaves a file `left-*` with the reason.
+    Nodes with fewer GPUs than `gpus_per_node` do not count. `deadline` is in seconds of `time.monotonic`. In the folder
+    `left_in` a node that gives up leaves a file `left-*` with the reason.
 
     Raises:
         NotJoinedError: the deadline has passed, or a node gave up.

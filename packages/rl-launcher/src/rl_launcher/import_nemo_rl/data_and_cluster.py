@@ -18,7 +18,11 @@ def data(source: Source, algorithm: str) -> dict[str, Any]:
     if isinstance(train, list):
         source.untranslated("data.train", f"a recipe reads one data set; join these {len(train)} into one file")
         train = {}
-    train = {**(source.peek("data.default") or {}), **(train or {}), **_old_style(source)}
+    written = source.peek("data") or {}  # older files have these directly below `data`
+    old = {name: written[name] for name in ("dataset_name", "data_path", "input_key", "output_key") if name in written}
+    if "train_data_path" in written:
+        old["data_path"] = source.take("data.train_data_path")
+    train = {**(source.peek("data.default") or {}), **(train or {}), **old}
     ours = dict(_source_of(source, train, prefers=algorithm == "dpo"))
     share = train.get("split_validation_size") or 0
     if 0 < share < 1:
@@ -40,7 +44,9 @@ def _source_of(source: Source, train: dict[str, Any], *, prefers: bool) -> dict[
         unknown = f"{path} ranks responses within a row, ours has prompt, chosen and rejected"
     elif path:
         names = {"prompt": train.get("input_key", "input"), "answer": train.get("output_key", "output")}
-        ours: dict[str, Any] = {"source": str(path), "columns": _of_pairs(train) if prefers else names}
+        if prefers:
+            names = {name: str(train[key]) for name, key in PAIR_KEYS.items() if train.get(key, name) != name}
+        ours: dict[str, Any] = {"source": str(path), "columns": names}
         return ours | ({"split": str(train["split"])} if train.get("split") else {})
     elif name in key_map()["datasets"] and not prefers:
         known: dict[str, Any] = key_map()["datasets"][str(name)]
@@ -50,21 +56,6 @@ def _source_of(source: Source, train: dict[str, Any], *, prefers: bool) -> dict[
     return {"source": rows}
 
 
-def _of_pairs(train: dict[str, Any]) -> dict[str, str]:
-    """Return the columns that have other names there."""
-    names = {ours: str(train.get(key, ours)) for ours, key in PAIR_KEYS.items()}
-    return {ours: theirs for ours, theirs in names.items() if theirs != ours}
-
-
-def _old_style(source: Source) -> dict[str, Any]:
-    """Return the keys that older files have directly below `data`."""
-    written = source.peek("data") or {}
-    old = {name: written[name] for name in ("dataset_name", "data_path", "input_key", "output_key") if name in written}
-    if "train_data_path" in written:
-        old["data_path"] = source.take("data.train_data_path")
-    return old
-
-
 def _prompts(source: Source, train: dict[str, Any]) -> None:
     for key in ("prompt_file", "system_prompt_file"):
         if train.get(key):
@@ -72,8 +63,6 @@ def _prompts(source: Source, train: dict[str, Any]) -> None:
             source.note("untranslated", f"data.{key}", reason, value=train[key])
         for section in ("data.train", "data.default", "data"):
             source.take(f"{section}.{key}")
-    if source.take("data.shuffle", default=True) is False:
-        source.untranslated("data.shuffle", "rows are always shuffled, with the seed")
 
 
 def environment(source: Source, algorithm: str) -> dict[str, Any]:
@@ -104,11 +93,7 @@ def evaluation(source: Source, section: str, *, steps: int) -> dict[str, Any]:
 
 def cluster(source: Source) -> dict[str, Any]:
     """Return `cluster`."""
-    ours: dict[str, Any] = {
-        "runtime": "ray",
-        "num_nodes": source.take("cluster.num_nodes", 1),
-        "gpus_per_node": source.take("cluster.gpus_per_node", 1),
-    }
+    ours: dict[str, Any] = {"runtime": "ray", **source.copy("cluster")}
     section = "megatron_cfg" if source.peek("policy.megatron_cfg.enabled") else "dtensor_cfg"
     if variables := source.take(f"policy.{section}.env_vars"):
         ours["env_vars"] = {str(name): str(value) for name, value in variables.items()}
@@ -136,8 +121,6 @@ def checkpointing(source: Source, *, steps: int) -> dict[str, Any]:
         else:
             reason = "our log has other names: set checkpointing.metric_name, and checkpointing.keep_top_k"
             source.untranslated("checkpointing.metric_name", f"{reason} to {best}")
-    if source.take("checkpointing.save_optimizer", default=True) is False:
-        source.untranslated("checkpointing.save_optimizer", "a run resumes from a checkpoint, optimizer included")
     return ours
 
 

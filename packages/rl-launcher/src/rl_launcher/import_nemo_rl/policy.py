@@ -39,18 +39,12 @@ def _dtensor(source: Source) -> dict[str, Any]:
     section = "policy.dtensor_cfg.lora_cfg"
     if not source.take(f"{section}.enabled"):
         return ours
-    lora: dict[str, Any] = {
-        "rank": int(source.take(f"{section}.dim", 8)),
-        "alpha": int(source.take(f"{section}.alpha", 32)),
-    }
+    lora: dict[str, Any] = {name: int(value) for name, value in source.copy(section).items()}
     wanted = source.take(f"{section}.target_modules") or []
     if not source.take(f"{section}.match_all_linear", default=not wanted) and wanted:
         lora["target_modules"] = [wanted] if isinstance(wanted, str) else list(wanted)
     else:
         source.untranslated(f"{section}.match_all_linear", "in the decoder alone: not lm_head, and no experts")
-    if source.take(f"{section}.lora_A_init") not in {None, "uniform"}:
-        reason = "A starts uniform within 1 / sqrt(in) and B at 0, as in peft"
-        source.untranslated(f"{section}.lora_A_init", reason)
     return {**ours, "lora_cfg": lora}
 
 
@@ -114,38 +108,28 @@ def _torch_schedule(source: Source, entry: dict[str, Any], ours: dict[str, Any])
     kind = str(entry["name"]).rpartition(".")[2]
     arguments: dict[str, Any] = entry.get("kwargs") or {}
     first, last = arguments.get("start_factor", 1 / 3), arguments.get("end_factor", 1.0)
+    decay_steps = arguments.get("T_max" if kind == "CosineAnnealingLR" else "total_iters")
     if kind == "LinearLR" and first < last:
         ours["warmup_steps"] = arguments.get("total_iters", 5)
         reason = f"warm-up begins at 0 and not at {first:g} of the learning rate"
         source.note("untranslated", "policy.scheduler", reason, value=f"start_factor={first:g}")
     elif kind == "LinearLR":
         ours |= {"schedule": "linear", "final_lr_ratio": last / first if first else 1.0}
-        _note_end(source, arguments.get("total_iters"))
     elif kind == "CosineAnnealingLR":
         ours |= {"schedule": "cosine", "final_lr_ratio": min(arguments.get("eta_min", 0.0) / ours["lr"], 1.0)}
-        _note_end(source, arguments.get("T_max"))
     elif kind == "ConstantLR" and arguments.get("factor", 1.0) == 1.0:
         ours["schedule"] = "constant"
     else:
         source.note("untranslated", "policy.scheduler", "ours are constant, linear, cosine and wsd", value=kind)
-
-
-def _note_end(source: Source, steps: object) -> None:
-    source.note("untranslated", "policy.scheduler", "the decay ends with the stage here", value=f"after {steps} steps")
+    if kind == "CosineAnnealingLR" or (kind == "LinearLR" and first >= last):
+        value = f"after {decay_steps} steps"
+        source.note("untranslated", "policy.scheduler", "the decay ends with the stage here", value=value)
 
 
 def _megatron_optimizer(source: Source) -> dict[str, Any]:
     prefix = "policy.megatron_cfg"
-    if (kind := source.take(f"{prefix}.optimizer.optimizer", "adam")) != "adam":
-        source.untranslated(f"{prefix}.optimizer.optimizer", f"AdamW is used instead of {kind}")
-    rate, least = source.take(f"{prefix}.optimizer.lr", 1e-6), source.take(f"{prefix}.optimizer.min_lr", 0.0)
-    ours = {
-        "lr": rate,
-        "weight_decay": source.take(f"{prefix}.optimizer.weight_decay", 0.01),
-        "betas": [source.take(f"{prefix}.optimizer.adam_beta{i}", default) for i, default in ((1, 0.9), (2, 0.999))],
-        "eps": source.take(f"{prefix}.optimizer.adam_eps", 1e-8),
-    }
-    source.take(f"{prefix}.optimizer.clip_grad")  # they use policy.max_grad_norm
+    ours, least = source.copy(f"{prefix}.optimizer"), source.take(f"{prefix}.optimizer.min_lr", 0.0)
+    ours["betas"] = [source.take(f"{prefix}.optimizer.adam_beta{i}", usual) for i, usual in ((1, 0.9), (2, 0.999))]
     if warmup := source.take(f"{prefix}.scheduler.lr_warmup_iters"):
         ours["warmup_steps"] = warmup
     match source.take(f"{prefix}.scheduler.lr_decay_style", "constant"):
@@ -153,7 +137,7 @@ def _megatron_optimizer(source: Source) -> dict[str, Any]:
             ours["schedule"] = "constant"
             source.take(f"{prefix}.scheduler.lr_decay_iters")
         case "linear" | "cosine" as style:
-            ours |= {"schedule": style, "final_lr_ratio": min(least / rate, 1.0)}
+            ours |= {"schedule": style, "final_lr_ratio": min(least / ours["lr"], 1.0)}
             source.untranslated(f"{prefix}.scheduler.lr_decay_iters", "the decay ends with the stage here")
         case style:
             source.untranslated(f"{prefix}.scheduler.lr_decay_style", f"ours is constant instead of {style}")
@@ -187,11 +171,6 @@ def generation(source: Source) -> dict[str, Any]:
             length, reason = FOR_EVALUATION, "theirs has neither it nor policy.max_total_sequence_length"
         source.note("fill_in", f"{section}.max_new_tokens", reason, value=length)
     ours |= {"max_new_tokens": length, "temperature": source.take(f"{section}.temperature", 1.0)}
-    for name, neutral in (("top_p", 1.0), ("top_k", None)):
-        if source.take(f"{section}.{name}", neutral) not in {neutral, -1}:
-            reason = "a rollout is sampled from the whole distribution, as its log-probabilities assume"
-            source.untranslated(f"{section}.{name}", reason)
-        source.take(f"{section}.val_{name}")
     if source.take(f"{section}.val_temperature", ours["temperature"]) != ours["temperature"]:
         reason = "evaluation samples at the temperature of training, and decodes greedily"
         source.untranslated(f"{section}.val_temperature", reason)
@@ -204,8 +183,7 @@ def _separate(source: Source, ours: dict[str, Any]) -> None:
     section = "policy.generation.colocated"
     if source.take(f"{section}.enabled", default=True):
         return
-    names = ("num_nodes", "gpus_per_node")
-    resources = {name: size for name in names if (size := source.take(f"{section}.resources.{name}"))}
+    resources = {name: size for name, size in source.copy(f"{section}.resources").items() if size}
     if source.peek("cluster.num_nodes", 1) == 1:
         resources.pop("num_nodes", None)  # on one node they count GPUs
     if resources:

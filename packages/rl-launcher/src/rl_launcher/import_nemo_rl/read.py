@@ -116,7 +116,8 @@ def _walk(value: Any, path: KeyPath, root: dict[str, Any], *, failures: dict[str
     if not isinstance(value, str):
         return value
     try:
-        return _unhidden(_text(value, path, root, depth=0))
+        found = _text(value, path, root, depth=0)
+        return found.replace(HIDDEN, "${env:") if isinstance(found, str) else found
     except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         failures[".".join(path)] = str(error).strip("'\"")
         return value
@@ -136,25 +137,22 @@ def _text(text: str, path: KeyPath, root: dict[str, Any], *, depth: int) -> Any:
 def _expression(expression: str, path: KeyPath, root: dict[str, Any], *, depth: int) -> Any:
     name, colon, words = expression.partition(":")
     if not colon:
-        target = _target(expression, path)
-        value = _look_up(target, root)
+        target, value = _look_up(expression, path, root)
         return _text(value, target, root, depth=depth + 1) if isinstance(value, str) else value
     if name == "oc.env":
         variable, _, default = words.partition(",")
         return HIDDEN + variable.strip() + (f":{default.strip()}" if default else "") + "}"
     if name not in ARITHMETIC:
         raise ValueError(f"${{{name}:…}} is not known")
-    left, right = (_number(word) for word in words.split(","))
+    left, right = (int(word) if word.strip().lstrip("-").isdecimal() else float(word) for word in words.split(","))
     return ARITHMETIC[name](left, right)
 
 
-def _target(reference: str, path: KeyPath) -> KeyPath:
+def _look_up(reference: str, path: KeyPath, root: dict[str, Any]) -> tuple[KeyPath, Any]:
+    """Return the key that `reference`, written at `path`, means, and its value."""
     dots = len(reference) - len(reference.lstrip("."))
-    names = tuple(reference.lstrip(".").split("."))
-    return names if dots == 0 else (*path[: max(len(path) - dots, 0)], *names)
-
-
-def _look_up(target: KeyPath, root: dict[str, Any]) -> Any:
+    target = tuple(reference.lstrip(".").split("."))
+    target = (*path[: max(len(path) - dots, 0)], *target) if dots else target
     value: Any = root
     for name in target:
         if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
@@ -163,18 +161,7 @@ def _look_up(target: KeyPath, root: dict[str, Any]) -> Any:
             value = value[name]
         else:
             raise LookupError(f"{'.'.join(target)} is not in the file")
-    return value
-
-
-def _number(word: str) -> int | float:
-    try:
-        return int(word)
-    except ValueError:
-        return float(word)
-
-
-def _unhidden(value: Any) -> Any:
-    return value.replace(HIDDEN, "${env:") if isinstance(value, str) else value
+    return target, value
 
 
 Kind = Literal["fill_in", "untranslated", "dropped"]
@@ -239,22 +226,30 @@ class Source:
         """Account for a key that we have nothing for."""
         self.note("untranslated", key, reason)
 
-    def copy(self, section: str) -> dict[str, Any]:
+    def copy(self, rules: str, section: str | None = None) -> dict[str, Any]:
         """Take the keys of a section that `key_map.yaml` copies; return those that have a value, by our names."""
-        names = key_map()["copied"][section]
-        taken = {ours: self.take(f"{section}.{theirs}") for theirs, ours in names.items()}
-        return {ours: value for ours, value in taken.items() if value is not None}
+        ours: dict[str, Any] = {}
+        for theirs, written in key_map()["copied"][rules].items():
+            rule: dict[str, Any] = {"to": written} if isinstance(written, str) else written
+            value = self.take(key := f"{section or rules}.{theirs}")
+            if value is not None and value not in (choices := list(rule.get("values", [value]))):
+                self.untranslated(key, f"it is none of {', '.join(map(str, choices))}")
+                value = None
+            value = rule.get("default") if value is None else value
+            value = rule["values"].get(value) if "values" in rule else value
+            *parents, name = rule["to"].split(".")
+            inner = functools.reduce(lambda below, parent: below.setdefault(parent, {}), parents, ours)
+            if value is not None:
+                inner[name] = value
+        return ours
 
-    def left(self) -> Iterator[tuple[str, Any]]:
+    def left(self, value: Any = _ABSENT, path: KeyPath = ()) -> Iterator[tuple[str, Any]]:
         """Yield the keys that are not accounted for, with their values."""
-        yield from self._left(self.data, ())
-
-    def _left(self, value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        key = ".".join(path)
+        value, key = self.data if value is _ABSENT else value, ".".join(path)
         if key in self._seen:
             return
         if isinstance(value, dict) and value:
             for name, each in value.items():
-                yield from self._left(each, (*path, name))
+                yield from self.left(each, (*path, name))
         else:
             yield key, value

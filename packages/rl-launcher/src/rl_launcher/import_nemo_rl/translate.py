@@ -150,10 +150,16 @@ def _account_for_the_rest(source: Source) -> None:
         parents = [key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)]
         section = next((name for name in (key, *parents) if name in reasons), "")
         rest = key.removeprefix(section).removeprefix(".")
-        if section in table["only"] and rest and not _is_below(rest, table["only"][section]):
+        if rest and not any(f"{rest}.".startswith(f"{name}.") for name in table["only"].get(section, [rest])):
             section = ""
+        is_below_off = any(source.peek(f"{parent}.enabled") is False for parent in parents)
+        if key in table["fixed"] and not is_below_off:
+            fixed = table["fixed"][key]
+            if value not in fixed.get("is", [value]):
+                source.untranslated(key, fixed["otherwise"].format(value=value))
+            continue
         is_off = value in (None, False, 0, "", "none", "None", [], {})
-        if is_off or any(source.peek(f"{parent}.enabled") is False for parent in parents):
+        if is_off or is_below_off:
             source.note("dropped", key, "it is off in the file", value=value)
         elif key.rpartition(".")[2] in table["evaluation"]:
             source.note("dropped", key, "a run is always evaluated before and after", value=value)
@@ -162,7 +168,3 @@ def _account_for_the_rest(source: Source) -> None:
             source.note(kind, noted, reason, value=source.peek(noted))
         else:
             source.note("untranslated", key, "no rule of the translation knows this key", value=value)
-
-
-def _is_below(key: str, names: list[str]) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in names)

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from rl_algorithms.data import Dataset, Row, make_row
 
-__all__ = ["dataset", "reward"]
-
 NUM_HELD_OUT, NUM_DEMONSTRATIONS, NUM_TRAIN = 1000, 4000, 8000
 CORRUPTED_SHARE = 0.6  # by chance a corruption may leave the answer right: about 56 % of the demonstrations are wrong
 DIGITS = "0123456789"

@@ -6,8 +6,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-__all__ = ["build"]
-
 CHARACTERS = "0123456789+-*=,>:() abcdefghijklmnopqrstuvwxyz"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (

@@ -5,19 +5,16 @@ It is imported before the environment variables of the process are set, so it mu
 
 import contextlib
 import faulthandler
-import json
+import gc
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.gc_freeze import freeze
-from rl_launcher.ray.worker_failures import Failure, ProcessInfo
-
-__all__ = ["ActorHost", "write_processes", "write_stacks"]
+from rl_launcher.ray.worker_failures import Failure
 
 
 class ActorHost:
@@ -47,7 +44,8 @@ class ActorHost:
             self._object = make(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - reported to the driver, whatever it is
             return Failure.of(error)
-        freeze()
+        gc.collect()
+        gc.freeze()  # a full collection would visit every object of torch, transformers and the model
         return None
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -75,18 +73,6 @@ def write_stacks(pid: int) -> None:
     with contextlib.suppress(OSError):  # it has ended since
         if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():  # else the pid belongs to another process by now
             os.kill(pid, signal.SIGUSR1)
-
-
-def write_processes(run_dir: Path, processes: Iterable[ProcessInfo]) -> Path:
-    """Replace `processes.json` by the given processes and this one, the driver; return its path."""
-    here = {"role": "driver", "index": 0, "node": socket.gethostname(), "pid": os.getpid()}
-    entries: list[dict[str, Any]] = [here]
-    entries += [{"role": who.role, "index": who.index, "node": who.node, "pid": who.pid} for who in processes]
-    path = run_dir / "processes.json"
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(entries, indent=2), encoding="utf-8")
-    unfinished.replace(path)
-    return path
 
 
 def _redirect_output(log: Path) -> None:

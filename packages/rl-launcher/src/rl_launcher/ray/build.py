@@ -4,28 +4,38 @@ This process, the driver, loads no weights and needs no GPU. It has the data, th
 training loops.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+from rl_backends import check_vocabulary, load_tokenizer, open_model
+from rl_backends.checkpoints.atomic import atomic_folder
+from rl_backends.loading import pad_token_id
+from rl_backends.selection import TrainedPolicy
 from rl_generation.seeding import CallSeeds
-from rl_launcher.engine_middleware import RunEngine
-from rl_launcher.inputs import closing, read_inputs, tokenize
-from rl_launcher.load_model import check_teacher, pad_token_id
+from rl_launcher.build.engines import engine_spec
+from rl_launcher.build.inputs import closing, read_inputs, tokenize
+from rl_launcher.build.models import NamedModel, check_teacher, load_model
+from rl_launcher.build.parts import Parts, RunEngine
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
-from rl_launcher.ray.colocation import check_colocation
-from rl_launcher.ray.model_skeleton import ModelSkeleton, read_skeleton
+from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
+from rl_launcher.ray.dispatch import RayEngine
+from rl_launcher.ray.engine_pool import EnginePool, OnEvent
 from rl_launcher.ray.placement import plan_placement
-from rl_launcher.ray.policy import start_trainers
-from rl_launcher.ray.start_engines import StartedEngines, start_engines
+from rl_launcher.ray.policy import RayPolicy, start_trainers
+from rl_launcher.ray.refit import RayWeightSync
+from rl_launcher.ray.remote_calls import Actor
 from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.ray.worker_failures import RemoteError
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import NO_OBJECTS, Objects
+from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
 from rl_observe import RunDirectory
 from rl_observe.health import EventQueue
+from rl_refit.counted import CountedWeightSync
 
-__all__ = ["build_on_ray"]
+THREADS = 64
+"""Methods of an engine's actor that run at the same time: calls that wait in line, and checks whether it is alive."""
 
 
 def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS) -> Parts:
@@ -52,7 +62,11 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         objects=objects,
     )
     tokenized = tokenize(recipe, inputs, model=skeleton.model, tokenizer=skeleton.tokenizer)
-    teacher_skeleton = _teacher_skeleton(recipe, skeleton, folder=run_dir / "initial_teacher")
+    teacher_skeleton = None
+    if recipe.distill is not None:
+        named, key, folder = recipe.distill.teacher, "distill.teacher.model_name", run_dir / "initial_teacher"
+        teacher_skeleton = read_skeleton(named, seed=recipe.seed, key=key, padded_vocabulary=True, folder=folder)
+        check_teacher(named, student=skeleton.tokenizer, teacher=teacher_skeleton.tokenizer)
     spec = TrainerSpec(
         policy=recipe.policy,
         model_name=skeleton.name,
@@ -64,7 +78,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
     )
     events = EventQueue()
     runtime = RayRuntime.start(recipe.cluster, placement, run_dir=run_dir)
-    started: StartedEngines | None = None
+    started: "StartedEngines | None" = None
     try:
         policy = start_trainers(runtime, placement, spec)
         started = start_engines(
@@ -76,7 +90,19 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
             pad_token_id=pad_token_id(skeleton.tokenizer, tokenized.chat.stop_token_ids),
             on_event=events.add,
         )
-        teacher = _load_teacher(recipe, started.policy, teacher_skeleton)
+        teacher = None
+        if recipe.distill is not None and teacher_skeleton is not None:
+            load_teacher: Any = started.policy.load_teacher  # type: ignore[attr-defined]
+            teacher = load_teacher(
+                teacher_skeleton.name,
+                training={
+                    "optimizer": recipe.distill.optimizer,
+                    "num_steps": recipe.distill.max_num_steps,
+                    "temperature": recipe.policy.generation.temperature,
+                },
+                revision=teacher_skeleton.revision,
+                trust_remote_code=recipe.distill.teacher.trust_remote_code,
+            )
         runtime.write_processes()
     except BaseException as error:  # Ctrl-C, too: no process may be left
         try:
@@ -93,15 +119,8 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         weight_sync=started.weight_sync,
         environment=inputs.environment,
         teacher=teacher,
-        chat=tokenized.chat,
+        data=tokenized,
         tokenizer=skeleton.tokenizer,
-        prompts=tokenized.prompts,
-        held_out=tokenized.held_out,
-        unasked=tokenized.held_out_too_long,
-        demonstrations=tokenized.demonstrations,
-        held_out_demonstrations=tokenized.held_out_demonstrations,
-        pairs=tokenized.pairs,
-        skipped=tokenized.skipped,
         placement=runtime.explain(),
         close=closing(inputs.environment, started.engine, started.policy, runtime),
         events=events,
@@ -110,26 +129,129 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
     )
 
 
-def _teacher_skeleton(recipe: Recipe, policy: ModelSkeleton, *, folder: Path) -> ModelSkeleton | None:
-    if recipe.distill is None:
-        return None
-    config = recipe.distill.teacher
-    key = "distill.teacher.model_name"
-    teacher = read_skeleton(config, seed=recipe.seed, key=key, padded_vocabulary=True, folder=folder)
-    check_teacher(config, student=policy.tokenizer, teacher=teacher.tokenizer)
-    return teacher
+class StartedEngines(NamedTuple):
+    """The engines, and the policy as it is used beside them."""
+
+    policy: TrainedPolicy
+    """The policy; it frees shared devices for the engines, and takes them back."""
+    engine: RayEngine
+    enter_generating: Callable[[], None] | None
+    """Must be called before `engine` generates, where it shares devices; `RunEngine` does it."""
+    weight_sync: CountedWeightSync
 
 
-def _load_teacher(recipe: Recipe, policy: Any, teacher: ModelSkeleton | None) -> Any:
-    if recipe.distill is None or teacher is None:
-        return None
-    return policy.load_teacher(
-        teacher.name,
-        training={
-            "optimizer": recipe.distill.optimizer,
-            "num_steps": recipe.distill.max_num_steps,
-            "temperature": recipe.policy.generation.temperature,
-        },
-        revision=teacher.revision,
-        trust_remote_code=recipe.distill.teacher.trust_remote_code,
+def start_engines(
+    runtime: RayRuntime,
+    recipe: Recipe,
+    policy: RayPolicy,
+    *,
+    model_name: str,
+    stop_token_ids: Sequence[int],
+    pad_token_id: int,
+    on_event: OnEvent,
+) -> StartedEngines:
+    """Start the recipe's engines in their places, without weights, and connect them with the policy.
+
+    `model_name` is a folder that all nodes see, or a hub id. `on_event` is called when an engine dies.
+
+    Raises:
+        ValueError: what an engine or the recipe's combination refuses.
+        RemoteError: an engine did not start.
+    """
+    placement = runtime.placement
+    moves = placement.colocated and placement.device == "cuda"
+    spec = engine_spec(
+        recipe,
+        model_name=model_name,
+        stop_token_ids=stop_token_ids,
+        pad_token_id=pad_token_id,
+        dtypes=policy.dtypes(),
+        sleeps=moves,
     )
+
+    def start_actor(index: int) -> Actor:
+        place = placement.engines[index]
+        return runtime.start_actor(role="engine", index=index, node=place.node, slots=place.slots, threads=THREADS)
+
+    engines = EnginePool(
+        spec=spec,
+        start_actor=start_actor,
+        hosts=[runtime.nodes[place.node].ip for place in placement.engines],
+        max_restarts=recipe.policy.generation.max_restarts,
+        start_timeout_s=recipe.cluster.start_timeout_s,
+        call_timeout_s=recipe.cluster.call_timeout_s,
+        on_event=on_event,
+        on_change=runtime.write_processes,
+    )
+    sync = RayWeightSync(
+        policy,
+        engines,
+        recipe.policy.refit,
+        policy_hosts=[runtime.nodes[place.node].ip for place in placement.ranks],
+    )
+    used_policy: Any = policy
+    enter_generating: Callable[[], None] | None = None
+    if placement.colocated:
+        colocation = Colocation(policy, engines, moves=moves)
+        colocation.make_room()
+        used_policy = ColocatedModel(policy, colocation, offload_references=moves)
+        enter_generating = partial(colocation.enter, "generating")
+        sync.enter_refitting, sync.healing = partial(colocation.enter, "refitting"), colocation.healing
+    engines.start()
+    return StartedEngines(
+        policy=cast("TrainedPolicy", used_policy),  # its methods are the rows of POLICY_METHODS
+        engine=RayEngine(engines),
+        enter_generating=enter_generating,
+        weight_sync=sync,
+    )
+
+
+class ModelSkeleton(NamedTuple):
+    """The model of a recipe as the driver needs it, without its weights, and a name that all ranks can load."""
+
+    name: str
+    """What the ranks load: a folder, or a hub id."""
+    revision: str | None
+    """Of a hub id."""
+    model: Any
+    """With its configurations; its weights may be on the meta device."""
+    tokenizer: Any
+
+
+def read_skeleton(
+    named: NamedModel,
+    *,
+    seed: int,
+    key: str,
+    padded_vocabulary: bool,
+    folder: Path,
+    objects: Objects = NO_OBJECTS,
+) -> ModelSkeleton:
+    """Read the model that a section of the recipe names; `key` is for errors.
+
+    A model that a function makes (from `seed`), or that is given as an object, is saved in `folder` for the ranks; what
+    an earlier start left there is replaced. `padded_vocabulary` accepts more embeddings than tokens.
+
+    Raises:
+        ValueError: there is no such model, its function fails, or the tokenizer has another vocabulary.
+    """
+    model: Any
+    if objects.model is not None or is_import_string(named.model_name):
+        model, tokenizer = load_model(named, seed=seed, key=key, padded_vocabulary=padded_vocabulary, objects=objects)
+        with atomic_folder(folder) as unfinished:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        return ModelSkeleton(name=str(folder.absolute()), revision=None, model=model, tokenizer=tokenizer)
+    options: dict[str, Any] = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
+    tokenizer = objects.tokenizer
+    if tokenizer is None:  # an object may be falsy: a tokenizer has a length
+        tokenizer = load_tokenizer(named.model_name, **options)
+    model = open_model(named.model_name, **options).skeleton()
+    check_vocabulary(
+        model_vocab_size=model.get_input_embeddings().num_embeddings,
+        tokenizer_size=len(tokenizer),
+        allow_padded=padded_vocabulary,
+    )
+    path = Path(named.model_name).expanduser()
+    name = str(path.absolute()) if path.is_dir() else named.model_name
+    return ModelSkeleton(name=name, revision=named.revision, model=model, tokenizer=tokenizer)

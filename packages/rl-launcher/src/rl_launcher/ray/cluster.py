@@ -7,8 +7,10 @@ use several. What Ray itself prints stays in its files.
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -19,15 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_backends.checkpoints.atomic import write_text
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.actor_host import ActorHost, write_processes
+from rl_launcher.ray.actor_host import ActorHost
 from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending
 from rl_launcher.ray.worker_failures import ProcessInfo, RemoteError
 from rl_launcher.run.signals import keep_signals
 from rl_launcher.schema import ClusterConfig
-
-__all__ = ["ClusterError", "Node", "Place", "RayRuntime", "Role"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,7 +67,6 @@ class Node:
     """A node of the run."""
 
     index: int
-    """In the placement."""
     name: str
     """Its host name."""
     ip: str
@@ -127,7 +127,7 @@ class RayRuntime:
         """Start processes in parallel, into which `Actor.make` puts an object.
 
         Args:
-            places: role, index, node and slots of each.
+            places: of the processes.
             threads: how many methods of each may run at the same time.
             sees: which GPUs: those of its slots, or all that the run has on that node.
 
@@ -135,7 +135,17 @@ class RayRuntime:
             ClusterError: one did not start in time, or the run has ended.
         """
         starting = [self._begin(place, threads=threads, sees=sees) for place in places]
-        return [self._await(actor, started) for actor, started in starting]
+        for actor, started in starting:
+            try:
+                about = started.result(timeout_s=self.config.start_timeout_s)
+                actor.who = replace(actor.who, pid=about["pid"])
+                self._actors[actor.name] = actor
+            except RemoteError as error:
+                actor.kill()
+                raise ClusterError(f"{actor.name} on {actor.who.node} did not start: {error}") from error
+            finally:
+                self._starting.discard(actor)
+        return [actor for actor, _ in starting]
 
     def _begin(self, place: Place, *, threads: int, sees: Literal["own", "all"]) -> tuple[Actor, Pending]:
         import ray
@@ -160,20 +170,7 @@ class RayRuntime:
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
 
-    def _await(self, actor: Actor, started: Pending) -> Actor:
-        try:
-            about = started.result(timeout_s=self.config.start_timeout_s)
-            actor.who = replace(actor.who, pid=about["pid"])
-            self._actors[actor.name] = actor
-        except RemoteError as error:
-            actor.kill()
-            raise ClusterError(f"{actor.name} on {actor.who.node} did not start: {error}") from error
-        finally:
-            self._starting.discard(actor)
-        return actor
-
     def _strategy(self, node: int) -> Any:
-        """Has Ray put a process on this node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=node)
@@ -184,9 +181,12 @@ class RayRuntime:
         return tuple(self._actors.values())
 
     def write_processes(self) -> None:
-        """Write the processes that are alive into `processes.json`."""
+        """Write the processes that are alive, and this one, the driver, into `processes.json`."""
+        driver = ProcessInfo(role="driver", index=0, node=socket.gethostname(), pid=os.getpid())
         with self._writing:  # engines are replaced by threads
-            write_processes(self.run_dir, [actor.who for actor in self._actors.values() if actor.alive])
+            alive = (driver, *(actor.who for actor in self._actors.values() if actor.alive))
+            entries = [{"role": who.role, "index": who.index, "node": who.node, "pid": who.pid} for who in alive]
+            write_text(self.run_dir / "processes.json", json.dumps(entries, indent=2))
 
     def put(self, value: Any) -> Any:
         """Put a value into Ray's object store; the reference can be an argument of any number of calls."""
@@ -210,24 +210,20 @@ class RayRuntime:
         for actor in (*self._starting, *self._actors.values()):
             actor.kill()
         with contextlib.suppress(ImportError):
-            self._leave()
+            import ray
+            from ray.util import remove_placement_group
+
+            if ray.is_initialized():
+                for holder in self._gpu_holders:
+                    with contextlib.suppress(Exception):  # it is gone with its node
+                        ray.kill(holder, no_restart=True)
+                if self._group is not None:
+                    with contextlib.suppress(Exception):  # Ray itself may be what has failed
+                        remove_placement_group(self._group)
+                if self._folder is not None or self.config.address is not None:
+                    ray.shutdown()
         if self._folder is not None:
             self._folder.remove()
-
-    def _leave(self) -> None:
-        import ray
-        from ray.util import remove_placement_group
-
-        if not ray.is_initialized():
-            return
-        for holder in self._gpu_holders:
-            with contextlib.suppress(Exception):  # it is gone with its node
-                ray.kill(holder, no_restart=True)
-        if self._group is not None:
-            with contextlib.suppress(Exception):  # Ray itself may be what has failed
-                remove_placement_group(self._group)
-        if self._folder is not None or self.config.address is not None:
-            ray.shutdown()
 
     def _connect(self, *, until: float) -> None:
         config = self.config
@@ -249,11 +245,8 @@ class RayRuntime:
                 f"cluster.num_nodes={config.num_nodes}, and the cluster that a run starts has one node, this machine; "
                 f"start Ray on all of them (ray start) and set cluster.address=auto"
             )
-        quiet: dict[str, Any] = {
-            "logging_level": "ERROR",
-            "log_to_driver": False,
-            "namespace": f"run-{uuid.uuid4().hex[:8]}",
-        }
+        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        quiet["namespace"] = f"run-{uuid.uuid4().hex[:8]}"
         try:
             with keep_signals():
                 if config.address is None:
@@ -313,19 +306,11 @@ class RayRuntime:
             raise ClusterError(self._explain_lack(ray))
         ids = placement_group_table(self._group)["bundles_to_node_id"]
         known = {node["NodeID"]: node for node in ray.nodes()}
-        nodes = []
         for index in range(count):
             node = known[ids[index]]
             address = str(node["NodeManagerAddress"])
-            nodes.append(
-                Node(
-                    index=index,
-                    name=str(node.get("NodeManagerHostname") or address),
-                    ip=LOOPBACK if count == 1 else address,
-                    gpus=self._gpus_of(index, until=until),
-                )
-            )
-        self.nodes = tuple(nodes)
+            name, gpus = str(node.get("NodeManagerHostname") or address), self._gpus_of(index, until=until)
+            self.nodes += (Node(index=index, name=name, ip=LOOPBACK if count == 1 else address, gpus=gpus),)
 
     def _gpus_of(self, index: int, *, until: float) -> tuple[str, ...]:
         """Which GPUs the bundle has: an actor that holds all of them for the duration of the run knows."""

@@ -20,18 +20,12 @@ from rl_launcher.ray.remote_methods import POLICY_METHODS, Phase
 from rl_launcher.schema import Recipe
 from rl_refit import RefitError
 
-__all__ = ["ColocatedModel", "Colocation", "check_colocation"]
-
 WEIGHTS = ("weights",)
 NOT_WEIGHTS = ("gradients", "optimizer")
 
 
 def check_colocation(recipe: Recipe) -> None:
-    """Refuse what cannot share devices.
-
-    Raises:
-        Refusal: asynchronous GRPO on devices that engines and trainer share.
-    """
+    """Refuse asynchronous GRPO on devices that engines and trainer share."""
     asynchronous = recipe.grpo is not None and recipe.grpo.async_grpo is not None
     if asynchronous and recipe.cluster.runtime == "ray" and recipe.policy.generation.colocated.enabled:
         raise Refusal(
@@ -44,10 +38,7 @@ def check_colocation(recipe: Recipe) -> None:
 class Colocation:
     """Which side has the devices. A phase is changed under a lock, by the thread that needs another one.
 
-    Args:
-        policy: what trains; has `offload` and `onload`, as the backends.
-        engines: what samples; not started yet.
-        moves: whether there is memory to free: on GPUs.
+    `moves` tells whether there is memory to free, as on GPUs; the engines must not be started yet.
     """
 
     def __init__(self, policy: Any, engines: EnginePool, *, moves: bool) -> None:
@@ -69,13 +60,7 @@ class Colocation:
         with self._lock:
             if phase == self.phase:
                 return
-            match phase:
-                case "training":
-                    self._train()
-                case "generating":
-                    self._generate()
-                case "refitting":
-                    self._refit()
+            {"training": self._train, "generating": self._generate, "refitting": self._refit}[phase]()
             self.phase = phase
 
     def _train(self) -> None:
@@ -173,12 +158,8 @@ class Colocation:
 class ColocatedModel:
     """A policy, a reference or a teacher on shared devices: its methods enter the phase of their row first.
 
-    What the table does not name is passed through.
-
-    Args:
-        model: the policy, or one of its frozen models.
-        colocation: of its devices.
-        offload_references: keep references in host memory between their calls.
+    What the table does not name is passed through. `offload_references` keeps references in host memory between their
+    calls.
     """
 
     def __init__(self, model: Any, colocation: Colocation, *, offload_references: bool = False) -> None:

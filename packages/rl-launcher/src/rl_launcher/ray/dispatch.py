@@ -1,16 +1,10 @@
 """Dispatch of prompts to several engines on Ray, which are used as one; rollouts return in the order of the prompts.
 
-Three quarters of the estimated work are dealt out evenly at once, longest prompts first, each to the engine with the
-least work. The rest goes in ever smaller chunks to whichever engine is done first. The first part keeps batches full;
-the second makes up for response lengths, which nobody knows in advance, and for slower engines. Equal prompts side by
-side, a group's, stay together, so that their engine prefills them once.
-
 Prompts get their seeds before they are dispatched, so no response depends on which engine generated it, on how many
 there are, or on one that died. The unfinished prompts of a dead engine go to the others, or to its replacement once
 that has weights.
 """
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -20,15 +14,11 @@ from functools import partial
 from typing import Any
 
 from rl_generation import Rollout, Sampling
+from rl_generation.load_balance import split_prompts
 from rl_generation.requests import make_requests
 from rl_launcher.ray.engine_pool import EngineDiedError, EnginePool, RunningEngine
 from rl_launcher.ray.engine_worker import GenerateReply
 from rl_launcher.ray.worker_failures import RemoteDiedError
-
-__all__ = ["RayEngine", "split_prompts"]
-
-FIRST_SHARE = 0.75
-"""Share of the work that is dealt out at once. More leaves less to balance with, less makes batches smaller."""
 
 
 class RayEngine:
@@ -48,7 +38,6 @@ class RayEngine:
 
         Raises:
             PromptError: a request is invalid; none was begun.
-            Refusal: no refit has been committed yet.
             EngineDiedError: engines died more often than the recipe allows.
             RemoteError: an engine failed, or did not answer in time.
         """
@@ -83,10 +72,10 @@ class RayEngine:
 
     def explain(self) -> str:
         """How many engines there are, what each is, and what happens when one dies."""
-        engines, limits = self.engines.all(), self.engines.limits
+        engines = self.engines.all()
         lines = [
             f"{len(engines)} x {self.engines.spec.explain()}",
-            f"an engine that dies is restarted and refitted, at most {limits.max_restarts} times in the run",
+            f"an engine that dies is restarted and refitted, at most {self.engines.max_restarts} times in the run",
         ]
         lines += engines[0].info().text.splitlines() if engines and engines[0].started is not None else []
         return "\n".join(lines)
@@ -119,7 +108,7 @@ class _Dispatch:
 
     def run(self) -> None:
         """Return when every prompt has its rollouts, or raise what prevented it."""
-        changed, limit_s = self.engines.changed, self.engines.limits.call_timeout_s
+        changed, limit_s = self.engines.changed, self.engines.call_timeout_s
         with changed:
             while not self.over:
                 serving = self.engines.serving()
@@ -170,7 +159,7 @@ class _Dispatch:
                 "generate",
                 [self.prompts[place] for place in chunk],
                 [self.samplings[place] for place in chunk],
-                timeout_s=self.engines.limits.call_timeout_s,
+                timeout_s=self.engines.call_timeout_s,
             )
             why: Any = reply.died
         except RemoteDiedError as error:
@@ -196,43 +185,3 @@ class _Dispatch:
                 self.retried += len(unfinished)
             self.engines.changed.notify_all()
         return unfinished
-
-
-def split_prompts(
-    prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, num_engines: int
-) -> list[tuple[int, ...]]:
-    """Split prompts into chunks of their places, in the order in which engines take them; each prompt is in one.
-
-    The cost of a prompt is its length plus the longest possible response.
-
-    >>> prompts = [[1, n] for n in range(16)]
-    >>> [len(chunk) for chunk in split_prompts(prompts, [Sampling(max_new_tokens=8)] * 16, num_engines=2)]
-    [6, 6, 1, 1, 1, 1]
-    """
-    if num_engines == 1:
-        return [tuple(range(len(prompts)))] if prompts else []
-    groups = [
-        tuple(places) for _, places in itertools.groupby(range(len(prompts)), key=lambda place: tuple(prompts[place]))
-    ]
-
-    def cost(group: tuple[int, ...]) -> int:
-        return sum(len(prompts[place]) + samplings[place].max_new_tokens * samplings[place].n for place in group)
-
-    groups.sort(key=lambda group: (-cost(group), group))
-    limit = FIRST_SHARE * sum(map(cost, groups)) / num_engines
-    chunks: list[list[int]] = [[] for _ in range(num_engines)]
-    loads = [0] * num_engines
-    dealt = 0
-    for group in groups:
-        least = loads.index(min(loads))
-        if loads[least] and loads[least] + cost(group) > limit:
-            break
-        chunks[least] += group
-        loads[least] += cost(group)
-        dealt += 1
-    rest = groups[dealt:]
-    while rest:
-        size = max(1, len(rest) // (2 * num_engines))
-        chunks.append([*itertools.chain.from_iterable(rest[:size])])
-        rest = rest[size:]
-    return [tuple(sorted(chunk)) for chunk in chunks if chunk]

@@ -19,16 +19,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_generation import TrainingEngineSpec
+from rl_generation.child_process import ChildProcess
 from rl_generation.requests import Limits
 from rl_launcher.errors import Refusal, RestartableError
-from rl_launcher.ray.engine_worker import ChildProcess, EngineInfo, EngineWorker, end_process
+from rl_launcher.ray.cluster import LOOPBACK
+from rl_launcher.ray.engine_worker import EngineInfo, EngineWorker
 from rl_launcher.ray.remote_calls import Actor, Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
-
-__all__ = ["LOOPBACK", "EngineDiedError", "EngineLimits", "EnginePool", "OnEvent", "RunningEngine", "ignore_event"]
-
-LOOPBACK = "127.0.0.1"
-"""The address of a run's only node."""
 
 CLOSE_GRACE_S = 10.0
 """Seconds that `EnginePool.close` waits for a replacement that is just starting, to end it."""
@@ -42,18 +39,6 @@ class EngineDiedError(RestartableError):
 
     condition = "engine_died"
     weights_lost = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """How many failures and how much time a run allows its engines."""
-
-    max_restarts: int
-    """How many engines that died are replaced, in the whole run."""
-    start_timeout_s: float
-    """Seconds that an engine may take to start."""
-    call_timeout_s: float
-    """Seconds that one call may take."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -84,10 +69,6 @@ class RunningEngine:
         return f"engine {self.index}" if self.actor is None else str(self.actor.who)
 
 
-def ignore_event(_: str, __: str, ___: str) -> None:
-    """An `OnEvent` that does nothing."""
-
-
 @dataclass(kw_only=True, eq=False)
 class EnginePool:
     """Data-parallel engines, all alike. May be used from any number of threads."""
@@ -97,8 +78,13 @@ class EnginePool:
     """Starts the actor of the engine with this index, in its place."""
     hosts: Sequence[str]
     """The address of each engine's node; as many as there are engines."""
-    limits: EngineLimits
-    on_event: OnEvent = ignore_event
+    max_restarts: int
+    """How many engines that died are replaced, in the whole run."""
+    start_timeout_s: float
+    """Seconds that an engine may take to start."""
+    call_timeout_s: float
+    """Seconds that one call may take."""
+    on_event: OnEvent = lambda _, __, ___: None
     on_change: Callable[[], None] = lambda: None
     """Called when processes were replaced."""
     startup_slot: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -113,8 +99,8 @@ class EnginePool:
     _engines: list[RunningEngine] = field(default_factory=list, init=False)
     _request_limits: Limits | None = field(default=None, init=False)
     _have_weights: bool = field(default=False, init=False)
-    _failure: BaseException | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
     _replacing: list[threading.Thread] = field(default_factory=list, init=False)
 
     # -- Start and end ------------------------------------------------------------------------------------------------
@@ -141,17 +127,18 @@ class EnginePool:
                 return
             self._closed = True
             self.changed.notify_all()
-        _in_parallel(self._close_one, self._engines)
+
+        def close(engine: RunningEngine) -> None:
+            with self.changed:
+                engine.state, actor = "gone", engine.actor
+            if actor is not None:
+                actor.close()
+            _end_leftovers(engine)
+
+        _in_parallel(close, self._engines)
         deadline = time.monotonic() + CLOSE_GRACE_S
         for thread in self._replacing:  # these have no actor yet, and kill the one they get
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _close_one(self, engine: RunningEngine) -> None:
-        with self.changed:
-            engine.state, actor = "gone", engine.actor
-        if actor is not None:
-            actor.close()
-        _end_leftovers(engine)
 
     @property
     def closed(self) -> bool:
@@ -166,21 +153,13 @@ class EnginePool:
             return tuple(self._engines)
 
     def serving(self) -> tuple[RunningEngine, ...]:
-        """The engines that can generate.
-
-        Raises:
-            EngineDiedError: more died than are replaced.
-        """
+        """The engines that can generate; raises what `require_healthy` does."""
         with self.changed:
             self.require_healthy()
             return tuple(engine for engine in self._engines if engine.state == "serving")
 
     def require_weights(self) -> Limits:
-        """The limits of requests, once engines have weights.
-
-        Raises:
-            Refusal: no refit has been committed yet.
-        """
+        """The limits of requests, once a refit has been committed."""
         if not self._have_weights or self._request_limits is None:
             raise Refusal("the engines have no weights yet: no refit has been committed")
         return self._request_limits
@@ -189,17 +168,17 @@ class EnginePool:
         """All engines, once none is starting; a refit begins with this.
 
         Raises:
-            EngineDiedError: more died than are replaced, or a replacement did not start.
+            EngineDiedError: a replacement did not start in time; or as `require_healthy`.
         """
         with self.changed:
             self.changed.wait_for(
                 lambda: self._failure or self._closed or all(each.state != "starting" for each in self._engines),
-                timeout=self.limits.start_timeout_s,
+                timeout=self.start_timeout_s,
             )
             self.require_healthy()
             starting = [str(engine) for engine in self._engines if engine.state == "starting"]
             if starting:
-                limit = f"cluster.start_timeout_s={self.limits.start_timeout_s:g}"
+                limit = f"cluster.start_timeout_s={self.start_timeout_s:g}"
                 raise EngineDiedError(f"{', '.join(starting)} did not restart within {limit}")
             return tuple(self._engines)
 
@@ -226,18 +205,12 @@ class EnginePool:
     # -- Death and replacement ----------------------------------------------------------------------------------------
 
     def lost(self, engine: RunningEngine, why: BaseException | str, *, owed: str) -> None:
-        """An engine died: replace it. Only the first report of a death counts.
-
-        Args:
-            engine: that died.
-            why: what is known of it.
-            owed: what happens to the work that it had, for the event.
-        """
+        """Replace an engine that died; only the first report counts. `owed` tells what happens to its work."""
         with self.changed:
             if self._closed or engine not in self._engines or engine.state in ("starting", "gone"):
                 return
             self.restarts += 1
-            within_limit = self.restarts <= self.limits.max_restarts
+            within_limit = self.restarts <= self.max_restarts
             if within_limit:
                 replacement = RunningEngine(index=engine.index, actor=None, host=engine.host)
                 self._engines[engine.index] = replacement
@@ -245,7 +218,7 @@ class EnginePool:
                 engine.state = "gone"
                 self._failure = EngineDiedError(
                     f"{engine} died ({_first_line(why)}): engines died {self.restarts} times in this run, and "
-                    f"policy.generation.max_restarts={self.limits.max_restarts} restarts are allowed; look into its "
+                    f"policy.generation.max_restarts={self.max_restarts} restarts are allowed; look into its "
                     f"log, allow more, or resume the run from its last checkpoint"
                 )
             self.changed.notify_all()
@@ -253,7 +226,7 @@ class EnginePool:
         if not within_limit:
             self.on_event("engine_died", died, "the run ends")
             return
-        self.on_event("engine_restarted", died, f"restarted, {self.restarts} of {self.limits.max_restarts}; {owed}")
+        self.on_event("engine_restarted", died, f"restarted, {self.restarts} of {self.max_restarts}; {owed}")
         thread = threading.Thread(
             target=self._replace, args=(engine, replacement), name=f"restarting {engine}", daemon=True
         )
@@ -265,13 +238,9 @@ class EnginePool:
             _end_leftovers(engine)
 
     def await_call(self, engine: RunningEngine, pending: Pending) -> None:
-        """Wait for a call of `engine`; if it died, replace it.
-
-        Raises:
-            RemoteError: it failed otherwise.
-        """
+        """Wait for a call of `engine`; if it died, replace it. Other errors are raised."""
         try:
-            pending.result(timeout_s=self.limits.call_timeout_s)
+            pending.result(timeout_s=self.call_timeout_s)
         except RemoteDiedError as error:
             self.lost(engine, error, owed="it had no work")
 
@@ -310,7 +279,7 @@ class EnginePool:
             self.healer(new)
 
     def _make(self, engine: RunningEngine, leftovers: Sequence[ChildProcess], errors: list[BaseException]) -> None:
-        limit_s = self.limits.start_timeout_s
+        limit_s = self.start_timeout_s
         deadline = time.monotonic() + limit_s
         try:
             if self.closed:
@@ -343,7 +312,7 @@ def _end_leftovers(engine: RunningEngine) -> None:
     """Kill what an engine of this node had started, if it died and no replacement has done so."""
     if engine.host == LOOPBACK and engine.started is not None:
         for process in engine.started.processes:
-            end_process(process)
+            process.kill()
 
 
 def _first_line(why: BaseException | str) -> str:

@@ -4,35 +4,22 @@ Ray calls the worker from many threads. A synchronous engine is called, refitted
 order of arrival, so that no refit falls into a call of `generate`. An asynchronous engine takes care of that itself.
 """
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
+from rl_generation.child_process import ChildProcess
 from rl_generation.requests import Limits
-from rl_launcher.engines import make_engine
+from rl_launcher.build.engines import make_engine
 from rl_launcher.errors import Refusal
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
 
-__all__ = ["ChildProcess", "EngineInfo", "EngineWorker", "GenerateReply", "end_process"]
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildProcess:
-    """A process of a node; the start time tells it from a later process with the same pid."""
-
-    pid: int
-    started: str
-    """In clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +29,6 @@ class EngineInfo:
     processes: tuple[ChildProcess, ...]
     """Those that the engine started besides the actor: they may survive an actor that is killed."""
     limits: Limits
-    """Of its requests."""
     sink_device: str
     """Where new weights are staged."""
     text: str
@@ -62,25 +48,20 @@ class GenerateReply:
 class EngineWorker:
     """An engine of rl_generation behind a few methods that cross processes.
 
-    Args:
-        spec: of the engine.
-        host: address of this node that the trainer's ranks reach.
-        leftovers: processes of an engine that died here before; they are killed first.
-
-    Raises:
-        ValueError: whatever the engine refuses.
+    `host` is the address of this node that the trainer's ranks reach. `leftovers` are processes of an engine that died
+    here before; they are killed first.
     """
 
     def __init__(self, spec: TrainingEngineSpec, *, host: str, leftovers: Sequence[ChildProcess] = ()) -> None:
         for process in leftovers:
-            end_process(process)
+            process.kill()
         self._spec, self._host = spec, host
         self._thread = None if spec.asynchronous else ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._made = self._in_order(lambda: make_engine(spec))
         self._refit: Refit | None = None
         self._calls, self._counting = 0, threading.Lock()
         pids = getattr(self._made.engine, "process_ids", ())
-        self._processes = tuple(ChildProcess(pid=pid, started=_start_time(pid) or "") for pid in pids)
+        self._processes = tuple(map(ChildProcess.of, pids))
 
     def info(self) -> EngineInfo:
         """What it is and where; the first call of an actor that has started."""
@@ -93,12 +74,7 @@ class EngineWorker:
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> GenerateReply:
-        """Generate for each prompt with its own Sampling.
-
-        Raises:
-            Refusal: samples were not done in time.
-            ValueError: whatever the engine refuses.
-        """
+        """Generate for each prompt with its own Sampling; raises what the engine refuses."""
         with self._counting:
             self._calls += 1
         try:
@@ -118,13 +94,8 @@ class EngineWorker:
         self._refit = parties.sink_refit(self._made.sink, rank=rank, host=self._host)
 
     def receive(self, timeout_s: float) -> RefitReport:
-        """Take part in the next refit, which must begin within `timeout_s`.
-
-        Raises:
-            RefitError: it was aborted.
-        """
-        refit = self._refit
-        if refit is None:
+        """Take part in the next refit, which must begin within `timeout_s`; a RefitError says why it was aborted."""
+        if (refit := self._refit) is None:
             raise RefitError("this engine has no refit yet; call join_refit() before receive()")
         return self._in_order(lambda: refit.receive(timeout_s=timeout_s))
 
@@ -164,7 +135,7 @@ class EngineWorker:
     def alive(self) -> str | None:
         """None if all of its processes are running, otherwise which one is not."""
         for process in self._processes:
-            if _start_time(process.pid) != process.started:
+            if not process.alive():
                 return f"its process {process.pid} is gone"
         return None
 
@@ -181,19 +152,3 @@ class EngineWorker:
 
     def _in_order(self, call: Callable[[], T]) -> T:
         return call() if self._thread is None else self._thread.submit(call).result()
-
-
-def end_process(process: ChildProcess) -> None:
-    """Kill a process of this node, if its pid is still its own."""
-    if process.started and _start_time(process.pid) == process.started:
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(process.pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process started; None if there is none, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

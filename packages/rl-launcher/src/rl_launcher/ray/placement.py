@@ -13,8 +13,6 @@ from rl_backends import MegatronConfig, select_backend
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import Recipe
 
-__all__ = ["EnginePlace", "Placement", "PlacementError", "RankPlace", "plan_placement"]
-
 
 class PlacementError(Refusal):
     """Ranks and engines that do not fit on the nodes of the recipe, or into one another."""
@@ -22,24 +20,20 @@ class PlacementError(Refusal):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The place of one rank of the trainer."""
+    """The node and the slot of one rank of the trainer; both count from 0."""
 
     rank: int
     node: int
-    """From 0."""
     slot: int
-    """Of the node, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """The place of one engine."""
+    """The node of one engine, and as many slots of it as the engine has ranks."""
 
     engine: int
     node: int
-    """From 0."""
     slots: tuple[int, ...]
-    """Of the node; as many as the engine has ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +41,13 @@ class Placement:
     """The places of all ranks and engines."""
 
     num_nodes: int
-    """Nodes of the run."""
     slots_per_node: int
-    """Of each node."""
     device: Literal["cpu", "cuda"]
     """What a slot is: a process on the CPU, or a GPU."""
     colocated: bool
     """Whether ranks and engines share the same slots."""
     ranks: tuple[RankPlace, ...]
-    """By rank."""
     engines: tuple[EnginePlace, ...]
-    """By number."""
     in_process: bool = False
     """Whether everything runs in the process that starts the run."""
 
@@ -176,14 +166,10 @@ def _check_mesh(recipe: Recipe, *, num_ranks: int) -> None:
     """Refuse sizes of the backend's mesh that do not divide `num_ranks`, as the backend itself would later."""
     selection, cluster = select_backend(recipe.policy), recipe.cluster
     config, section = selection.config, f"policy.{selection.backend}_cfg"
-    megatron = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    dtensor = (
-        "data_parallel_replicate_size",
-        "expert_parallel_size",
-        "context_parallel_size",
-        "tensor_parallel_size",
-    )
-    sizes = {name: getattr(config, name) for name in (dtensor if selection.backend == "dtensor" else megatron)}
+    names = "data_parallel_replicate_size expert_parallel_size context_parallel_size tensor_parallel_size"
+    if isinstance(config, MegatronConfig):
+        names = "tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size"
+    sizes = {name: getattr(config, name) for name in names.split()}
     product = math.prod(sizes.values())
     if num_ranks % product:
         in_process = cluster.runtime == "in_process"

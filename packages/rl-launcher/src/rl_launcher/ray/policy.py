@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.checkpoints.disk import SharedFolder
+from rl_backends.checkpoints.shared_folder import probe_file, require_shared
+from rl_backends.packed_batch import pack
 from rl_launcher.ray.cluster import Place, RayRuntime
 from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply, pack
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
 from rl_launcher.ray.worker_failures import RemoteError
-
-__all__ = ["RayModel", "RayPolicy", "start_trainers", "who_sees"]
 
 
 class RayPolicy:
@@ -41,23 +40,13 @@ class RayPolicy:
         """Held during a call."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the table.
-
-        Raises:
-            AttributeError: it is not in the table.
-        """
+        """A method of the table."""
         if name not in POLICY_METHODS:
             raise AttributeError(f"a policy on Ray has no method {name!r}; it has {', '.join(POLICY_METHODS)}")
         return functools.partial(self.call, POLICY_METHODS[name], POLICY)
 
     def call(self, method: RemoteMethod, model: int, /, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the table on all ranks, and return what its row says.
-
-        Args:
-            method: the row.
-            model: number of the model on the ranks; 0 is the policy.
-            arguments: of the method.
-            options: keyword arguments of the method.
+        """Call a method of the table on all ranks, of model number `model`, and return what its row says.
 
         Raises:
             RemoteError: a rank failed, died or did not answer in time.
@@ -137,11 +126,7 @@ class RayPolicy:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step.
-
-        Raises:
-            RuntimeError: `start_training` was not called.
-        """
+        """Of the next step, after `start_training`."""
         if self._learning_rate is None:
             raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
         return self._learning_rate
@@ -172,11 +157,7 @@ class RayModel:
         self._policy, self.number = policy, number
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the table that frozen models have.
-
-        Raises:
-            AttributeError: they have none of that name.
-        """
+        """A method of the table that frozen models have."""
         method = POLICY_METHODS.get(name)
         if method is None or not method.frozen_models:
             raise AttributeError(f"a frozen model on Ray has no method {name!r}")
@@ -188,7 +169,7 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
 
     Raises:
         ClusterError: a process did not start.
-        Refusal: a rank does not see the run directory, which checkpoints are written to.
+        ValueError: a rank does not see the run directory, which checkpoints are written to.
         RemoteError: a rank failed, died or was too slow while it loaded; also an instance of what it raised.
     """
     timeout_s = runtime.config.start_timeout_s
@@ -201,8 +182,8 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
         ],
         timeout_s=timeout_s,
     )
-    with SharedFolder(runtime.run_dir) as probe:
-        probe.require(who_sees(actors, probe.path, probe.token, timeout_s=timeout_s))
+    with probe_file(runtime.run_dir) as (path, token):
+        require_shared(runtime.run_dir, who_sees(actors, path, token, timeout_s=timeout_s))
     port = actors[0].call("host_store", timeout_s=timeout_s)
     loading = [actor.submit("load", (actors[0].ip, port)) for actor in actors]
     for pending in loading:
@@ -212,6 +193,6 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
 
 
 def who_sees(actors: Sequence[Actor], path: str, token: str, *, timeout_s: float = 60.0) -> dict[str, bool]:
-    """Which actor can read a file that contains `token`, by the name of its process; see `SharedFolder`."""
+    """Which actor can read a file that contains `token`, by the name of its process; see `probe_file`."""
     seen = gather([actor.submit("sees", path, token) for actor in actors], timeout_s=timeout_s)
     return {str(actor.who): each for actor, each in zip(actors, seen, strict=True)}

@@ -13,41 +13,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
-from rl_launcher.ray.engine_pool import LOOPBACK, EnginePool, RunningEngine
+from rl_launcher.ray.cluster import LOOPBACK
+from rl_launcher.ray.engine_pool import EnginePool, RunningEngine
 from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.remote_calls import Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 from rl_refit import RefitConfig, RefitError, RefitReport
 from rl_refit.parties import Parties, choose_transport
 
-__all__ = ["RayWeightSync"]
-
 
 class RayWeightSync:
-    """A `WeightSync` from the trainer's ranks to all engines of a pool.
-
-    Args:
-        policy: the ranks.
-        engines: started.
-        config: the recipe's.
-        policy_hosts: addresses of the nodes that the ranks are on.
-        enter_refitting: brings the weights of both sides onto devices that they share; called before each refit.
-        healing: entered while an engine is refitted between refits: brings the policy's weights onto its devices.
-    """
+    """A `WeightSync` from the trainer's ranks, on the nodes `policy_hosts`, to all engines of a pool."""
 
     def __init__(
-        self,
-        policy: RayPolicy,
-        engines: EnginePool,
-        config: RefitConfig,
-        *,
-        policy_hosts: Sequence[str],
-        enter_refitting: Callable[[], None] = lambda: None,
-        healing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, policy: RayPolicy, engines: EnginePool, config: RefitConfig, *, policy_hosts: Sequence[str]
     ) -> None:
         self._policy, self._engines, self._config = policy, engines, config
         self._one_node = len({*policy_hosts, *engines.hosts}) == 1
-        self._enter_refitting, self._healing = enter_refitting, healing
+        self.enter_refitting: Callable[[], None] = lambda: None
+        """Brings the weights of both sides onto devices that they share; called before each refit."""
+        self.healing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while an engine is refitted between refits: brings the policy's weights onto its devices."""
         self._refitting = threading.Lock()
         self._names = (f"refit-{number}" for number in itertools.count(1))
         self._joined: tuple[RunningEngine, ...] = ()
@@ -67,7 +53,7 @@ class RayWeightSync:
             EngineDiedError: engines died more often than the recipe allows.
             RefitError: it was refused or aborted for another reason; the engines keep the old weights.
         """
-        self._enter_refitting()  # before the lock: it may wait for a replaced engine, whose healer tries the lock
+        self.enter_refitting()  # before the lock: it may wait for a replaced engine, whose healer tries the lock
         with self._refitting:
             while True:
                 engines = self._engines.settled()
@@ -93,7 +79,7 @@ class RayWeightSync:
         """The leader's report; None if an engine died, and all must repeat it."""
         for engine in engines if self._repeating else ():  # some may have committed what others have not
             with suppress(RemoteDiedError):  # noticed again below
-                engine.process().call("repeat", version, timeout_s=self._engines.limits.call_timeout_s)
+                engine.process().call("repeat", version, timeout_s=self._engines.call_timeout_s)
         deadline_s = self._config.deadline_s
         pendings = [(engine, engine.process().submit("receive", deadline_s)) for engine in engines]
         aborted: RefitError | None = None
@@ -144,7 +130,7 @@ class RayWeightSync:
 
     def _join(self, engines: Sequence[RunningEngine]) -> bool:
         """Have all engines alive and in one parties with the ranks; False if one is found dead."""
-        limit_s = self._engines.limits.call_timeout_s
+        limit_s = self._engines.call_timeout_s
         checks = [(engine, engine.process().submit("alive")) for engine in engines]
         dead = False
         for engine, pending in checks:
@@ -219,7 +205,7 @@ class RayWeightSync:
         try:
             if policy.version != self._committed:
                 return False
-            with self._healing():
+            with self.healing():
                 return self._join([engine]) and self._attempt([engine], self._committed) is not None
         finally:
             self._joined = ()

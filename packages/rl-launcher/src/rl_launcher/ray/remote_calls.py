@@ -20,8 +20,6 @@ from rl_launcher.ray.worker_failures import (
     first_cause,
 )
 
-__all__ = ["GRACE_S", "Actor", "Pending", "gather", "last_lines", "wait_any"]
-
 GRACE_S = 10.0
 """Seconds that the others get to return once one has failed, so that they notice it and stay usable."""
 
@@ -87,12 +85,8 @@ class Pending:
 class Actor:
     """A process of the run, as the driver holds it; `RayRuntime.start_actors` makes it.
 
-    Args:
-        handle: Ray's, of an `ActorHost`.
-        who: the process.
-        name: Ray's name of it.
-        ip: address of its node that the other nodes reach.
-        strategy: Ray's scheduling strategy that puts a task on the same node.
+    `handle` is Ray's, of an `ActorHost`; `ip` the address of its node that the other nodes reach; `strategy` the
+    scheduling strategy that puts a task on the same node.
     """
 
     def __init__(self, handle: Any, *, who: ProcessInfo, name: str, ip: str, strategy: Any) -> None:
@@ -101,11 +95,7 @@ class Actor:
         """False once it was seen dead, or was killed."""
 
     def make(self, kind: Callable[..., Any], *arguments: Any, timeout_s: float, **options: Any) -> None:
-        """Make the object whose methods are called later; its class is imported there.
-
-        Raises:
-            RemoteError: as `Pending.result`.
-        """
+        """Make the object whose methods are called later; its class is imported there."""
         self.submit_make(kind, *arguments, **options).result(timeout_s=timeout_s)
 
     def submit_make(self, kind: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
@@ -118,11 +108,7 @@ class Actor:
         return Pending(self, method, self.handle.call.remote(method, *arguments, **options))
 
     def call(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> Any:
-        """Call a method of the object, and wait.
-
-        Raises:
-            RemoteError: as `Pending.result`.
-        """
+        """Call a method of the object, and return or raise as `Pending.result`."""
         return self.submit(method, *arguments, **options).result(timeout_s=timeout_s)
 
     def free_port(self, *, timeout_s: float = 60.0) -> int:
@@ -178,20 +164,17 @@ def wait_any(pendings: Sequence[Pending], *, timeout_s: float) -> tuple[list[Pen
     ready, _ = ray.wait(references, num_returns=1, timeout=max(0.0, timeout_s))
     if ready:  # and all others that have ended by now
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
-    ended = set(ready)
-    return (
-        [pending for pending in pendings if pending.reference in ended],
-        [pending for pending in pendings if pending.reference not in ended],
-    )
+    ended = [pending for pending in pendings if pending.reference in ready]
+    return ended, [pending for pending in pendings if pending not in ended]
 
 
 def gather(
     pendings: Sequence[Pending], *, timeout_s: float, grace_s: float = GRACE_S, stacks_s: float = STACKS_S
 ) -> list[Any]:
-    """What they return, in order.
+    """What calls that belong together return, in order.
 
     Args:
-        pendings: calls that belong together.
+        pendings: the calls.
         timeout_s: for all of them.
         grace_s: for the others, once one has failed.
         stacks_s: to collect the stacks of those that have not answered; 0 does not collect them.

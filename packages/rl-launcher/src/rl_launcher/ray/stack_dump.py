@@ -11,8 +11,6 @@ from pathlib import Path
 
 from rl_launcher.ray.worker_failures import ProcessInfo
 
-__all__ = ["collect_stacks", "describe_stacks", "innermost_calls"]
-
 MAX_PROCESSES = 64
 """Processes whose stacks are collected, each by a task on its node; `describe_stacks` counts the others."""
 
@@ -37,7 +35,8 @@ def collect_stacks(late: Sequence[tuple[ProcessInfo, Callable[[], None]]], *, ti
         The innermost calls of each process's main thread; empty if it wrote none, or its log cannot be read from here.
     """
     late = late[:MAX_PROCESSES]
-    sizes = [_size(who) for who, _ in late]
+    logs = [Path(who.log) for who, _ in late]
+    sizes = [log.stat().st_size if log.is_file() else 0 for log in logs]
     for _, write_stacks in late:
         write_stacks()
     until = time.monotonic() + timeout_s
@@ -61,12 +60,7 @@ def innermost_calls(text: str) -> str:
 
 
 def describe_stacks(late: Sequence[ProcessInfo], stacks: Sequence[str]) -> str:
-    """Where each process hangs, those at the same place together; empty if there is no stack.
-
-    Args:
-        late: all processes that have not answered.
-        stacks: of the first of them.
-    """
+    """Where each process of `late` hangs, those at the same place together; empty if there is no stack."""
     if not any(stacks):
         return ""
     places: dict[str, list[ProcessInfo]] = {}
@@ -79,13 +73,6 @@ def describe_stacks(late: Sequence[ProcessInfo], stacks: Sequence[str]) -> str:
     if len(late) > len(stacks):
         lines.append(f"  {len(late) - len(stacks)} more have not answered; their stacks were not collected")
     return "\n".join(lines)
-
-
-def _size(who: ProcessInfo) -> int:
-    try:
-        return Path(who.log).stat().st_size
-    except OSError:
-        return 0
 
 
 def _read_from(who: ProcessInfo, start: int) -> str:

@@ -1,6 +1,7 @@
 """One rank of the trainer in a Ray actor: a backend, the models beside it, and its side of every refit."""
 
 import contextlib
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backends import select_backend
+from rl_backends import process_group, select_backend
+from rl_backends.checkpoints.shared_folder import sees
+from rl_backends.packed_batch import PackedBatch, unpack
 from rl_backends.selection import Backend
-from rl_launcher.checkpoints.disk import sees
-from rl_launcher.engines import dtypes_of, weight_source
-from rl_launcher.gc_freeze import freeze
-from rl_launcher.ray import process_group
-from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedBatch, RemoteCall, Reply, unpack
+from rl_launcher.build.engines import dtypes_of, weight_source
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply
 from rl_launcher.schema import PolicyConfig
 from rl_observe import Profiler
 from rl_observe.config import ProfilerConfig
 from rl_parallel_plans import TopKLogp
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
-
-__all__ = ["POLICY", "TrainerSpec", "TrainingWorker"]
 
 POLICY = 0
 """The number of the model that is trained; references and teachers have others."""
@@ -35,13 +33,11 @@ class TrainerSpec:
     """What every rank is made from."""
 
     policy: PolicyConfig
-    """Which backend, and how it shards."""
     model_name: str
     """A folder that all ranks see, or a hub id."""
     seed: int
     """Of the initial values of adapters."""
     num_ranks: int
-    """Ranks of the trainer."""
     threads: int
     """CPU threads of each rank."""
     profiler: ProfilerConfig | None = None
@@ -53,11 +49,7 @@ class TrainerSpec:
 class TrainingWorker:
     """A rank. Starting takes two calls: rank 0 serves the store (`host_store`), then all ranks `load` together.
 
-    Args:
-        spec: the same for all ranks.
-        rank: this one.
-        local_rank: its GPU among those of the node.
-        ip: address of the node that the other nodes reach.
+    `local_rank` is its GPU among those of the node, `ip` the address of the node that the other nodes reach.
     """
 
     def __init__(self, spec: TrainerSpec, *, rank: int, local_rank: int, ip: str) -> None:
@@ -77,12 +69,12 @@ class TrainingWorker:
         return port
 
     def sees(self, path: str, token: str) -> bool:
-        """Whether this rank can read a file of the driver's; see `SharedFolder`."""
+        """Whether this rank can read a file of the driver's; see `probe_file`."""
         return sees(path, token)
 
     def load(self, address: tuple[str, int]) -> None:
         """Join the process group, and read this rank's shards of the weights. A collective of all ranks."""
-        process_group.join(
+        process_group.meet_at(
             address,
             store=self._store,
             rank=self._rank,
@@ -98,7 +90,8 @@ class TrainingWorker:
             revision=policy.revision,
             trust_remote_code=policy.trust_remote_code,
         )
-        freeze()
+        gc.collect()
+        gc.freeze()
 
     def run(self, call: RemoteCall, *arguments: Any, **options: Any) -> Reply:
         """Carry out a method of `POLICY_METHODS`; packed batches are unpacked."""
@@ -136,13 +129,10 @@ class TrainingWorker:
     # -- Rows of POLICY_METHODS that the worker runs itself -----------------------------------------------------------
 
     def load_teacher(self, model_name: str, *, training: Mapping[str, Any], **options: Any) -> Backend:
-        """Load another model, sharded as the policy is.
+        """Load another model, sharded as the policy is; `options` are those of `from_pretrained`.
 
-        Args:
-            model_name: a folder that all ranks see, or a hub id.
-            training: arguments of `start_training`, which sets the temperature. A teacher never steps, so that its
-                optimizer never allocates state.
-            options: of `from_pretrained`.
+        `training` has the arguments of `start_training`, which sets the temperature. A teacher never steps, so its
+        optimizer never allocates state.
         """
         teacher = select_backend(self._spec.policy).without_adapters().from_pretrained(model_name, **options)
         teacher.start_training(**training)

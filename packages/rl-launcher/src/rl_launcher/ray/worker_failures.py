@@ -6,6 +6,7 @@ The death of a trainer rank (`TrainerDiedError`) can be repaired by a restart fr
 `rl_launcher.run` does; a dead engine is replaced by `engine_pool`.
 """
 
+import contextlib
 import pickle
 import time
 import traceback
@@ -14,18 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_launcher.errors import RestartableError
-
-__all__ = [
-    "Failure",
-    "ProcessInfo",
-    "RemoteDiedError",
-    "RemoteError",
-    "RemoteFailedError",
-    "RemoteTimeoutError",
-    "TrainerDiedError",
-    "died",
-    "first_cause",
-]
 
 FRAMES = 3
 """Innermost frames of a traceback that a message shows."""
@@ -69,13 +58,10 @@ class Failure:
     """An exception as it leaves its process: as text, and the exception itself if it can be pickled."""
 
     type_name: str
-    """Its class."""
     message: str
-    """Its text."""
     traceback: str
-    """The whole, as Python prints it."""
     where: str
-    """The innermost frames of it, for messages."""
+    """The innermost frames of the traceback, for messages."""
     at: float
     """Seconds since the epoch, by the clock of that node."""
     noticed: bool
@@ -87,11 +73,11 @@ class Failure:
     def of(cls, error: BaseException) -> "Failure":
         """Of an exception that is being handled."""
         name, message = type(error).__name__, str(error)
-        try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)  # noqa: S301 - our own bytes: some exceptions can be pickled and not unpickled
-        except Exception:  # noqa: BLE001 - whatever the exception's own code raises; then its text must do
-            pickled = None
+        pickled = None
+        with contextlib.suppress(Exception):  # whatever the exception's own code raises; then its text must do
+            data = pickle.dumps(error)
+            pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions can be pickled and not unpickled
+            pickled = data
         return cls(
             type_name=name,
             message=message,
@@ -131,19 +117,11 @@ class RemoteError(RuntimeError):
 
 
 class RemoteFailedError(RemoteError):
-    """It raised; also an instance of the class that was raised there, so that `except` clauses for that class match.
-
-    Attributes:
-        type_name: the class of what was raised.
-        remote_traceback: the whole, as Python prints it there.
-    """
+    """It raised; also an instance of the class that was raised there, so that `except` clauses for that class match."""
 
     def __init__(self, failure: Failure, *, who: ProcessInfo, call: str) -> None:
-        message = (
-            f"{who} failed in {call}: {failure.type_name}: {failure.message}\nIts traceback ends:\n"
-            f"{_indented(failure.where)}"
-        )
-        super().__init__(message, who=who, at=failure.at)
+        failed = f"{who} failed in {call}: {failure.type_name}: {failure.message}"
+        super().__init__(f"{failed}\nIts traceback ends:\n{_indented(failure.where)}", who=who, at=failure.at)
         self.type_name, self.remote_traceback, self.call = failure.type_name, failure.traceback, call
         self.noticed = failure.noticed
 
@@ -152,21 +130,15 @@ class RemoteFailedError(RemoteError):
         """The error of a class that is also the class of what was raised, with the original exception as its cause."""
         cause = None
         if failure.pickled is not None:
-            try:
+            with contextlib.suppress(Exception):  # of a class that this process cannot import; the text is enough
                 cause = pickle.loads(failure.pickled)  # noqa: S301 - Ray carried it, from a process of this run
-            except Exception:  # noqa: BLE001 - of a class that this process cannot import; the text is enough
-                cause = None
         error = (cls if cause is None else _class_with(type(cause)))(failure, who=who, call=call)
         error.__cause__ = cause
         return error
 
 
 class RemoteDiedError(RemoteError):
-    """Its process is gone.
-
-    Attributes:
-        how: what is known of its end.
-    """
+    """Its process is gone; `how` is what is known of its end."""
 
     def __init__(self, how: str, *, who: ProcessInfo, call: str, log_tail: str = "") -> None:
         super().__init__(f"{who} died during {call}: {how}", who=who, log_tail=log_tail)
@@ -178,11 +150,7 @@ class TrainerDiedError(RemoteDiedError, RestartableError):
 
 
 class RemoteTimeoutError(RemoteError):
-    """It did not answer in time.
-
-    Attributes:
-        timeout_s: how long it had.
-    """
+    """It did not answer within `timeout_s`."""
 
     def __init__(
         self, *, who: ProcessInfo, call: str, timeout_s: float, key: str, log_tail: str = "", stacks: str = ""

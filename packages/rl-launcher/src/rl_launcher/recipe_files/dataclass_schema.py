@@ -29,7 +29,8 @@ from rl_launcher.recipe_files.problems import KeyPath, Problem, dotted
 Annotation = Any  # what stands after the colon of a field: a class, a union, `list[int]`, …
 MISSING = dataclasses.MISSING
 DEFAULTS_KEY = "defaults"
-_CONFIG = {"extra": "forbid", "use_attribute_docstrings": True}
+STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+"""`__pydantic_config__` of every section."""
 
 
 def check_schema(schema: type) -> None:
@@ -45,8 +46,8 @@ def check_schema(schema: type) -> None:
         raise TypeError(f"{schema.__name__}.{DEFAULTS_KEY}: recipes inherit through this key; rename the field")
     for section in sections(schema):
         config = getattr(section, "__pydantic_config__", {})
-        if any(config.get(name) != value for name, value in _CONFIG.items()):
-            raise TypeError(f"{section.__qualname__} needs __pydantic_config__ = {_CONFIG}, got {config or 'none'}")
+        if any(config.get(name) != value for name, value in STRICT.items()):
+            raise TypeError(f"{section.__qualname__} needs __pydantic_config__ = {STRICT}, got {config or 'none'}")
         for name, annotation in key_types(section).items():
             if section_of(annotation) is None and _holds_a_section(annotation):
                 raise TypeError(f"{section.__qualname__}.{name}: a key holds one section, or a section or null")
@@ -156,12 +157,10 @@ class Key:
     """The first sentence."""
 
 
-def keys(schema: type) -> Iterator[Key]:
-    """Yield every key below a section, depth first."""
-    return _keys(schema, MISSING, prefix="", inside=())
-
-
-def _keys(section: type, instance: object, *, prefix: str, inside: tuple[type, ...]) -> Iterator[Key]:
+def keys(
+    section: type, *, instance: object = MISSING, prefix: str = "", inside: tuple[type, ...] = ()
+) -> Iterator[Key]:
+    """Yield every key below a section, depth first. Defaults are those of `instance`, if it is given."""
     described = docstrings(section)
     for name, annotation in key_types(section).items():
         default = default_of(section, name) if instance is MISSING else getattr(instance, name)
@@ -169,7 +168,7 @@ def _keys(section: type, instance: object, *, prefix: str, inside: tuple[type, .
         below = section_of(annotation)
         if below is not None and below not in (*inside, section):
             start = default if type(default) is below else MISSING
-            yield from _keys(below, start, prefix=f"{prefix}{name}.", inside=(*inside, section))
+            yield from keys(below, instance=start, prefix=f"{prefix}{name}.", inside=(*inside, section))
 
 
 def default_of(section: type, name: str) -> object:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from rl_launcher.recipe_files.dataclass_schema import DEFAULTS_KEY, check_schema, own_names, to_plain
-from rl_launcher.recipe_files.nodes import Node, merge, node_of
+from rl_launcher.recipe_files.nodes import Node, leaves, merge, node_of
 from rl_launcher.recipe_files.problems import (
     DEFAULT,
     SHIPPED,
@@ -63,7 +63,7 @@ class Resolved(Generic[T]):
         """Return one aligned line for each key, `key  value  origin`, then the notes. `hide` is as in `to_yaml`."""
         rows = [
             (dotted(path), shorten(json.dumps(value, ensure_ascii=False), _MAX_VALUE), str(self.origins[dotted(path)]))
-            for path, value in _leaves(hide(to_plain(self.value)))
+            for path, value in leaves(hide(to_plain(self.value)))
         ]
         key_width = max((len(key) for key, _, _ in rows), default=0)
         value_width = max((len(value) for _, value, _ in rows), default=0)
@@ -111,24 +111,11 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], *, schema: type[T], over
     problems += sorted([*unresolved, *(wrong for wrong in invalid if wrong.key not in blamed)], key=reading_order)
     if problems or value is None:
         raise RecipeError(name, problems)
-    return resolve(value, merged, notes=tuple(notes))
-
-
-def resolve(value: T, recipe: Node, *, notes: tuple[str, ...] = ()) -> Resolved[T]:
-    """Return a configured value with the origins that `recipe` knows."""
     origins: dict[str, Origin] = {}
-    for path, _ in _leaves(to_plain(value)):
-        node, written = recipe.find(path)
-        origins[dotted(path)] = node.key if written else DEFAULT
-    return Resolved(value=value, origins=MappingProxyType(origins), notes=notes)
-
-
-def _leaves(plain: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    if isinstance(plain, dict) and (plain or not path):
-        for name, inner in plain.items():
-            yield from _leaves(inner, (*path, name))
-    else:
-        yield path, plain
+    for path, _ in leaves(to_plain(value)):
+        node, is_written = merged.find(path)
+        origins[dotted(path)] = node.key if is_written else DEFAULT
+    return Resolved(value=value, origins=MappingProxyType(origins), notes=tuple(notes))
 
 
 # -- Files and what they inherit --------------------------------------------------------------------
@@ -237,6 +224,9 @@ def _bad_file(path: Path, message: str, hint: str, *, where: Origin | None = Non
 _KEY = re.compile(r"[^\s.=+~\-][^\s.=]*(\.[^\s.=]+)*")
 
 
+_OVERRIDE = "write key=value without spaces or prefixes, as in grpo.max_num_steps=10"
+
+
 def _read_overrides(overrides: Overrides, problems: list[Problem]) -> Iterator[Node]:
     """Yield each readable override as a recipe of one key."""
     if isinstance(overrides, Mapping):
@@ -245,13 +235,14 @@ def _read_overrides(overrides: Overrides, problems: list[Problem]) -> Iterator[N
             if _KEY.fullmatch(key):
                 yield _nested(key, _from_python(value, origin, problems, path=(key,)), origin)
             else:
-                problems.append(_bad_override(origin, "", f"{key!r} is not a dotted key"))
+                problems.append(Problem(key="", where=origin, message=f"{key!r} is not a dotted key", hint=_OVERRIDE))
         return
     for text in overrides:
         origin = Origin(override=text)
         key, equals, value = text.partition("=")
         if not equals or not _KEY.fullmatch(key):
-            problems.append(_bad_override(origin, "", f"{key!r} is not a dotted key" if equals else "no `=` in it"))
+            message = f"{key!r} is not a dotted key" if equals else "no `=` in it"
+            problems.append(Problem(key="", where=origin, message=message, hint=_OVERRIDE))
             continue
         node, found = compose(value, lambda _line, _column, origin=origin: origin)  # type: ignore[misc]
         problems += [replace(problem, key=key) for problem in found]
@@ -260,11 +251,6 @@ def _read_overrides(overrides: Overrides, problems: list[Problem]) -> Iterator[N
         elif not found:
             hint = f"write {key}=null to switch it off, {key}=\"''\" for an empty text"
             problems.append(Problem(key=key, where=origin, message="nothing after the `=`", hint=hint))
-
-
-def _bad_override(origin: Origin, key: str, message: str) -> Problem:
-    hint = "write key=value without spaces or prefixes, as in grpo.max_num_steps=10"
-    return Problem(key=key, where=origin, message=message, hint=hint)
 
 
 def _nested(key: str, node: Node, origin: Origin) -> Node:

@@ -64,6 +64,15 @@ class Node:
         return replace(self, value=children)
 
 
+def leaves(plain: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yield what is no mapping, and empty mappings, of plain data with its path; a list is one leaf."""
+    if isinstance(plain, dict) and (plain or not path):
+        for name, inner in plain.items():
+            yield from leaves(inner, (*path, name))
+    else:
+        yield path, plain
+
+
 def node_of(plain: object, origin: Origin = DEFAULT) -> Node:
     """Return plain data as a value of one origin.
 

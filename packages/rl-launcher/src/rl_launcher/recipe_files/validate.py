@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +33,7 @@ from rl_launcher.recipe_files.dataclass_schema import (
     section_of,
     type_text,
 )
-from rl_launcher.recipe_files.nodes import Node
+from rl_launcher.recipe_files.nodes import Node, leaves
 from rl_launcher.recipe_files.problems import KeyPath, Problem, dotted, nearest, reading_order, shorten, similarity
 
 T = TypeVar("T")
@@ -263,8 +263,8 @@ def _foreign_hint(failure: Failure, recipe: Node, schema: type) -> str:
     valid = [key.dotted for key in keys(schema)]
     present = {name for name, node in recipe.children() if node.value is not None}
     hints = []
-    for path in _leaf_paths(failure.given, failure.path):
-        ends = (".".join(path[start:]) for start in range(len(path)))
+    for path, _ in leaves(failure.given, failure.path):
+        ends = (dotted(path[start:]) for start in range(len(path)))
         if (entry := next((entries[end] for end in ends if end in entries), None)) is None:
             continue
         entry = entry if isinstance(entry, dict) else {"keys": entry}
@@ -276,11 +276,3 @@ def _foreign_hint(failure: Failure, recipe: Node, schema: type) -> str:
         hint = f"did you mean {' and '.join(meant)}? {entry.get('advice', '')}".rstrip()
         hints.append(hint if path == failure.path else f"{dotted(path)}: {hint}")
     return "\n    ".join(hints[:_MAX_HINTS])
-
-
-def _leaf_paths(value: object, path: KeyPath) -> Iterator[tuple[str, ...]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaf_paths(inner, (*path, name))
-    else:
-        yield tuple(map(str, path))

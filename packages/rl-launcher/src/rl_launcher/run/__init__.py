@@ -5,10 +5,11 @@ and distill; `record.py` what is logged after each step, when to save and when t
 `try_reward.py` a few rollouts before training; `signals.py` Ctrl-C and SIGTERM.
 """
 
-from rl_launcher.run.evaluate import Measured, measure, measured_recipe
+from rl_algorithms.evaluation import Measured
+from rl_algorithms.reward_trial import TrialResult
+from rl_launcher.run.evaluate import measure, measured_recipe
 from rl_launcher.run.run import Run, find_resumption, resume
 from rl_launcher.run.run import run as run
-from rl_launcher.run.try_reward import TrialResult
 from rl_launcher.run.try_reward import try_reward as try_reward
 
 __all__ = [

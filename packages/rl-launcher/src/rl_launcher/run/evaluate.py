@@ -4,90 +4,25 @@ The engine samples responses to held-out prompts, which are scored if the recipe
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from rl_algorithms import evaluation, sft
+from rl_algorithms import evaluation
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.estimates import Estimate
-from rl_algorithms.evaluation import Accuracy
+from rl_algorithms.evaluation import Accuracy, HeldOut, Measured, Outcome
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
-from rl_launcher.build import build, sampling
+from rl_launcher.build.build import build
+from rl_launcher.build.parts import Parts
 from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import HOW_TO_JUDGE, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """How the engine's weights do on prompts that were not trained on."""
-
-    sampled: Accuracy
-    greedy: Accuracy
-
-    def metrics(self) -> dict[str, float]:
-        """Both figures and the pass@k, for the log; intervals as `/low` and `/high`, where there are any."""
-        named = {
-            "held_out_sampled": self.sampled.reward,
-            "held_out_greedy": self.greedy.reward,
-            **{f"held_out_pass@{k}": estimate for k, estimate in self.sampled.pass_at.items() if k > 1},
-        }
-        figures = {name: estimate.mean for name, estimate in named.items()}
-        for name, estimate in named.items():
-            if math.isfinite(estimate.low):
-                figures |= {f"{name}/low": estimate.low, f"{name}/high": estimate.high}
-        return figures
-
-    def describe(self) -> str:
-        """Both figures with their standard errors, where there are any, and the pass@k."""
-        parts = [f"sampled {_describe(self.sampled.reward)}", f"greedy {_describe(self.greedy.reward)}"]
-        parts += [f"pass@{k} {_describe(estimate)}" for k, estimate in self.sampled.pass_at.items() if k > 1]
-        return ", ".join(parts)
-
-    def table(self) -> str:
-        """One line for each figure, with its interval."""
-        lines = [
-            f"{'sampled reward':<16}{_with_interval(self.sampled.reward)}",
-            f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}",
-            *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.sampled.pass_at.items()),
-        ]
-        if failed := self.sampled.num_failed + self.greedy.num_failed:
-            lines.append(f"{failed} responses could not be judged, and are left out of these figures")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a run does before or after its main stage."""
-
-    answers: HeldOut | None
-    """None without an `env`."""
-
-    figures: dict[str, float]
-    """What else was measured, as `held_out_loss`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Everything, for the log."""
-        return {**({} if self.answers is None else self.answers.metrics()), **self.figures}
-
-    def describe(self) -> str:
-        """In a line."""
-        parts = [] if self.answers is None else [self.answers.describe()]
-        parts += [
-            f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4g}" for name, value in self.figures.items()
-        ]
-        return ", ".join(parts) or "nothing was measured"
 
 
 class _Unscored:
@@ -109,19 +44,19 @@ class Evaluator:
         self._parts, self._config = parts, recipe.evaluation
         self._scored, self._seed = recipe.env is not None, recipe.seed
         self._imitates = [*recipe.stages] == ["sft"]
-        self._sampled = sampling(recipe.policy.generation)
-        self._greedy = sampling(recipe.policy.generation, greedy=True)
+        self._sampled = recipe.policy.generation.sampling()
+        self._greedy = recipe.policy.generation.sampling(greedy=True)
         self._num_with_tokens = recipe.logger.num_samples_with_tokens
         self._turns = turn_limits(recipe)
-        self._demonstrations = parts.held_out_demonstrations[: self._config.max_prompts_while_training]
+        self._demonstrations = parts.data.held_out_demonstrations[: self._config.max_prompts_while_training]
 
     @property
     def size(self) -> int:
         """Held-out prompts before and after training; without an `env`, rows or pairs that are measured."""
         if self._scored:
-            return min(self._config.max_prompts, len(self._parts.held_out))
-        if self._parts.pairs is not None:
-            return min(self._config.max_prompts_while_training, len(self._parts.pairs.held_out.tokens) // 2)
+            return min(self._config.max_prompts, len(self._parts.data.held_out))
+        if self._parts.data.pairs is not None:
+            return min(self._config.max_prompts_while_training, len(self._parts.data.pairs.held_out.tokens) // 2)
         return len(self._demonstrations)
 
     def outcome(self) -> Outcome:
@@ -146,18 +81,11 @@ class Evaluator:
         """
         if not self._demonstrations:
             return {}
-        examples = sft.prepare(self._demonstrations)
-        weights = examples.trainable.double() * examples.weight[:, None]
-        nll = -torch.where(weights > 0, self._parts.policy.logp(examples).double(), 0.0)
-        return {"held_out_loss": ((nll * weights).sum() / weights.sum()).item()}
-
-    def due(self, previous_step: int, step: int) -> bool:
-        """Whether an evaluation falls between two optimizer steps."""
-        return self._config.every > 0 and previous_step // self._config.every < step // self._config.every
+        return {"held_out_loss": evaluation.demonstration_nll(self._parts.policy, self._demonstrations)}
 
     def samples(self, outcome: Outcome, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
         """The first few sampled responses for the report; without an `env` they are sampled here."""
-        prompts = self._parts.held_out[: min(self._config.samples, self._config.max_prompts)]
+        prompts = self._parts.data.held_out[: min(self._config.samples, self._config.max_prompts)]
         if not prompts:
             return []
         if outcome.answers is None:
@@ -197,11 +125,11 @@ class Evaluator:
         parts, config = self._parts, self._config
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
-            parts.held_out[:num_prompts],
+            parts.data.held_out[:num_prompts],
             engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
             environment=parts.environment if environment is None else environment,
-            chat=parts.chat,
+            chat=parts.data.chat,
             samples_per_prompt=samples,
             seed=self._seed,
             figures=evaluation.Figures(pass_at=pass_at, pass_reward=config.pass_reward),
@@ -213,44 +141,6 @@ def turn_limits(recipe: Recipe) -> dict[str, Any]:
     """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
     stage = recipe.grpo or recipe.distill
     return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
-
-
-def _describe(estimate: Estimate) -> str:
-    error = estimate.standard_error
-    return f"{estimate.mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{estimate.mean:.3f} (one prompt)"
-
-
-def _with_interval(estimate: Estimate) -> str:
-    if not math.isfinite(estimate.low):
-        return f"{estimate.mean:.3f}  (one prompt: no interval)"
-    return f"{estimate.mean:.3f}  [{estimate.low:.3f}, {estimate.high:.3f}]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """How a model does on held-out prompts."""
-
-    model: str
-    held_out: HeldOut
-    num_prompts: int
-    samples_per_prompt: int
-    num_failed: int
-
-    def text(self) -> str:
-        """For people."""
-        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
-        sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
-        return f"{self.model}: {sizes}\n{self.held_out.table()}"
-
-    def figures(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "model": self.model,
-            "prompts": self.num_prompts,
-            "samples_per_prompt": self.samples_per_prompt,
-            "failed": self.num_failed,
-            **self.held_out.metrics(),
-        }
 
 
 def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str | None = None) -> Resolved[Recipe]:

@@ -9,17 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-
-from rl_algorithms.phases import PhaseTimer
-from rl_launcher.checkpoints import Keeper, Progress
-from rl_launcher.conditions import name_of
+from rl_algorithms.stepping import PhaseTimer
+from rl_launcher.build.parts import Parts
+from rl_launcher.checkpoints import CheckpointManager, Progress
 from rl_launcher.errors import ConditionError, user_location
+from rl_launcher.run.conditions import name_of
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.signals import Interruption
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
-from rl_observe import LiveView, RunDirectory, RunLog, Sample, ScoredResponse, read_metrics
+from rl_observe import LiveView, RunDirectory, RunLog, ScoredResponse, read_metrics
 from rl_observe.health import Reporter, Watch, count_events
 
 PHASE = "phase_s/"
@@ -35,7 +33,7 @@ class Recorder:
         view: LiveView,
         *,
         parts: Parts,
-        keeper: Keeper,
+        keeper: CheckpointManager,
         watch: Watch,
         events: Reporter,
         interruption: Interruption,
@@ -53,18 +51,9 @@ class Recorder:
         self._last = time.perf_counter()
         self._timer.lap()
 
-    def begin(self, stage: str, taken: int) -> None:
-        """A stage starts, or continues after `taken` steps: its next one may be recorded by profilers."""
-        self.log.profiler.reached(stage, taken)
-        self._parts.reached(stage, taken)
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the block towards `name` in the step that is recorded next."""
         return self._timer.phase(name)
-
-    def keep(self, tensors: dict[str, Tensor]) -> None:
-        """Put into every checkpoint of this stage what it made at its start and cannot make again."""
-        self.progress.tensors = tensors
 
     def step(
         self,
@@ -113,17 +102,27 @@ class Recorder:
         self._view.update(stage, step, logged, skipped=progress.total - progress.version)
         progress.keep_state = state
         progress.metric = logged.get(self._metric_name, progress.metric)
-        self._check_and_save(stage, step, logged, before=before, samples=samples)
+        self.report_events(stage, step)
+        stop: ConditionError | None = None
+        for event in self._watch.observe(stage, logged, errors=progress.reward_errors, samples=samples):
+            self._events.report(event.name, event.message, reaction=event.reaction, stage=stage, step=step)
+            if event.stop:
+                stop = ConditionError(event.name, event.message)
+        due = self.keeper.after_step(before=before)
+        if due.end and stop is None:
+            stop = ConditionError("must_save_by", "checkpointing.checkpoint_must_save_by passes during the next step")
+        if due.save or stop is not None or self._interruption.heard:
+            with self.phase("checkpoint"):
+                self.keeper.save()
+        if stop is not None:
+            raise stop
+        self._interruption.check()
 
     def evaluation(self, stage: str, metrics: Mapping[str, float]) -> None:
         """Log what was measured before the first step of `stage`, as its step 0."""
         logged = self.log.step(stage, 0, metrics)
         self.progress.metric = logged.get(self._metric_name, self.progress.metric)
         self._view.update(stage, 0, logged)
-
-    def write_samples(self, samples: list[Sample]) -> None:
-        """Keep a few responses for the report."""
-        self.log.write_samples(samples)
 
     def check(self) -> None:
         """Report events, and end the run here, between two stages, if a signal came.
@@ -142,33 +141,6 @@ class Recorder:
         """Report what happened to the parts since the last time."""
         for each in self._parts.events.take():
             self._events.report(each.name, each.message, reaction=each.reaction, stage=stage, step=step)
-
-    def _check_and_save(
-        self,
-        stage: str,
-        step: int,
-        values: Mapping[str, float],
-        *,
-        before: int,
-        samples: Callable[[], Sequence[ScoredResponse]] | None,
-    ) -> None:
-        self.report_events(stage, step)
-        stop: ConditionError | None = None
-        errors = self.progress.reward_errors
-        for noticed in self._watch.observe(stage, values, errors=errors, samples=samples):
-            event = noticed.event
-            self._events.report(event.name, event.message, reaction=event.reaction, stage=stage, step=step)
-            if noticed.stop:
-                stop = ConditionError(event.name, event.message)
-        due = self.keeper.after_step(before=before)
-        if due.end and stop is None:
-            stop = ConditionError("must_save_by", "checkpointing.checkpoint_must_save_by passes during the next step")
-        if due.save or stop is not None or self._interruption.heard:
-            with self.phase("checkpoint"):
-                self.keeper.save()
-        if stop is not None:
-            raise stop
-        self._interruption.check()
 
 
 def has_trained(directory: RunDirectory, stage: str) -> bool:
@@ -212,7 +184,7 @@ def summarize(
         "steps": parts.policy.version,
         "tokens": sum(int(_number(row, name)) for row in rows for name in TOKENS),
         "reward_errors": parts.environment.errors,
-        "rows_skipped": parts.skipped.count,
+        "rows_skipped": parts.data.skipped.count,
         "phase_share": phase_share([row for row in rows if row["stage"] == headline]),
         "wall_s": round(progress.wall_s, 2),
         "refit": report

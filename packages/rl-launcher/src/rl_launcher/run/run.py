@@ -4,7 +4,6 @@
 writes the summary. When a worker dies it restarts from the last checkpoint; whatever else ends it early is saved first.
 """
 
-import inspect
 import json
 import os
 import shutil
@@ -21,24 +20,25 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rl_launcher.build import build
+from rl_backends.checkpoints.atomic import atomic_folder, write_text
+from rl_launcher.build.build import build
+from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import (
     CheckpointError,
-    Keeper,
+    CheckpointManager,
     Progress,
-    cut_history,
     find_latest,
     load_progress,
-    save_in_a_step,
+    save_mid_step,
+    truncate_logs,
     unfinished_of,
 )
 from rl_launcher.checkpoints.disk import STATE_PER_WEIGHT, DiskSpaceError, check_space, claimed, describe_space
 from rl_launcher.checkpoints.export import fill_folder
-from rl_launcher.checkpoints.folders import appearing, root_of, write_text
+from rl_launcher.checkpoints.folders import root_of
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
 from rl_launcher.checks.explain import describe_backend
-from rl_launcher.conditions import name_of, reaction_to
 from rl_launcher.errors import (
     ConditionError,
     Refusal,
@@ -48,14 +48,14 @@ from rl_launcher.errors import (
     user_frames,
     user_location,
 )
-from rl_launcher.gc_freeze import long_lived
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.recipe_files.dataclass_schema import to_plain
+from rl_launcher.run.conditions import name_of, reaction_to
 from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
 from rl_launcher.run.stages import distill, dpo, grpo, sft
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
 from rl_observe import (
@@ -220,7 +220,7 @@ class Run:
         recipe, directory, resumption = self.recipe, self.directory, self.resumption
         self.progress = progress = Progress() if resumption is None else resumption.progress
         counted_until, elapsed_s = None if resumption is None else resumption.counted_until, progress.wall_s
-        self.keeper = Keeper(
+        self.keeper = CheckpointManager(
             directory,
             recipe.checkpointing,
             parts=self.parts,
@@ -232,7 +232,7 @@ class Run:
             elapsed_s = self.keeper.count_time()
         earlier, progress.code = progress.code, code_digests(recipe)
         changed = "".join(f"; {each}" for each in changed_code(recipe, earlier, progress.code))
-        discarded = [] if resumption is None else cut_history(directory, logs=progress.logs)
+        discarded = [] if resumption is None else truncate_logs(directory, logs=progress.logs)
         totals = [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in recipe.stages.items()]
         self.view = LiveView(f"{recipe.headline} · {recipe.data.source} · {recipe.policy.model_name}", totals)
         logger = recipe.logger
@@ -282,7 +282,7 @@ class Run:
                 if progress.before:
                     recorder.evaluation(headline, progress.before)
                     recorder.message(f"held out before {headline}: {before.describe()}")
-                recorder.write_samples(evaluator.samples(before, stage=headline, when="before"))
+                recorder.log.write_samples(evaluator.samples(before, stage=headline, when="before"))
                 recorder.check()
             recorder.start()
             STAGES[name](stage, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
@@ -291,7 +291,7 @@ class Run:
         after = evaluator.outcome()
         if after.metrics():
             recorder.message(f"held out after {headline}: {after.describe()}")
-        recorder.write_samples(evaluator.samples(after, stage=headline, when="after"))
+        recorder.log.write_samples(evaluator.samples(after, stage=headline, when="after"))
         if recipe.env is not None and parts.environment.errors:
             became = "counted as 0" if recipe.env.on_error == "zero" else "were left out of training"
             failed = f"{parts.environment.errors} responses could not be judged"
@@ -303,12 +303,12 @@ class Run:
         parts, recipe, recorder = self.parts, self.recipe, self.recorder
         if not parts.selection.is_plain:
             recorder.message(describe_backend(recipe, parts.selection))
-        if parts.skipped.count:
-            recorder.message(f"data.on_bad_row=skip: {parts.skipped}")
-        if parts.unasked:
+        if parts.data.skipped.count:
+            recorder.message(f"data.on_bad_row=skip: {parts.data.skipped}")
+        if parts.data.held_out_too_long:
             recorder.message(
-                f"{parts.unasked} held-out prompts leave no room for a response of policy.generation.max_new_tokens="
-                f"{recipe.policy.generation.max_new_tokens}, and are left out of sampling"
+                f"{parts.data.held_out_too_long} held-out prompts leave no room for a response of policy.generation."
+                f"max_new_tokens={recipe.policy.generation.max_new_tokens}, and are left out of sampling"
             )
         recorder.report_events()
         report = parts.weight_sync(version=self.progress.version)  # proves that every weight of the engine can be fed
@@ -328,7 +328,7 @@ class Run:
             shutil.rmtree(self.directory.adapter, ignore_errors=True)
             adapted: Any = policy  # a backend with adapters, or the ranks that have them
             adapted.save_adapter(self.directory.adapter, base_model_name=self.recipe.policy.model_name)
-        with appearing(self.directory.model) as unfinished:
+        with atomic_folder(self.directory.model) as unfinished:
             fill_folder(unfinished, policy=policy, tokenizer=parts.tokenizer)
 
     def _plan_restart(self, error: BaseException) -> str:
@@ -412,7 +412,7 @@ class Run:
                 return f"{newest}. Continue with: {again}"
             if lost or exact:
                 return f"No checkpoint was saved. Start again with: {again}"
-            folder = save_in_a_step(progress, parts, directory)
+            folder = save_mid_step(progress, parts, directory)
         except Exception as second:  # noqa: BLE001 - the first cause is what the user must read
             failed = f"The weights could NOT be saved: {second}"
             with suppress(CheckpointError):
@@ -580,37 +580,7 @@ def _build(recipe: Recipe, *, run_dir: Path, objects: Objects) -> Parts:
     if recipe.cpu_threads is not None:
         torch.set_num_threads(recipe.cpu_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, whose bars would break the live view
-    parts = build(recipe, run_dir=run_dir, objects=objects)
-    try:
-        _check_signatures(parts.environment)
-    except BaseException:
-        parts.close()
-        raise
-    return parts
-
-
-def _check_signatures(environment: object) -> None:
-    """Refuse an environment of the user's whose methods cannot be called as a run calls them.
-
-    Such a call would raise a TypeError in our code, far from the method that is to be corrected.
-    """
-    inner = getattr(environment, "inner", environment)  # within the one that counts failures
-    calls: dict[str, dict[str, Any]] = {"step": {}, "reset": {"seeds": []}}
-    for name, named in calls.items():
-        method: Any = getattr(inner, name, None)
-        if method is None:
-            continue
-        try:
-            inspect.signature(method).bind([], **named)
-        except ValueError:
-            continue  # written in C
-        except TypeError as error:
-            code = getattr(method, "__code__", None)
-            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-            wanted = "step(conversations)" if name == "step" else "reset(rows, *, seeds)"
-            raise Refusal(
-                f"env.environment: {getattr(method, '__qualname__', name)}{place} cannot be called as {wanted}: {error}"
-            ) from error
+    return build(recipe, run_dir=run_dir, objects=objects)
 
 
 def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:

@@ -3,12 +3,15 @@
 The launcher adds what no package can know alone: which model, data, reward and nodes, and the order of stages.
 """
 
-from rl_launcher.schema.data import DataConfig, EnvironmentConfig, EvaluationConfig
-from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyConfig, ResourcesConfig, VllmConfig
+from rl_algorithms.data.config import DataConfig
+from rl_algorithms.environments.config import EnvironmentConfig
+from rl_algorithms.evaluation import EvaluationConfig
+from rl_algorithms.staleness import AsyncConfig
+from rl_generation.training_engine import VllmConfig
+from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyConfig, ResourcesConfig
 from rl_launcher.schema.recipe import HEADLINES, HOW_TO_JUDGE, STAGES, Recipe
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import (
-    AsyncConfig,
     DistillStage,
     DPOStage,
     GRPOStage,

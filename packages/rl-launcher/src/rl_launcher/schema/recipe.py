@@ -4,16 +4,16 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_algorithms.data.config import DataConfig
+from rl_algorithms.environments.config import EnvironmentConfig
+from rl_algorithms.evaluation import EvaluationConfig
+from rl_launcher.recipe_files.dataclass_schema import STRICT
 from rl_launcher.recipe_files.nodes import Node
-from rl_launcher.schema.data import DataConfig, EnvironmentConfig, EvaluationConfig
 from rl_launcher.schema.policy import PolicyConfig
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import DistillStage, DPOStage, GRPOStage, SFTStage
-from rl_launcher.schema.strict import STRICT
 from rl_observe import HealthConfig
 from rl_observe.config import LoggerConfig
-
-__all__ = ["HEADLINES", "HOW_TO_JUDGE", "STAGES", "Recipe"]
 
 HEADLINES = ("grpo", "dpo", "distill")
 STAGES = ("sft", *HEADLINES)

@@ -4,9 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from rl_launcher.schema.strict import STRICT, refuse_below
-
-__all__ = ["CheckpointingConfig", "ClusterConfig"]
+from rl_algorithms.choices import check_fields
+from rl_launcher.recipe_files.dataclass_schema import STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class CheckpointingConfig:
     """Whether a higher value of the metric is better."""
 
     def __post_init__(self) -> None:
-        refuse_below(
+        check_fields(
             self, at_least={"save_period": 0, "ft_keep_latest_k": 1, "keep_top_k": 0}, above={"save_period_s": 0}
         )
         if self.checkpoint_must_save_by is not None and self.must_save_after_s is None:
@@ -95,8 +94,12 @@ class ClusterConfig:
     """Serve Ray's dashboard on the loopback interface. Only for a cluster that the run starts itself."""
 
     def __post_init__(self) -> None:
-        refuse_below(self, at_least={"num_nodes": 1, "gpus_per_node": 1, "cpus_per_rank": 1, "max_restarts": 0})
-        refuse_below(self, above={"start_timeout_s": 0, "call_timeout_s": 0})
+        check_fields(
+            self,
+            at_least={"num_nodes": 1, "gpus_per_node": 1, "cpus_per_rank": 1, "max_restarts": 0},
+            above={"start_timeout_s": 0, "call_timeout_s": 0},
+            infinite={"start_timeout_s", "call_timeout_s"},
+        )
         if self.runtime == "in_process" and self.address is not None:
             raise ValueError(
                 f"address={self.address} names a Ray cluster, and runtime=in_process uses none; set runtime=ray"

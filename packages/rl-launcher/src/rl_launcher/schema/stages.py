@@ -9,10 +9,9 @@ from rl_algorithms.distill import DistillConfig
 from rl_algorithms.dpo import DPOConfig
 from rl_algorithms.grpo import GRPOConfig
 from rl_algorithms.sft import SFTConfig
+from rl_algorithms.staleness import AsyncConfig
 from rl_backends import OptimizerConfig
-from rl_launcher.schema.strict import STRICT, refuse_below
-
-__all__ = ["AsyncConfig", "DPOStage", "DistillStage", "GRPOStage", "SFTStage", "TeacherConfig"]
+from rl_launcher.recipe_files.dataclass_schema import STRICT
 
 SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_prompt"})
 """Keys of DPO that have no effect on given pairs."""
@@ -29,40 +28,6 @@ class SFTStage(SFTConfig):
     """Which messages of a conversation contribute to the loss: every `assistant` message, only the `last_turn`, or
     `all`. A message with `"train": false` never does. Of a prompt with an answer it is the answer, or both for
     `all`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncConfig:
-    """Sampling while the policy trains; see `rl_algorithms.async_grpo`."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    max_staleness: int
-    """Optimizer steps by which the policy may be ahead of the weights that sampled a token it trains on.
-    `steps_per_generation - 1` is synchronous; each further `steps_per_generation` lets sampling run one batch ahead."""
-
-    weights: Literal["between_calls", "in_flight"] = "between_calls"
-    """When engines take new weights. `between_calls` waits for calls to end. `in_flight` takes them at once, in the
-    middle of responses whose tokens record their version; it needs `policy.generation.vllm_cfg.async_engine`."""
-
-    num_collectors: int = 1
-    """Threads that request rollouts. As many as there are engines keep all of them busy."""
-
-    groups_per_call: int = 8
-    """Prompts in each call, at most. More fill an engine's batch; fewer shorten the wait of a refit `between_calls`."""
-
-    ask_again: bool = True
-    """Sample a group that became too old again. False moves on, so that slow prompts are trained on less."""
-
-    timeout_s: float = 1800.0
-    """Deadline in seconds for rollouts, and for calls to end before a refit."""
-
-    stop_timeout_s: float = 60.0
-    """Seconds that the end of the stage, also by an error, waits for running calls."""
-
-    def __post_init__(self) -> None:
-        above = {"num_collectors": 0, "groups_per_call": 0, "timeout_s": 0, "stop_timeout_s": 0}
-        refuse_below(self, at_least={"max_staleness": 0}, above=above)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

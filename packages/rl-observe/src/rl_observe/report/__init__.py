@@ -1,6 +1,5 @@
 """Self-contained HTML reports: of one run, of several runs compared, and a summary for a notebook."""
 
-from rl_observe.report.comparison import compare_runs
-from rl_observe.report.page import summary_html, write_report
+from rl_observe.report.page import compare_runs, summary_html, write_report
 
 __all__ = ["compare_runs", "summary_html", "write_report"]

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from importlib import resources
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from rl_observe.glossary import PHASE_PREFIX, Metric, metric_of
-from rl_observe.number_format import format_duration
-from rl_observe.report.record import Row, RunRecord, number, text
-from rl_observe.report.typeset import typeset_value
-
-__all__ = ["NUM_COLORS", "Chart", "Curve", "Points", "headline_chart", "overlay_charts", "points", "stage_charts"]
+from rl_observe.glossary import PHASE_PREFIX, Metric, format_duration, metric_of, typeset_value
+from rl_observe.log_files import Row
+from rl_observe.report.record import RunRecord, number, text
 
 Points = Sequence[tuple[float, float | None]]
 """Steps in ascending order and values; None where a step has no finite value, which breaks the line."""
@@ -29,32 +28,9 @@ _AGREEMENT = "token_mult_prob_error"
 _AGREEMENT_FAULT = 0.05
 _EPSILON_FP32 = 2**-23  # the distance from 1 to the next larger fp32 number
 
-_HEADLINES = ("reward", "held_out_greedy", "margin", "loss")
-# Charted first and in this order; metrics that are not listed follow, in the order in which they were logged.
-_ORDER = (
-    *("reward", "held_out_greedy", "held_out_sampled", "margin", "loss", "held_out_loss"),
-    *("pair_accuracy", "chosen_logratio", "groups_with_signal", "environment/generation_batches"),
-    *("environment/groups_too_many", "reward_std", "entropy", "kl_reference", "token_mult_prob_error", "kl_engine"),
-    *("staleness", "effective_sample_size", "importance_weight", "rejected_fraction", "clip_fraction", "ratio"),
-    *("grad_norm", "response_tokens", "turns", "truncated", "failed", "rows_without_tokens", "nll"),
+_CHARTS: dict[str, Any] = tomllib.loads(
+    resources.files(__package__).joinpath("charts.toml").read_text(encoding="utf-8")
 )
-# Schedule, speed and memory are shown on demand.
-_FOLDED = ["learning_rate", "response_tokens_max", "tokens_per_s", "refit_s", "memory_rss_bytes", "memory_gpu_bytes"]
-# Shown elsewhere on the page, or counters that only follow the step.
-_NOT_CHARTED = ["time_s", "step", "stage", "version", "steps_taken", "refit_bytes", "sampled_tokens", "trained_tokens"]
-# Metrics drawn in the chart of another: evaluations as marks, or a second line.
-_MARKS = {
-    "reward": {"held_out_greedy": "greedy", "held_out_sampled": "held-out"},
-    "held_out_greedy": {"held_out_sampled": "held-out"},
-    "margin": {"held_out_margin": "held-out"},
-    "loss": {"held_out_loss": "held-out"},
-    "pair_accuracy": {"held_out_pair_accuracy": "held-out"},
-}
-_SECOND = {
-    "chosen_logratio": "rejected_logratio",
-    "staleness": "staleness_max",
-    "memory_gpu_bytes": "memory_gpu_peak_bytes",
-}
 _LOGRATIO = ("Log-ratio to the reference", "Mean of log p(response) − log p_ref(response), over pairs.")
 
 
@@ -131,7 +107,7 @@ def stage_charts(record: RunRecord) -> list[dict[str, Any]]:
     blocks = []
     for stage, rows in record.stages.items():
         # What is drawn in another chart.
-        done = {headline[1], *_MARKS[headline[1]]} if headline is not None and headline[0] == stage else set()
+        done = {headline[1], *_CHARTS["marks"][headline[1]]} if headline is not None and headline[0] == stage else set()
         charts: list[Chart] = []
         folded: list[Chart] = []
         constants = []
@@ -140,12 +116,20 @@ def stage_charts(record: RunRecord) -> list[dict[str, Any]]:
             if name in done or len(known) < 2:
                 continue
             if max(known) - min(known) > 1e-9 * max(map(abs, known)):
-                done |= {*_MARKS.get(name, ()), _SECOND.get(name, name)}
-                (folded if name in _FOLDED else charts).append(_chart(rows, name, group=stage))
+                done |= {*_CHARTS["marks"].get(name, ()), _CHARTS["second"].get(name, name)}
+                (folded if name in _CHARTS["folded"] else charts).append(_chart(rows, name, group=stage))
             else:
                 constants.append((_metric(name).label, typeset_value(known[0], _unit(_metric(name), known))))
-        facts = _facts(rows)
-        blocks.append({"name": stage, "facts": facts, "charts": charts, "folded": folded, "constants": constants})
+        # Length, duration and last evaluations.
+        facts = [f"{max(number(row, 'step') or 0.0 for row in rows):.0f} steps"]
+        seconds = [time for row in rows if (time := number(row, "time_s")) is not None]
+        if len(seconds) > 1:
+            facts.append(format_duration(max(seconds) - min(seconds)))
+        for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
+            metric, values = _metric(name), [value for step, value in _known(rows, name) if step > 0]
+            facts += [f"{metric.label} {typeset_value(values[-1], _unit(metric, values))}"] if values else []
+        block = {"name": stage, "facts": " · ".join(facts), "charts": charts, "folded": folded, "constants": constants}
+        blocks.append(block)
     return blocks
 
 
@@ -223,7 +207,7 @@ def thin(curve: Points) -> Points:
 
 def _headline(record: RunRecord) -> tuple[str, str] | None:
     """Stage and metric of the headline chart."""
-    for name in _HEADLINES:
+    for name in _CHARTS["headlines"]:
         for stage in reversed(record.stages):
             if len(_known(record.stages[stage], name)) > 1:
                 return stage, name
@@ -231,7 +215,7 @@ def _headline(record: RunRecord) -> tuple[str, str] | None:
 
 
 def _chart(rows: Sequence[Row], name: str, *, group: str, wide: bool = False) -> Chart:
-    metric, second = _metric(name), _SECOND.get(name)
+    metric, second = _metric(name), _CHARTS["second"].get(name)
     curves: list[Curve] = []
     for each, role in ((name, "main"), (second, "second")):
         if not each or len(_known(rows, each)) < 2:
@@ -246,7 +230,7 @@ def _chart(rows: Sequence[Row], name: str, *, group: str, wide: bool = False) ->
             label += ", mean" if wide else ""
         curves.append(Curve(label, role, kept))
     main = _values([curve for curve in curves if curve.role == "main"])
-    for each, role in _MARKS.get(name, {}).items():
+    for each, role in _CHARTS["marks"].get(name, {}).items():
         for end in ("low", "high") if wide else ():  # the ends of the 95 % interval are drawn as a band
             band = _known(rows, f"{each}/{end}")
             curves += [Curve(f"{role} {end}", "interval", band)] if band else []
@@ -278,19 +262,6 @@ def _agreement_chart(chart: Chart) -> Chart:
     )
 
 
-def _facts(rows: Sequence[Row]) -> str:
-    """Length, duration and last evaluations of a stage."""
-    steps = [step for row in rows if (step := number(row, "step")) is not None]
-    seconds = [time for row in rows if (time := number(row, "time_s")) is not None]
-    facts = [f"{max(steps):.0f} steps"]
-    if len(seconds) > 1:
-        facts.append(format_duration(max(seconds) - min(seconds)))
-    for name in ("held_out_sampled", "held_out_greedy", "held_out_loss"):
-        values = [value for step, value in _known(rows, name) if step > 0]
-        facts += [f"{_metric(name).label} {typeset_value(values[-1], _unit(_metric(name), values))}"] if values else []
-    return " · ".join(facts)
-
-
 def _metric(name: str) -> Metric:
     return metric_of(name) or Metric(name, "number", "Logged by the trainer under this name.")
 
@@ -317,9 +288,11 @@ def _values(curves: Sequence[Curve]) -> list[float]:
 def _charted(rows: Sequence[Row]) -> list[str]:
     """The logged metrics that may have a chart, in the order in which a reader wants them."""
     logged = dict.fromkeys(name for row in rows for name in row)
-    ordered = dict.fromkeys([*_ORDER, *(name for name in logged if name not in _FOLDED), *_FOLDED])
+    ordered = dict.fromkeys(
+        [*_CHARTS["order"], *(name for name in logged if name not in _CHARTS["folded"]), *_CHARTS["folded"]]
+    )
     hidden = (
-        *_NOT_CHARTED,
+        *_CHARTS["not_charted"],
         *(name for name in logged if name.startswith(PHASE_PREFIX) or name.endswith(("/low", "/high"))),
     )
     return [name for name in ordered if name in logged and name not in hidden]

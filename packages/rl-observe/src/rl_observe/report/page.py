@@ -1,6 +1,6 @@
-"""Write report.html: templates, style, scripts and data in one file that needs no network.
+"""Self-contained HTML pages: templates, style, scripts and data in one file that needs no network.
 
-`write_report` makes the page of a run from templates/run.html.j2, `summary_html` the short version for a notebook.
+`write_report` makes the page of a run, `compare_runs` that of several, `summary_html` the short version for a notebook.
 """
 
 from __future__ import annotations
@@ -8,25 +8,26 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 
-from rl_observe.json_lines import finite_number
-from rl_observe.report.breakdown import breakdown, phase_class
-from rl_observe.report.curves import headline_chart, stage_charts
-from rl_observe.report.gantt import gantt_legend, gantts
-from rl_observe.report.outcome import outcome
+from rl_observe.glossary import finite_number, typeset_value
+from rl_observe.log_files import flat
+from rl_observe.report.curves import NUM_COLORS, headline_chart, overlay_charts, stage_charts
 from rl_observe.report.record import read_record, section, text
-from rl_observe.report.refits import refits
-from rl_observe.report.samples import before_after, conversations
-from rl_observe.report.typeset import typeset_value
+from rl_observe.report.sections import before_after, conversations, outcome, refits
+from rl_observe.report.times import breakdown, gantt_legend, gantts, phase_class
 from rl_observe.run_directory import RunDirectory, write_text
 
-__all__ = ["render", "summary_html", "write_report"]
+# Where and when a run was made always differs, and explains nothing.
+_ALWAYS_DIFFERENT = frozenset({"run_dir", "collected_at"})
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -85,6 +86,43 @@ def summary_html(run: RunDirectory) -> str:
     return template.render(outcome=outcome(record), remarks=record.remarks, chart=chart, lines=lines)
 
 
+def compare_runs(runs: Sequence[RunDirectory], *, to: Path) -> Path:
+    """Write one page about several runs to the file `to`, and return its path.
+
+    Raises:
+        ValueError: there are fewer than two runs, one is named twice, or there are more than a page can tell apart.
+        RunDirectoryError: the page cannot be written.
+    """
+    if not 2 <= len(runs) <= 2 * NUM_COLORS:
+        raise ValueError(f"{len(runs)} runs cannot be compared on a page; name 2 to {2 * NUM_COLORS} of them")
+    twice = [str(run.path) for index, run in enumerate(runs) if run.path in [other.path for other in runs[:index]]]
+    if twice:
+        raise ValueError(f"a run is compared with itself: {', '.join(twice)}; name each once")
+    names = _names([run.path for run in runs])
+    records = [read_record(run) for run in runs]
+    recipes = []
+    for record in records:
+        try:
+            loaded = yaml.safe_load(record.recipe)
+        except yaml.YAMLError:
+            record.remarks.append("recipe.yaml could not be read (YAML): its keys are not compared.")
+            loaded = None
+        recipes.append(_texts(loaded) if isinstance(loaded, dict) else {})
+    return write_text(
+        to,
+        render(
+            "comparison.html.j2",
+            title=f"{len(runs)} runs",
+            names=names,
+            remarks=[f"{name}: {each}" for name, record in zip(names, records, strict=True) for each in record.remarks],
+            overlays=overlay_charts(names, [record.stages for record in records]),
+            summaries=_table([_texts(record.summary) for record in records]),
+            recipes=_table(recipes),
+            machines=_table([_texts(record.versions) for record in records]),
+        ),
+    )
+
+
 def render(template: str, **context: Any) -> str:
     """Fill a page template, with the style, the scripts and a policy that admits no other script.
 
@@ -126,3 +164,28 @@ def _number(value: object, unit: str) -> str:
 
 def _text(value: object, otherwise: str = "–") -> str:
     return value if isinstance(value, str) else otherwise
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """As few of the last parts of each path as tell all of them apart."""
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _texts(data: Mapping[str, object]) -> dict[str, str]:
+    """The leaves of nested mappings as text, by dotted name."""
+    texts = {}
+    for name, value in flat(data):
+        if name not in _ALWAYS_DIFFERENT:
+            word = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+            texts[name] = value if isinstance(value, str) else word
+    return texts
+
+
+def _table(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """One row per key, one column per run; a dash where a run lacks the key."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: [column.get(key, "–") for column in columns] for key in keys}

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rl_observe.json_lines import JsonLines, JsonValue, finite_number, read_json_lines
+from rl_observe.glossary import finite_number
+from rl_observe.log_files import Row, read_json_lines
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["Row", "RunRecord", "number", "read_record", "section", "text"]
-
 T = TypeVar("T")
-Row = dict[str, JsonValue]
-"""One line of a file of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +69,20 @@ def read_record(run: RunDirectory) -> RunRecord:
         return value
 
     def read_rows(path: Path, lost: str | None = None, is_valid: Callable[[Row], bool] = bool) -> list[Row]:
-        lines = read(path, read_json_lines, JsonLines([], 0), lost=lost)
-        rows = [row for row in lines.rows if is_valid(row)]
-        if bad := lines.unreadable + len(lines.rows) - len(rows):
+        nothing: tuple[list[Row], int] = [], 0
+        found, unreadable = read(path, read_json_lines, nothing, lost=lost)
+        rows = [row for row in found if is_valid(row)]
+        if bad := unreadable + len(found) - len(rows):
             remarks.append(f"{f'{bad} lines' if bad > 1 else '1 line'} of {path.name} could not be read: left out.")
         return rows
 
     stages: dict[str, list[Row]] = {}
-    for row in read_rows(run.metrics, "there are no curves", _has_stage_and_step):
+    steps = read_rows(
+        run.metrics,
+        "there are no curves",
+        lambda row: text(row, "stage") is not None and number(row, "step") is not None,
+    )
+    for row in steps:
         stages.setdefault(str(row["stage"]), []).append(row)
     nothing: Mapping[str, object] = {}
     return RunRecord(
@@ -95,10 +98,6 @@ def read_record(run: RunDirectory) -> RunRecord:
         refits=read_rows(run.refits),
         remarks=remarks,
     )
-
-
-def _has_stage_and_step(row: Row) -> bool:
-    return text(row, "stage") is not None and number(row, "step") is not None
 
 
 def number(values: Mapping[str, object], name: str) -> float | None:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from rl_refit.digest import digest_tensor
+from rl_refit.digest import as_bytes, digest_tensor
 from rl_refit.errors import RefitError
 
 __all__ = ["WORDS", "DeltaInfo", "Kind", "Segment", "aligned", "read_delta", "write_delta"]
@@ -102,7 +102,7 @@ def write_delta(info: DeltaInfo, payload: Iterable[Tensor]) -> Tensor:
     delta[_HEADER.size : info.payload_start] = _from_bytes(table)
     start = info.payload_start
     for tensor in payload:
-        delta[start : start + tensor.nbytes] = tensor.view(torch.uint8).cpu()
+        delta[start : start + tensor.nbytes] = as_bytes(tensor).cpu()
         start += aligned(tensor.nbytes)
     digests = bytes.fromhex(info.base_digest), bytes.fromhex(info.result_digest)
     fields = (_MAGIC, info.word_bytes, len(info.segments), *digests)

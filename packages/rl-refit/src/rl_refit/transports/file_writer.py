@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-import torch
 from torch import Tensor
 
+from rl_refit.digest import as_bytes
 from rl_refit.errors import RefitError
 from rl_refit.transports.base import Watch
 
@@ -105,5 +105,5 @@ def require_space(directory: Path, nbytes: int) -> None:
 
 def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """The bytes of a contiguous tensor on the CPU; valid as long as the tensor is held."""
-    flat = tensor.view(-1).view(torch.uint8)
+    flat = as_bytes(tensor)
     return (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())

@@ -2,12 +2,11 @@
 
 from rl_algorithms import distill
 from rl_algorithms.data import ShuffledBatches
-from rl_launcher.build import sampling
+from rl_launcher.build.parts import Parts
 from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import DistillStage, Recipe
 
 
@@ -28,7 +27,7 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
         recorder=recorder,
         temperature=generation.temperature,
     )
-    prompts = ShuffledBatches(parts.prompts, size=stage.num_prompts, seed=recipe.seed)
+    prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     if started.taken and recorder.progress.order is not None:
         prompts.load_state(recorder.progress.order)
     taken, learning_rate = started.taken, policy.learning_rate
@@ -38,8 +37,8 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
         engine=parts.engine,
         weight_sync=parts.weight_sync,
         prompts=prompts,
-        chat=parts.chat,
-        sampling=sampling(generation),
+        chat=parts.data.chat,
+        sampling=generation.sampling(),
         config=stage,
         environment=parts.environment,
         version=policy.version,
@@ -48,7 +47,7 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
     ):
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
-        if evaluator.due(previous, taken):
+        if recipe.evaluation.due(previous, taken):
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
         recorder.step("distill", taken, {**metrics, **extra}, order=prompts.state())

@@ -7,11 +7,10 @@ from rl_algorithms import async_grpo, grpo
 from rl_algorithms.background_collection import gated
 from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.rollouts import Rollouts
-from rl_launcher.build import sampling
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import GRPOStage, Recipe
 from rl_observe import ScoredResponse
 
@@ -28,15 +27,15 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         temperature=generation.temperature,
         with_reference=stage.objective.kl.weight > 0,
     )
-    prompts = ShuffledBatches(parts.prompts, size=stage.num_prompts, seed=recipe.seed)
+    prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     latest: list[Rollouts] = []
     shared: dict[str, Any] = {
         "policy": policy,
         "weight_sync": parts.weight_sync,
         "environment": parts.environment,
         "prompts": prompts,
-        "chat": parts.chat,
-        "sampling": sampling(generation),
+        "chat": parts.data.chat,
+        "sampling": generation.sampling(),
         "reference": started.reference,
         "version": policy.version,
         "steps_taken": started.taken,
@@ -66,7 +65,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     for metrics in steps:
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
-        if evaluator.due(previous, taken):
+        if recipe.evaluation.due(previous, taken):
             # The engine is idle, or takes any number of callers: it gets no new weights before the next step.
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()

@@ -4,10 +4,10 @@ from itertools import islice
 
 from rl_algorithms import sft
 from rl_algorithms.data import batches
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run_parts import Parts
 from rl_launcher.schema import Recipe, SFTStage
 
 
@@ -19,7 +19,7 @@ def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     learning_rate = policy.learning_rate
     steps = sft.train(
         policy=policy,
-        demonstrations=islice(batches(parts.demonstrations, size=stage.batch_size, seed=recipe.seed), taken, None),
+        demonstrations=islice(batches(parts.data.demonstrations, size=stage.batch_size, seed=recipe.seed), taken, None),
         config=stage,
         version=policy.version,
         steps_taken=taken,
@@ -27,7 +27,7 @@ def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     for index, metrics in enumerate(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
-        if is_last or evaluator.due(index - 1, index):
+        if is_last or recipe.evaluation.due(index - 1, index):
             if is_last or recipe.env is not None:  # the loss is the policy's own, and needs no engine
                 with recorder.phase("refit"):
                     parts.weight_sync(version=policy.version)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from rl_algorithms.contracts import Reference
 from rl_backends import OptimizerConfig
-from rl_launcher.load_model import is_base
+from rl_backends.lora import is_base
+from rl_backends.selection import TrainedPolicy
+from rl_launcher.build.parts import Parts
 from rl_launcher.run.record import Recorder
-from rl_launcher.run_parts import Parts, TrainedPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class StageStart:
     state: Mapping[str, Any] | None = None
     """What `state` of `Recorder.step` returned."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """What `Recorder.keep` was given."""
+    """What the stage put into `Progress.tensors`."""
 
 
 def start_stage(
@@ -45,18 +46,19 @@ def start_stage(
     policy, progress, keeper = parts.policy, recorder.progress, recorder.keeper
     taken = progress.steps_of(name)
     policy.start_training(optimizer, num_steps=num_steps, temperature=temperature)
-    recorder.begin(name, taken)
+    recorder.log.profiler.reached(name, taken)  # the next step may be recorded
+    parts.reached(name, taken)
     of_base = is_base(parts.selection.adapters, steps_before=progress.total - taken)
     if not taken:
         if with_reference and not of_base:
-            keeper.keep_beginning()
+            keeper.save_stage_start()
         progress.tensors, progress.state, progress.keep_state = {}, None, None
         return StageStart(taken=0, reference=_freeze(policy, of_base=of_base) if with_reference else None)
     reference = None
     if progress.folder is not None and taken < num_steps:
         if with_reference:
             if not of_base:
-                policy.load_checkpoint(keeper.beginning, optimizer=False)
+                policy.load_checkpoint(keeper.stage_start, optimizer=False)
             reference = _freeze(policy, of_base=of_base)
         # Even if only the weights are needed: the random generators must be where they were.
         policy.load_checkpoint(progress.weights)

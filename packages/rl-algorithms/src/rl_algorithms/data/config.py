@@ -1,0 +1,113 @@
+"""The configuration of a data set: where its rows are, what their columns are called, how many are held out.
+
+`read_configured` reads it.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from rl_algorithms.chat import PromptFormat
+from rl_algorithms.data.datasets import Dataset, Form, RowSource, are_conversations, load_dataset
+from rl_algorithms.data.reading import SkippedRows
+from rl_algorithms.data.rows import DataError
+from rl_algorithms.data.sources import Source
+
+__all__ = ["DataConfig", "read_configured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The data set, of which a part is held out for evaluation."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    source: str
+    """A .jsonl, .json or .parquet file, a folder saved by `datasets`, a data set id on the Hub, or a function
+    `package.module:name` or `file.py:name` that returns a `rl_algorithms.data.Dataset`. Rows have a `prompt` and
+    optionally an `answer` and other columns. If sft is the only stage, rows may be conversations: `messages`,
+    `conversations`, or `prompt` and `completion`. With `dpo.pairs=data` rows are pairs: `prompt`, `chosen`,
+    `rejected`."""
+
+    split: str | None = None
+    """Split of a data set, such as `train` or `train[:1000]`; required if it has several."""
+
+    name: str | None = None
+    """Configuration of a data set on the Hub, if it has several."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a data set on the Hub. Pin it to make the run repeatable."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our column names mapped to those of the data, as in `{prompt: question, answer: reward_model.ground_truth}`. The
+    data's columns stay available under their own names."""
+
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What to do with a row that cannot be read or is too long for the model. `skip` leaves it out of all stages, and
+    reports how many rows were skipped and why the first one was. Bad rows of a function are always refused."""
+
+    held_out_share: float | None = None
+    """Share of the prompts that is never trained on; null is 0.1. A function holds out its own rows."""
+
+    prompt_format: PromptFormat = "chat"
+    """`chat` renders prompts with the tokenizer's chat template; `plain` takes the text as it is."""
+
+    def __post_init__(self) -> None:
+        if self.held_out_share is not None and not 0.0 < self.held_out_share < 1.0:
+            raise ValueError(f"held_out_share={self.held_out_share} must be between 0 and 1")
+
+    @property
+    def rows(self) -> Source:
+        """Where the rows are, if `source` names no function."""
+        return Source(path=self.source, split=self.split, name=self.name, revision=self.revision)
+
+
+def read_configured(
+    config: DataConfig,
+    *,
+    rows: RowSource | None = None,
+    held_out: RowSource | None = None,
+    form: Form | None = None,
+    imitates: bool = False,
+    sampled_by: str | None = None,
+    seed: int = 0,
+    skipped: SkippedRows,
+) -> Dataset:
+    """Read a data set as `config` says, in the form that training needs.
+
+    Args:
+        config: of the data.
+        rows: instead of those that `config` names.
+        held_out: rows to hold out, instead of `config.held_out_share`.
+        form: of the rows; None reads prompts, or conversations if nothing is sampled and the first row is one.
+        imitates: whether SFT trains on the data.
+        sampled_by: the stage that samples responses to the prompts, which conversations are not for.
+        seed: which prompts are held out.
+        skipped: filled with the rows that were left out, if `config.on_bad_row` is skip.
+
+    Raises:
+        DataError: the data cannot be read, or a row is bad; the message names file, line and field.
+        ImportError: reading needs the extra `rl-algorithms[data]`.
+    """
+    source = config.rows if rows is None else rows
+    if form is None and sampled_by is None:
+        found = are_conversations(source, columns=config.columns)
+        # Where no row can be read, SFT reads them as conversations, whose refusal says more.
+        form = "conversations" if found or (found is None and imitates) else "prompts"
+    try:
+        return load_dataset(
+            source,
+            form=form or "prompts",
+            columns=config.columns,
+            held_out=held_out,
+            held_out_share=config.held_out_share,
+            seed=seed,
+            imitate_chosen=imitates,
+            skipped=skipped if config.on_bad_row == "skip" else None,
+        )
+    except DataError as error:
+        if sampled_by is not None and are_conversations(source, columns=config.columns):
+            raise DataError(
+                f"{error}; {sampled_by} samples responses to prompts, and conversations are for a recipe whose only "
+                f"stage is sft: give rows with a prompt, or set {sampled_by}=null"
+            ) from error
+        raise

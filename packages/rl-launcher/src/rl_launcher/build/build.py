@@ -1,0 +1,71 @@
+"""Make the parts of a run from a recipe: policy, engine, refit, environment, data. Nothing is trained yet.
+
+What can be refused cheaply is refused first: the reward and the data are read before any model is loaded. This file
+makes the parts in this process; `rl_launcher.ray.build` makes them on Ray.
+"""
+
+import copy
+from dataclasses import asdict
+from pathlib import Path
+
+from rl_backends.loading import pad_token_id
+from rl_generation.seeding import CallSeeds
+from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
+from rl_launcher.build.inputs import closing, read_inputs, tokenize
+from rl_launcher.build.models import load_policy, load_teacher, named_by_key
+from rl_launcher.build.parts import Parts, RunEngine
+from rl_launcher.schema import Recipe
+from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
+from rl_refit import CountedRefit, Refit
+
+
+def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
+    """Make every part, or refuse with one reason.
+
+    Args:
+        recipe: of the run.
+        run_dir: where the processes of the run write; None takes the recipe's.
+        objects: Python objects instead of what the recipe names as strings.
+
+    Raises:
+        ValueError: what a part refuses: `ModelError`, `PlanError`, `DataError`, `ImportStringError` or `Refusal`.
+    """
+    refuse_missing_objects(recipe, objects, remedy="rl_launcher.train(recipe, {})")
+    if recipe.cluster.runtime == "ray":
+        from rl_launcher.ray.build import build_on_ray
+
+        return build_on_ray(recipe, run_dir=Path(recipe.run_dir) if run_dir is None else run_dir, objects=objects)
+    # Cheap: the backend is installed, rewards can be imported, rows can be read and have the columns they need.
+    inputs = read_inputs(recipe, objects)
+
+    # The models and their tokens.
+    model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
+    tokenized = tokenize(recipe, inputs, model=model, tokenizer=tokenizer)
+    teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
+    engine_model = copy.deepcopy(model)  # the policy takes `model` over, and the engine has weights of its own
+    with named_by_key():
+        policy = inputs.selection.make(model, seed=recipe.seed)
+
+    # The engine, and the way of the policy's weights into it.
+    spec = engine_spec(
+        recipe,
+        model_name=recipe.policy.model_name,
+        stop_token_ids=tokenized.chat.stop_token_ids,
+        pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
+        dtypes=dtypes_of(policy.shards()),
+    )
+    made = make_in_process(spec, model=engine_model)
+    refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
+    adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit
+    return Parts(
+        policy=policy,
+        selection=inputs.selection,
+        engine=RunEngine(made.engine, seeds=CallSeeds(recipe.seed)),
+        weight_sync=CountedRefit(refit, refresh=policy.shards if adapts else None),
+        environment=inputs.environment,
+        teacher=teacher,
+        data=tokenized,
+        tokenizer=tokenizer,
+        placement="everything is in this process",
+        close=closing(inputs.environment, made, teacher, policy),
+    )

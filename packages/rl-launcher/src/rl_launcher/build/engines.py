@@ -1,0 +1,138 @@
+"""The engine that a recipe describes, and the way of weights into it: `rl_generation` makes it, `rl_refit` feeds it.
+
+An engine is made without weights and refuses to generate before its first refit, so that it serves nothing but verified
+weights. The same code runs in this process and in an engine's actor on Ray.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_backends import select_backend
+from rl_backends.selection import Backend
+from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
+from rl_launcher.schema import Recipe
+from rl_launcher.user_code import is_import_string
+from rl_refit import ModuleSink, StateDictSource, WeightSink
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeEngine:
+    """An engine, and the sink that its refits fill."""
+
+    engine: Any
+    """Of rl_generation."""
+
+    sink: WeightSink
+    """Of rl_refit."""
+
+    close: Callable[[], None]
+    """End the engine and remove what was made for it."""
+
+
+def engine_spec(
+    recipe: Recipe,
+    *,
+    model_name: str,
+    stop_token_ids: Sequence[int],
+    pad_token_id: int,
+    dtypes: Mapping[str, str],
+    sleeps: bool = False,
+) -> TrainingEngineSpec:
+    """What each engine of `recipe` is made of.
+
+    Args:
+        recipe: of the run.
+        model_name: a folder or hub id; differs from the recipe's where a function made the model.
+        stop_token_ids: tokens that end a response.
+        pad_token_id: any token.
+        dtypes: in which dtype the policy sends each tensor; see `dtypes_of`.
+        sleeps: whether the engine shares its device with the trainer and releases its memory between calls.
+
+    Raises:
+        ValueError: an option of vLLM is impossible.
+    """
+    config, async_grpo = recipe.policy, None if recipe.grpo is None else recipe.grpo.async_grpo
+    backend = select_backend(config).config
+    spec = config.generation.spec(
+        model_name,
+        precision=backend.precision,
+        sleeps=sleeps,
+        worker_extension=WORKER_EXTENSION,
+        stop_token_ids=tuple(stop_token_ids),
+        pad_token_id=pad_token_id,
+        dtypes=dtypes,
+        device=backend.device,
+        revision=config.revision if model_name == config.model_name else None,
+        trust_remote_code=config.trust_remote_code,
+        seed=recipe.seed,
+    )
+    return replace(spec, in_flight=async_grpo is not None and async_grpo.weights == "in_flight")
+
+
+def dtypes_of(shards: Any) -> dict[str, str]:
+    """The dtype of each of a backend's `shards()` by name, such as `float32`."""
+    return {shard.name: str(shard.local.dtype).removeprefix("torch.") for shard in shards}
+
+
+def weight_source(policy: Backend) -> StateDictSource:
+    """The policy's shards as the source of refits.
+
+    Where adapters are trained, the shards are merged copies; call `policy.shards()` before each refit to update them.
+    """
+    return StateDictSource.from_shards(policy.shards(), buffers=policy.skeleton_buffers())
+
+
+def make_engine(spec: TrainingEngineSpec, *, model: Any = None, own_process: bool | None = None) -> MadeEngine:
+    """Make the engine and its sink. Without `model` it refuses to generate before its first refit.
+
+    Args:
+        spec: what it is made of.
+        model: for the transformers engine, a model with weights to take over.
+        own_process: see `make_training_engine`.
+
+    Raises:
+        ValueError: what the engine refuses.
+    """
+    sink: Any = None
+
+    def ready() -> None:
+        sink.check()  # raises while a refit has left the weights torn
+        if spec.vllm is None and model is None and sink.version is None:
+            raise ModelError("the engine has no weights yet: no refit has been committed")
+
+    engine = make_training_engine(spec, ready=ready, model=model, own_process=own_process)
+    if spec.vllm is None:
+        sink = ModuleSink(engine.model, on_commit=engine.commit_version)
+    elif spec.asynchronous:
+        pause = "keep" if spec.in_flight else "wait"
+        sink = VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
+    else:
+        sink = VllmSink(engine.llm, cast=spec.casts)
+    return MadeEngine(engine=engine, sink=sink, close=engine.close)
+
+
+def make_in_process(spec: TrainingEngineSpec, *, model: Any) -> MadeEngine:
+    """Make the engine for a policy of this process; vLLM gets a process of its own beside it.
+
+    Args:
+        spec: what it is made of.
+        model: taken over with its weights by the transformers engine. vLLM makes its own, from files that are saved
+            here where a function made the model.
+
+    Raises:
+        ValueError: what the engine refuses.
+    """
+    if spec.vllm is None:
+        return make_engine(spec, model=model)
+    with ExitStack() as cleanup:
+        if is_import_string(spec.model):
+            folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rl-launcher-model-"))
+            model.save_pretrained(folder)
+            spec = spec.with_model(folder)
+        made = make_engine(spec, own_process=True)
+        cleanup.callback(made.close)
+        return MadeEngine(engine=made.engine, sink=made.sink, close=cleanup.pop_all().close)

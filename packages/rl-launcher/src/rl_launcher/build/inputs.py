@@ -1,0 +1,182 @@
+"""What a run reads before it loads a model: the backend selection, the environment and the data.
+
+`read_inputs` is cheap and refuses early; `tokenize` needs the tokenizer and the model's configuration. Reading and
+tokenizing themselves are `rl_algorithms.data` and `rl_algorithms.tokenized_data`.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_algorithms.chat import Chat
+from rl_algorithms.data import Dataset, SkippedRows, Source
+from rl_algorithms.data import held_out_demonstrations as held_out_responses
+from rl_algorithms.data.config import read_configured
+from rl_algorithms.data.datasets import check_rows
+from rl_algorithms.environments.counted_environment import Judge
+from rl_algorithms.tokenized_data import TokenizedData
+from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
+from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
+from rl_backends.loading import stop_token_ids
+from rl_launcher.build.environments import NoEnvironment, load_environment
+from rl_launcher.errors import Refusal
+from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
+from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What is read before any model."""
+
+    selection: BackendSelection
+    """Which backend trains, and why."""
+
+    environment: Judge
+    """What scores responses."""
+
+    dataset: Dataset
+    """The rows."""
+
+    skipped: SkippedRows
+    """Which rows were left out."""
+
+
+def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
+    """Read what costs little, or refuse; objects take precedence over what the recipe names.
+
+    Raises:
+        ValueError: the backend is not installed, the reward is not a function, the data are bad, or they lack a column
+            that the reward needs.
+    """
+    selection = select_backend(recipe.policy)
+    try:
+        selection.require_installed()
+    except MissingDependencyError as error:
+        raise Refusal(f"policy.megatron_cfg.enabled=true: {error}") from error
+    except ModelError as error:
+        raise Refusal(f"policy.dtensor_cfg.lora_cfg: {error}") from error
+    if recipe.cluster.runtime == "in_process":  # over Ray the GPUs and vLLM may be on other nodes
+        if selection.config.device == "cuda" and not torch.cuda.is_available():
+            section = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"
+            raise Refusal(f"policy.{section}.device=cuda, and torch sees no GPU here; set device=cpu")
+        if recipe.policy.generation.backend == "vllm" and find_spec("vllm") is None:
+            raise Refusal(
+                "policy.generation.backend=vllm, and vLLM is not installed: pip install 'rl-launcher[vllm]', or set "
+                "backend=transformers"
+            )
+    environment = load_environment(recipe.env, objects)
+    dataset, skipped = load_dataset(recipe, objects)
+    environment.check(dataset.columns)
+    return Inputs(selection=selection, environment=environment, dataset=dataset, skipped=skipped)
+
+
+def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> TokenizedData:
+    """Tokenize the rows that the recipe's stages need. Of `model` only the configuration is used.
+
+    Raises:
+        DataError: a row cannot be tokenized or is too long, and `data.on_bad_row` is stop; or no row is left.
+    """
+    return tokenize_dataset(
+        inputs.dataset,
+        Chat(tokenizer, prompt_format=recipe.data.prompt_format, stop_token_ids=stop_token_ids(model, tokenizer)),
+        context_length=getattr(model.config, "max_position_embeddings", None),
+        max_new_tokens=recipe.policy.generation.max_new_tokens,
+        sample=[*recipe.stages] != ["sft"],
+        score=not isinstance(inputs.environment, NoEnvironment),
+        imitate=None if recipe.sft is None else recipe.sft.train_on,
+        max_held_out_demonstrations=recipe.evaluation.max_prompts_while_training,
+        skipped=inputs.skipped,
+        skip_bad_rows=recipe.data.on_bad_row == "skip",
+    )
+
+
+def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset, SkippedRows]:
+    """Read the data set in the form that the recipe's stages need; also return which of its rows were left out.
+
+    Args:
+        recipe: names the data by `data.source`, unless `objects.data` is given.
+        objects: `data` and `held_out` may each be a list of dicts, a `datasets.Dataset` or a path. Rows replace
+            `data.source` and what selects a part of it (`split`, `name`, `revision`); held-out ones replace
+            `data.held_out_share`.
+
+    Raises:
+        DataError: the data cannot be read, or one of the rows is bad; the message names file, line and field.
+            Or an object is of no kind that can be read.
+        Refusal: the function of `data.source` fails; a package is missing that reads the format; or nothing that is
+            held out could measure the run.
+    """
+    config = recipe.data
+    if isinstance(objects.data, str | Path):
+        config = replace(config, source=str(objects.data))
+    given = None if objects.data is None or isinstance(objects.data, str | Path) else objects.data
+    held_out = objects.held_out
+    if isinstance(held_out, str | Path):
+        held_out = Source(path=str(held_out))
+    elif held_out is not None:
+        held_out = check_rows("held_out", held_out)
+    skipped = SkippedRows()
+    if isinstance(given, Dataset):
+        dataset = given
+    elif given is None and is_import_string(config.source):
+        if recipe.dpo is not None and recipe.dpo.pairs == "data":
+            raise Refusal(
+                f"dpo.pairs=data reads columns chosen and rejected, and data.source={config.source} is a function, "
+                f"which returns prompts; name a file or a data set, or set dpo.pairs=sampled"
+            )
+        if held_out is not None:
+            raise Refusal(f"data.source={config.source} is a function, which holds out its own rows; omit held_out")
+        dataset = _made_by_function(config)
+    else:
+        pairs = recipe.dpo is not None and recipe.dpo.pairs == "data"
+        try:
+            dataset = read_configured(
+                config,
+                rows=None if given is None else check_rows("data", given),
+                held_out=held_out,
+                form="preferences" if pairs else None,
+                imitates=recipe.sft is not None,
+                sampled_by=None if pairs else next((name for name in HEADLINES if name in recipe.stages), None),
+                seed=recipe.seed,
+                skipped=skipped,
+            )
+        except ImportError as error:
+            raise Refusal(f"data.source={error}") from error
+    judged = recipe.env is not None or objects.reward is not None or objects.environment is not None
+    if not judged and [*recipe.stages] == ["sft"] and not held_out_responses(dataset):
+        raise Refusal(
+            f"env is missing, and no held-out row of data.source={config.source} has an answer that counts, so that "
+            f"nothing would be measured; give them answers, or {HOW_TO_JUDGE}"
+        )
+    return dataset, skipped
+
+
+def _made_by_function(config: DataConfig) -> Dataset:
+    defaults = DataConfig(source=config.source)
+    for name in ("held_out_share", "columns", "on_bad_row", "split", "name", "revision"):
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            raise Refusal(
+                f"data.{name}={value} is for rows that are read from a file or a data set, and data.source="
+                f"{config.source} is a function, which reads, checks and holds out its own; leave data.{name} out"
+            )
+    dataset = call(config.source, wanted="a function that returns a Dataset (data.source)")
+    if not isinstance(dataset, Dataset):
+        raise Refusal(
+            f"data.source={config.source} returned {type(dataset).__name__}, and must return a "
+            f"rl_algorithms.data.Dataset"
+        )
+    return dataset
+
+
+def closing(*parts: object) -> Callable[[], None]:
+    """A function that closes what has a `close`, in this order, and only once; an error of one keeps no other open."""
+    with ExitStack() as stack:
+        for part in reversed(parts):
+            close = getattr(part, "close", None)
+            if callable(close):
+                stack.callback(close)
+        return stack.pop_all().close

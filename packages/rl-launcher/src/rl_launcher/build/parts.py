@@ -1,0 +1,65 @@
+"""The parts of a run, with the same few methods in this process and on Ray.
+
+The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_algorithms.background_collection import GatedEngine
+from rl_algorithms.contracts import Teacher
+from rl_algorithms.environments.counted_environment import Judge
+from rl_algorithms.replay import ReplayBuffer
+from rl_algorithms.tokenized_data import TokenizedData
+from rl_backends import BackendSelection
+from rl_backends.selection import TrainedPolicy
+from rl_generation import Sampling
+from rl_generation.seeding import SeededEngine
+from rl_observe import SpanLog
+from rl_observe.health import EventQueue
+from rl_refit.counted import CountedWeightSync
+
+
+class RunEngine(SeededEngine):
+    """The engine of a run: calls get the run's seeds, and where it shares devices with the trainer, it is woken."""
+
+    def collecting(self, buffer: ReplayBuffer, spans: SpanLog) -> GatedEngine[Sampling]:
+        """The same engine for the threads that fill `buffer` while the policy trains.
+
+        A call first waits at the gate while a refit needs the engine for itself. It is then a span in its thread's lane
+        of the trace, of which waiting at the gate is no part.
+        """
+        return GatedEngine(_Timed(spans.timed("generate", self.generate)), buffer=buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    generate: Callable[[Sequence[Sequence[int]], Sampling], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything a run is made of."""
+
+    policy: TrainedPolicy
+    selection: BackendSelection
+    """Which backend trains, and why."""
+    engine: RunEngine
+    weight_sync: CountedWeightSync
+    environment: Judge
+    teacher: Teacher | None
+    """The teacher to distil from; None without such a stage."""
+    data: TokenizedData
+    """Prompts, demonstrations or pairs, and what is held out of them."""
+    tokenizer: Any
+    placement: str
+    """Which process holds what, in words."""
+    close: Callable[[], None]
+    """End every process and free what the parts hold; a second call does nothing."""
+    events: EventQueue = field(default_factory=EventQueue)
+    """What happens to the parts, as an engine that is restarted, for the recorder to report."""
+    figures: Callable[[], dict[str, float]] = dict
+    """What the parts count, as engines that died, for the log."""
+    reached: Callable[[str, int], None] = lambda _, __: None
+    """Called when a step of a stage is done, and with 0 at its start: for profilers in other processes."""
