@@ -51,6 +51,11 @@ def test_a_verified_cell_has_the_errors_that_verifycells_measured():
     assert row(PLANNED, result("TP2"))[1:4] == ["structure", "3e-07 / 1e-06", "–"]
 
 
+def test_what_only_the_rounding_of_the_model_itself_excuses_is_marked():
+    checks = {**ERRORS, "odd length: gradients": ("ok", 5e-4)}
+    assert row(PLANNED, result("TP2", checks=checks))[2] == "≈ 3e-07 / 5e-04"
+
+
 def test_what_is_wrong_refused_or_skipped_is_a_footnote_with_its_reason():
     cells = {
         outcome: result("TP2+SP", outcome, reason=f"because {outcome}") for outcome in ("WRONG", "refused", "skipped")

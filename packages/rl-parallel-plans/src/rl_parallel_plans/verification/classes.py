@@ -34,6 +34,7 @@ from rl_parallel_plans.lookup import plan_for
 from rl_parallel_plans.model_source import build
 from rl_parallel_plans.registry import qualified_name
 from rl_parallel_plans.verification.api import verify
+from rl_parallel_plans.verification.judge import BAR, NOISE
 from rl_parallel_plans.verification.processes import Processes
 from rl_parallel_plans.verification.report import VerifyReport
 
@@ -196,6 +197,7 @@ def table(found: Iterable[Result]) -> str:
             "*TP2*, *TP2+SP*: `verify` of the small configuration on two real processes: the largest relative error of",
             "the logits / of any gradient, where every check holds: odd lengths, padding, accumulation, frozen, tied",
             "parameters, an uneven vocabulary, `linear_logp`, norm, clipping and optimizer steps.",
+            f"≈: above {BAR:.0e}, and no more than {NOISE:.0f} times what one rounding of the weights moves it unsharded.",
             f"*{CHECKPOINT}*: the round trip of a checkpoint, as far as `verify` makes it.",
             "*skipped*: transformers cannot build or run the small model, sharded or not. –: not measured.",
             "",
@@ -241,7 +243,7 @@ def _cell(result: Result | None, plan: Result, footnotes: list[str]) -> str:
             max((error or 0.0 for check, (_, error) in result.checks.items() if check.endswith(f": {what}")), default=0)
             for what in ("logits", "gradients")
         ]
-        return f"{errors[0]:.0e} / {errors[1]:.0e}"
+        return f"{'≈ ' if max(errors) > BAR else ''}{errors[0]:.0e} / {errors[1]:.0e}"
     said = f"**{result.outcome}**" if is_wrong(result) else result.outcome
     if not result.reason or result.reason == plan.reason:
         return said
