@@ -197,7 +197,7 @@ def table(found: Iterable[Result]) -> str:
             "*TP2*, *TP2+SP*: `verify` of the small configuration on two real processes: the largest relative error of",
             "the logits / of any gradient, where every check holds: odd lengths, padding, accumulation, frozen, tied",
             "parameters, an uneven vocabulary, `linear_logp`, norm, clipping and optimizer steps.",
-            f"≈: above {BAR:.0e}, and no more than {NOISE:.0f} times what one rounding of the weights moves it unsharded.",
+            f"≈: above {BAR:.0e}, and no more than {NOISE:.0f} times what rounding the weights does unsharded.",
             f"*{CHECKPOINT}*: the round trip of a checkpoint, as far as `verify` makes it.",
             "*skipped*: transformers cannot build or run the small model, sharded or not. –: not measured.",
             "",
