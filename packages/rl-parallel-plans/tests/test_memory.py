@@ -192,7 +192,7 @@ def test_the_command_refuses_in_words_and_in_json(capsys):
     ("options", "message"),
     [
         ({"tp": 0}, "tp is 0: it must be a whole number, at least 1"),
-        ({"lm_head": "whole"}, "lm_head is 'whole': it must be one of gathered, sharded, linear_logp"),
+        ({"lm_head": "whole"}, "lm_head is 'whole': it must be one of gathered, one_piece, sharded, linear_logp"),
         ({"optimizer": "muon"}, "optimizer is 'muon': it must be a function or one of adamw"),
         ({"activation_checkpointing": "half"}, "activation_checkpointing is 'half': None or one of full, selective"),
         ({"param_dtype": torch.int8}, "param_dtype is torch.int8: it must be a floating-point torch.dtype"),
