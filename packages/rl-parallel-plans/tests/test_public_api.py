@@ -15,7 +15,7 @@ SIGNATURES = {
     "assert_plan_is_exact": "(model, *, tp, dp, sequence_parallel, options)",
     "memory": (
         "(model, *, batch_size, sequence_length, tp, dp, sequence_parallel, lm_head, loss, "
-        "activation_checkpointing, weight_dtype, param_dtype, reduce_dtype, optimizer, attention, custom, "
+        "activation_checkpointing, weight_dtype, param_dtype, reduce_dtype, optimizer, attention, custom, gpu, "
         "revision, trust_remote_code)"
     ),
     "memory_table": ("(reports)"),
