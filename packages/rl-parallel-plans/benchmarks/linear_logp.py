@@ -1,4 +1,4 @@
-"""linear_logp against log_softmax on full logits and on gathered ones: time, and the most bytes alive.
+"""linear_logp against log_softmax on full logits and on gathered ones: processor time, and the most bytes alive.
 
 Two tables, forward and backward, one thread a process, all methods side by side in one run. The first has the whole
 vocabulary on one rank, fp32: "extra" bytes are the peak of live storages less the result and the two gradients. The
@@ -32,7 +32,7 @@ CHUNK_SIZES = (64, 256, None)
 ROUNDS_S = 2.0
 RANKS, ROWS, FEATURES, VOCABULARY = 2, 2048, 256, 32064
 U = ROWS * VOCABULARY // RANKS * 2
-BAR = 1.16
+PEAK_BARS, TIME_BAR = {256: 1.16, 64: 0.63}, 1.1
 
 
 class LiveBytes(TorchDispatchMode):
@@ -127,9 +127,9 @@ def best_seconds(functions, *arguments, rounds_s):
         for number, function in enumerate(functions):
             if not rounds_s:
                 dist.barrier()
-            start = time.perf_counter()
+            start = time.process_time()  # other work on the machine changes it little
             forward_backward(function, *arguments)
-            best[number] = min(best[number], time.perf_counter() - start)
+            best[number] = min(best[number], time.process_time() - start)
         rounds += 1
     return best
 
@@ -232,7 +232,11 @@ def main():
             for name, f in sharded.items()
         ],
     )
-    print(f"bar: at most {BAR} U at chunk 256")
+    within = {
+        **{f"peak at chunk {n}": sharded[f"linear_logp, chunk {n}"]["peak_U"] <= bar for n, bar in PEAK_BARS.items()},
+        **{f"time at vocabulary {f['vocabulary']}": f["time_ratio"] <= TIME_BAR for f in figures},
+    }
+    print(f"bars: a peak of at most {PEAK_BARS} U by chunk size, {TIME_BAR} times the time of full logits: {within}")
     print(
         json.dumps(
             {
@@ -240,7 +244,7 @@ def main():
                 "chunk_size": CHUNK_SIZE,
                 "over_ranks": sharded,
                 "U_bytes": U,
-                "within_bar": sharded["linear_logp, chunk 256"]["peak_U"] <= BAR,
+                "within_bar": within,
                 "torch": torch.__version__,
             }
         )

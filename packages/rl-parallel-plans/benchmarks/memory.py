@@ -7,58 +7,23 @@ lm_head's forward and 16.3 after forward and backward. Needs transformers, no GP
 
 import json
 import time
+from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from rl_parallel_plans.forecast.fit import GIB
 from rl_parallel_plans.forecast.memory import memory
-from rl_parallel_plans.forecast.report import GIB, memory_table
+from rl_parallel_plans.forecast.report import memory_table
+from rl_parallel_plans.model_source import build, read_config
 
-LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
+LLAMA_8B = Path(__file__).parent / "llama-3.1-8b"
 STEP = {"tp": 4, "dp": 2, "batch_size": 8, "sequence_length": 2048, "activation_checkpointing": "full"}
 PUBLISHED_GIB = {"after the lm_head": 3.9, "peak": 16.3}
 
 
-class WholeShard(torch.autograd.Function):
-    """Log-probabilities from a rank's whole slice of logits in fp32, as trainers have them that do it in one piece.
-
-    The softmax is kept, and backward makes a one-hot matrix of int64 like it.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        logits = logits.float()
-        shifted = logits - logits.amax(-1, keepdim=True)
-        log_p = shifted - shifted.exp().sum(-1, keepdim=True).log()
-        targets = targets.remainder(logits.shape[-1])
-        ctx.save_for_backward(log_p.exp(), targets)
-        return log_p.gather(-1, targets[..., None]).squeeze(-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        p, targets = ctx.saved_tensors
-        mine = (targets >= 0)[..., None]
-        chosen = mine * torch.nn.functional.one_hot(targets, num_classes=p.shape[-1])
-        return chosen.float().sub_(p).mul_(grad[..., None]), None
-
-
-def whole_shard(logits, ids):
-    local = logits.to_local() if isinstance(logits, DTensor) else logits
-    return -WholeShard.apply(local, ids).mean()
-
-
 CONFIGURATIONS = {
     "gathered": {"lm_head": "gathered"},
-    "sharded, in one piece": {"lm_head": "sharded", "loss": whole_shard},
+    "sharded, in one piece": {"lm_head": "one_piece"},
     "sharded, in chunks": {"lm_head": "sharded"},
     "linear_logp": {"lm_head": "linear_logp"},
     "linear_logp, SP, fused AdamW": {"lm_head": "linear_logp", "sequence_parallel": True, "optimizer": "adamw_fused"},
@@ -68,8 +33,7 @@ CONFIGURATIONS = {
 
 
 def main():
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA_8B))
+    model = build(read_config(LLAMA_8B))
     reports, seconds, cpu_seconds = {}, {}, {}
     for name, options in CONFIGURATIONS.items():
         start, cpu_start = time.perf_counter(), time.process_time()

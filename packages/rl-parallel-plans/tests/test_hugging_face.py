@@ -1,7 +1,5 @@
 """The models' own plans, over the releases of transformers that the matrix names."""
 
-import sys
-
 import pytest
 import torch
 import transformers
@@ -17,7 +15,7 @@ from rl_parallel_plans import (
     plan_for,
     translate_parallel_style,
 )
-from rl_parallel_plans.hugging_face import classes, own_plan, translate_plan
+from rl_parallel_plans.hugging_face import own_plan, translate_plan
 from rl_parallel_plans.hugging_face.patterns import matches, why_unmatched
 from rl_parallel_plans.hugging_face.strings import KNOWN
 from rl_parallel_plans.hugging_face.styles import SummedModule, parameter_rule
@@ -311,32 +309,3 @@ def test_string_on_a_linear_layer_makes_the_output_and_gradients_of_one_rank(ran
         assert max(found["gradients"].values()) < TOLERANCE
         assert found["cut"] == (style in ("colwise", "packed_colwise"))
         assert found["dtensors"]
-
-
-def test_table_says_of_each_class_that_it_is_planned_or_refused_and_why():
-    found = list(classes.verdicts(tp=2, only=["LlamaForCausalLM", "DogeForCausalLM", "PhiForCausalLM"]))
-    text = classes.table(found, tp=2)
-    assert [v.outcome for v in found] == ["refused", "planned", "planned"]
-    assert "| `LlamaForCausalLM` | planned | " in text
-    assert "| `DogeForCausalLM` | refused |" in text
-    assert "3 classes: 2 planned, 1 refused." in text
-
-
-def test_table_tells_a_defect_from_a_refusal():
-    class Broken(Part):
-        def named_modules(self, *_, **__):
-            raise KeyError("a defect")
-
-    assert classes.verdict(Broken({"a": "colwise"}), tp=2).outcome == "crashed"
-
-
-@pytest.mark.parametrize("outcome", ["planned", "refused", "crashed"])
-def test_command_writes_the_table_and_fails_for_a_defect_alone(tmp_path, monkeypatch, outcome):
-    found = [classes.Verdict(name="Model", outcome=outcome, own_plan="8 rules translated", reason="a | b")]
-    monkeypatch.setattr(classes, "verdicts", lambda **_: iter(found))
-    monkeypatch.setattr(sys, "argv", ["classes", "--write", str(tmp_path / "CLASSES.md")])
-    with pytest.raises(SystemExit) as ended:
-        classes.main()
-    assert ended.value.code == (1 if outcome == "crashed" else 0)
-    assert f"| `Model` | {outcome} |" in (tmp_path / "CLASSES.md").read_text()
-    assert "a \\| b" in (tmp_path / "CLASSES.md").read_text()

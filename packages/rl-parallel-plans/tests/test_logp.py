@@ -68,6 +68,17 @@ def test_logp_without_entropy_has_the_same_gradient():
 
 
 @pytest.mark.usefixtures("_both_ways")
+def test_a_weight_alone_is_a_layer_without_bias():
+    hidden, head, targets = problem()
+    weight = head.weight.detach().clone().requires_grad_()
+    found, expected = linear_logp(hidden, weight, targets), linear_logp(hidden, head, targets)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients([found], [weight]), gradients([expected], [head.weight]), rtol=0, atol=0)
+    of_three, of_layer = (top_k_logp(hidden, each, 3) for each in (weight, head))
+    assert torch.equal(of_three.token_ids, of_layer.token_ids)
+
+
+@pytest.mark.usefixtures("_both_ways")
 def test_entropy_alone_may_be_differentiated():
     hidden, head, targets = problem()
     hidden.requires_grad_()
@@ -319,6 +330,14 @@ class _Adapted(nn.Module):
     @property
     def weight(self):
         return self.base_layer.weight
+
+
+def test_weight_that_is_no_matrix_is_refused():
+    hidden, _, targets = problem()
+    with pytest.raises(ValueError, match=r"\[V, H\]"):
+        linear_logp(hidden, torch.zeros(WORDS), targets)
+    with pytest.raises(ValueError, match=r"\[V, H\]"):
+        top_k_logp(hidden, torch.zeros(WORDS), 2)
 
 
 def test_layer_that_computes_more_than_its_weight_is_refused():

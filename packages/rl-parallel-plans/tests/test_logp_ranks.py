@@ -19,6 +19,7 @@ CUT = {
         "kept": False,
     },
     "capped, without entropy": {"vocabulary": 129, "entropy": False, "softcap": 5.0, "kept": False, "chunk_size": 4},
+    "a weight alone": {"vocabulary": 129, "given": "weight", "chunk_size": 4, "kept": False},
     "bias": {"vocabulary": 129, "bias": True, "chunk_size": 5, "kept": False},
     "one row": {"leading": (1,), "vocabulary": 3, "chunk_size": 1, "kept": False},
     "no rows": {"leading": (0,), "vocabulary": 3},

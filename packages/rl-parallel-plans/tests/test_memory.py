@@ -203,7 +203,7 @@ def test_the_command_predicts_a_configuration_in_another_process(tmp_path, capsy
     assert main([*arguments, "--activation-checkpointing", "full", "--compare", "--json"]) == 0
     reports = [report_from_dict(values) for values in json.loads(capsys.readouterr().out)]
     model = build(read_config(tmp_path))
-    for report, lm_head in zip(reports, ("gathered", "sharded", "linear_logp"), strict=True):
+    for report, lm_head in zip(reports, ("gathered", "one_piece", "sharded", "linear_logp"), strict=True):
         asked = {"tp": 2, "dp": 2, "lm_head": lm_head, "activation_checkpointing": "full", **STEP}
         assert report == memory(model, **asked)
     assert not dist.is_initialized()
@@ -240,7 +240,7 @@ def test_the_command_refuses_in_words_and_in_json(capsys):
     ("options", "message"),
     [
         ({"tp": 0}, "tp is 0: it must be a whole number, at least 1"),
-        ({"lm_head": "whole"}, "lm_head is 'whole': it must be one of gathered, sharded, linear_logp"),
+        ({"lm_head": "whole"}, "lm_head is 'whole': it must be one of gathered, one_piece, sharded, linear_logp"),
         ({"optimizer": "muon"}, "optimizer is 'muon': it must be a function or one of adamw"),
         ({"activation_checkpointing": "half"}, "activation_checkpointing is 'half': None or one of full, selective"),
         ({"pp": 2, "pp_rank": 2}, "pp_rank is 2: it must be a rank of the pipeline, below pp=2"),

@@ -16,7 +16,7 @@ SIGNATURES = {
     "memory": (
         "(model, *, batch_size, sequence_length, tp, dp, sequence_parallel, lm_head, loss, "
         "activation_checkpointing, weight_dtype, param_dtype, reduce_dtype, optimizer, attention, custom, "
-        "pp, pp_rank, microbatches, schedule, revision, trust_remote_code)"
+        "pp, pp_rank, microbatches, schedule, gpu, revision, trust_remote_code)"
     ),
     "memory_table": ("(reports)"),
     "apply_activation_checkpointing": "(model, mode)",

@@ -16,9 +16,9 @@ from parallel_plans_cases import published_plans
 from rl_parallel_plans import VerifyReport, assert_plan_is_exact, verify
 from rl_parallel_plans.__main__ import main
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verification.judge import judged
+from rl_parallel_plans.verification.judge import judged, judged_collectives
 from rl_parallel_plans.verification.pipeline import merged_pipeline
-from rl_parallel_plans.verification.question import Question, Task
+from rl_parallel_plans.verification.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -175,6 +175,87 @@ def test_weights_that_a_checkpoint_would_change_are_named(config):
     ]
     assert "full state dict: 2 differ, model.layers.*.mlp.down_proj.weight: other numbers" in found
     assert "distributed checkpoint, into the unsharded model: 2 differ" in found
+
+
+# -- What was not compared -----------------------------------------------------------------------
+
+
+def test_configuration_that_transformers_cannot_build_is_skipped_and_the_small_one_verified():
+    report = verify(llama(vocab_size=131, pad_token_id=151329), only=ONCE)
+    check = next(check for check in report.checks if check.name == "fits at full size")
+    assert check.verdict == "skipped"
+    assert "cannot be built by transformers" in check.detail
+    assert report.exit_code == 0, report.text()
+
+
+def test_model_that_cannot_be_built_small_either_is_skipped_and_no_plan_is_blamed():
+    report = verify(llama(num_attention_heads=8, num_key_value_heads=2, hidden_act="no such activation"), only=ONCE)
+    assert report.unusable
+    assert report.exit_code == 2
+    assert "SKIPPED: LlamaConfig" in report.text()
+
+
+def test_parameters_that_the_model_never_trains_are_not_told_to_have_thawed():
+    config = transformers.CONFIG_MAPPING["afmoe"]() if RELEASE >= (5, 0) else pytest.skip("no such model before 5.0")
+    report = verify(config, only=("frozen parameters",), full_size=False)
+    assert report.ok, report.text()
+
+
+def test_layer_that_communicates_nothing_is_a_note():
+    nothing = {"forward": {}, "backward": {}}
+    plan_tells = {"as given": {**nothing, "untold": []}, "deeper": {**nothing, "untold": []}}
+    facts = {COLLECTIVES: nothing, COLLECTIVES_DEEPER: nothing}
+    (check,) = judged_collectives({"facts": facts, "told": plan_tells})
+    assert (check.verdict, check.detail) == ("note", "forward none; backward none: nothing to compare")
+
+
+def test_layers_that_run_in_cycles_may_communicate_as_often_as_they_run():
+    plan_tells = {
+        "as given": {"forward": {"all_reduce": 4}, "backward": {"all_reduce": 4}, "untold": []},
+        "deeper": {"forward": {"all_reduce": 6}, "backward": {"all_reduce": 6}, "untold": []},
+    }
+    runs = {"forward": 6, "backward": 3}
+    less = {"forward": {"all_reduce": 24}, "backward": {"all_reduce": 12}, "runs": runs}
+    more = {"forward": {"all_reduce": 36}, "backward": {"all_reduce": 18}, "runs": runs}
+    (check,) = judged_collectives({"facts": {COLLECTIVES: less, COLLECTIVES_DEEPER: more}, "told": plan_tells})
+    assert check.verdict == "ok"
+    assert "a layer runs 6 times forward, 3 of them with a gradient" in check.detail
+    facts = {COLLECTIVES: {**less, "runs": {}}, COLLECTIVES_DEEPER: {**more, "runs": {}}}
+    assert judged_collectives({"facts": facts, "told": plan_tells})[0].verdict == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("check", "facts"),
+    [
+        ("forward and backward: gradients", {"rows": []}),
+        ("forward and backward: stay frozen", {"frozen": 0}),
+        ("gradients lie where parameters lie", {"placed_gradients": 0}),
+        ("optimizer steps", {"weights": []}),
+    ],
+)
+def test_check_that_compared_nothing_is_a_note_and_not_ok(check, facts):
+    row = {"name": "w", "error": 0.0, "noise": 0.0, "ratio": 1.0, "spread": 0.0, "diagnosis": ""}
+    something = {
+        "logits": 0.0,
+        "logits_noise": 0.0,
+        "rows": [row],
+        "absent": [],
+        "thawed": [],
+        "frozen": 1,
+        "placed": "words",
+        "shape": [[1], [1]],
+        "misplaced": {},
+        "placed_gradients": 1,
+        "ties": [],
+        "tied": True,
+        "drift": [],
+        "weights": [("w", 0.0)],
+    }
+    task = Task(name="forward and backward", freeze=True, optimize=True)
+    question = Question(configs={}, tp=2, dp=1, tasks=(task,))
+    for found, verdict in ((something, "ok"), ({**something, **facts}, "note")):
+        verdicts = {each.name: each.verdict for each in judged(question, {task.name: found})}
+        assert verdicts[check] == verdict
 
 
 # -- Published plans that are wrong --------------------------------------------------------------

@@ -23,6 +23,10 @@ COMMANDS = {
     ),
     "memory": ("rl_parallel_plans.forecast.command", "predict the peak memory of a training step on each rank"),
     "parity": ("rl_parallel_plans.verification.parity_command", "verify every architecture and write the table"),
+    "classes": (
+        "rl_parallel_plans.verification.classes_command",
+        "verify every class of transformers and write the table",
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.errors import PlanError, UnusableModelError
 
 # The first that knows the configuration builds the model; what generates text comes first.
 AUTO_CLASSES = (
@@ -68,7 +68,8 @@ def build(
     dtype: of the parameters; None takes the configuration's, and float32 where it has none.
     trust_remote_code: run the modelling code that comes with the model, where its configuration names any.
 
-    Raises PlanError where this release of transformers has no such class, or the class refuses the configuration.
+    Raises PlanError where this release of transformers has no such class, UnusableModelError (a PlanError) where the
+    class refuses the configuration.
     """
     transformers = _transformers()
     config = copy.deepcopy(config)
@@ -79,7 +80,7 @@ def build(
         except PlanError:
             raise
         except Exception as error:
-            raise PlanError(
+            raise UnusableModelError(
                 f"{_described(config)} cannot be built by transformers {transformers.__version__}: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error

@@ -14,6 +14,7 @@ from torch import nn
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.placements import in_words, parameter_placements, shards_features
 from rl_parallel_plans.structure import (
+    around_layers,
     collapsed,
     direct_parameters,
     head_size,
@@ -42,6 +43,7 @@ KINDS = {
     "unsupported_module": "a style meets a module that it cannot shard",
     "head_norm": "a norm that sees only its rank's heads has a gradient that nothing sums",
     "broken_tie": "tied parameters are parted",
+    "whole_stream": "a module that takes its part of the sequence is called where the residual stream is whole",
     "gathered_lm_head": "every rank would hold full logits",
     "quantized": "weights are not of a plain floating-point dtype",
     "nothing_sharded": "no rule shards any parameter",
@@ -82,6 +84,7 @@ def find_problems(model: nn.Module, styles: "Styles", tp: int, *, ep: int = 1) -
         *_attention(model, styled, tp),
         *(_ties(model, styled) if tp > 1 else ()),
         *_embedding(model, styled),
+        *_stream(model, styled),
         *_head(model, styled, tp),
         *(_large(model, styled) if tp > 1 else ()),
     ]
@@ -226,6 +229,22 @@ def _embedding(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
             reads = f"{type(owner).__name__}.forward takes rows of {path}.weight itself"
             message = f"{reads}, where only a rank's words are"
             yield "unsupported_module", f"{message}: plan the language model inside of it, or use tp=1"
+
+
+def _stream(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
+    """A module beside the layers that would meet the stream both whole and cut along the sequence (NanoChat's norm)."""
+    for path, style in styled.items():
+        if type(style).__name__ != "SequenceShardedParallel":
+            continue
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        lists = [child for child, module in owner.named_children() if isinstance(module, nn.ModuleList)]
+        around = {child: found for child in lists if (found := around_layers(owner, child)) is not None}
+        for layers, found in around.items():
+            if name in found.before and path not in around:
+                message = f"{type(owner).__name__}.forward calls {path} before its {layers}, on the whole sequence, and"
+                message += " the plan cuts the residual stream there"
+                yield "whole_stream", f"{message}: plan with sequence_parallel=False, or make each layer a WholeLayer"
 
 
 def _head(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":

@@ -4,8 +4,11 @@ Knows nothing of plans, placements or processes. A name is the dotted path of `n
 whose tokens may hold `*` (one token each, as in `torch.distributed.tensor.parallel.parallelize_module`).
 """
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -98,6 +101,52 @@ def source_of_forward(module: nn.Module) -> str:
         return inspect.getsource(type(module).forward)
     except (OSError, TypeError):
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AroundLayers:
+    """What a module's forward does around its loop over a list of layers."""
+
+    before: frozenset[str]
+    """Children that it calls before the loop."""
+    inside: frozenset[str]
+    """Children that it calls in the loop, beside the layers."""
+    repeated: bool
+    """Whether the layers run more than once in a forward: a loop in a loop, or several of them."""
+
+
+def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
+    """Read `module.forward` for its loop over `self.<layers>`; None where its text shows no such loop."""
+    try:
+        tree = ast.parse(textwrap.dedent(source_of_forward(module)))
+    except SyntaxError:
+        return None
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    of_layers = [loop for loop in loops if any(_is_child(node, layers) for node in ast.walk(loop))]
+    if not of_layers:
+        return None
+    calls = [
+        (node.func.attr if isinstance(node.func, ast.Attribute) else "", node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _is_child(node.func)
+    ]
+    begin = min(loop.lineno for loop in of_layers)
+    end = max(loop.end_lineno or loop.lineno for loop in of_layers)
+    return AroundLayers(
+        before=frozenset(name for name, line in calls if line < begin),
+        inside=frozenset(name for name, line in calls if begin <= line <= end and name != layers),
+        repeated=len(of_layers) > 1,
+    )
+
+
+def _is_child(node: ast.AST, name: str | None = None) -> bool:
+    """Whether `node` is `self.<name>`, or `self.` anything."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and name in {None, node.attr}
+    )
 
 
 def _path_of(model: nn.Module, wanted: object) -> str | None:

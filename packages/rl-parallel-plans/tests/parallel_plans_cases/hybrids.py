@@ -177,6 +177,7 @@ ARCHITECTURES = {
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo": ("Olmo", {}),
     "gpt_neox": ("GPTNeoX", {}),
+    "nanochat": ("NanoChat", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}),
 }
 DOUBLE = {"qwen3_5", "gemma4", "gemma4_shared", "olmo_hybrid"}

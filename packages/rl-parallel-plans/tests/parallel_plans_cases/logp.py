@@ -104,6 +104,7 @@ def parity(
     dtype="float32",
     hidden_placement="plain",
     head_placement="shard",
+    given="module",
     entropy=True,
     chunk_size=None,
     kept=True,
@@ -124,7 +125,8 @@ def parity(
     head = head_of(weight, bias_values, mesh, Shard(0) if head_placement == "shard" else Replicate())
     hidden = placed_hidden(hidden, mesh, hidden_placement)
     with CommDebugMode() as forward:
-        found = linear_logp(hidden, head, targets, chunk_size=chunk_size, entropy=entropy, **transform)
+        lm_head = head.weight if given == "weight" else head
+        found = linear_logp(hidden, lm_head, targets, chunk_size=chunk_size, entropy=entropy, **transform)
     found = list(found) if entropy else [found]
     with CommDebugMode() as backward:
         weighted_sum(found).backward()

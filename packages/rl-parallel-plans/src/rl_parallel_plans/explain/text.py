@@ -24,10 +24,19 @@ def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False, stage
     Raises PlanError where dp is no number of ranks.
     """
     told = report(plan, dp=dp)
-    blocks = [_head(told), _parameters(told, every_row=every_row), _totals(told), _collectives(told), _rest(told)]
+    table = _parameters(told, every_row=every_row)
+    blocks = [_problems(told), _head(told), table, _totals(told), _collectives(told), _rest(told)]
     if stages:
         blocks.append(_stages(stages))
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := list(block)))
+
+
+def _problems(told: Report) -> Iterator[str]:
+    """First, since nothing below is applied as long as there is one."""
+    if told.problems:
+        yield f"{len(told.problems)} problem(s): this plan is refused where it is applied"
+    for problem in told.problems:
+        yield f"PROBLEM: {_one_line(problem)}"
 
 
 def _head(told: Report) -> Iterator[str]:
@@ -136,8 +145,6 @@ def _rest(told: Report) -> Iterator[str]:
     yield f"FSDP units: {plan.fsdp_units}"
     for problem in told.allowed:
         yield f"allowed: {_one_line(problem)}"
-    for problem in told.problems:
-        yield f"PROBLEM: {_one_line(problem)}"
 
 
 def _stages(stages: "Sequence[StageRow]") -> Iterator[str]:

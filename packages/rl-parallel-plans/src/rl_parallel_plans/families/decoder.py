@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rl_parallel_plans.families.attention import Projections
-from rl_parallel_plans.families.layer import layer_styles, stream_styles
+from rl_parallel_plans.families.layer import layer_styles, stream_styles, why_whole
 from rl_parallel_plans.families.parts import NotRecognizedError
-from rl_parallel_plans.structure import input_embedding, joined, matching_modules, output_head, text_layers
+from rl_parallel_plans.structure import (
+    around_layers,
+    collapsed,
+    input_embedding,
+    joined,
+    matching_modules,
+    output_head,
+    text_layers,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -45,19 +53,23 @@ def decoder_plan(
     if quantized is not None:
         raise NotRecognizedError(f"it is quantized: {quantized} is {model.get_parameter(quantized).dtype}")
     config = text_config(model)
+    backbone = path.rpartition(".")[0]
+    why = _why_whole(model, backbone, path) if sequence_parallel else None
+    in_blocks = sequence_parallel and why is None
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
     for index, layer in layers.named_children():
-        styles = layer_styles(layer, config, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
+        styles = layer_styles(layer, config, tp=tp, sequence_parallel=in_blocks, projections=projections)
+        if why is not None:
+            styles[""] = _whole_layer(styles.get(""), config, at=(int(index), len(layers)), why=why)
         for inside, style in styles.items():
             end = f".{inside}" if inside else ""  # the layer itself where it is empty
             by_pattern[f"{path}.*{end}"].append((f"{path}.{index}{end}", style))
-    backbone = path.rpartition(".")[0]
     return {
         **_embedding(model),
         **_layer_embedding(model, backbone),
-        **(_cut_stream(model, backbone, layers=path) if sequence_parallel else {}),
+        **(_cut_stream(model, backbone, layers=path, in_blocks=in_blocks) if sequence_parallel else {}),
         **_merged(by_pattern),
-        **_final_norm(model, backbone, sequence_parallel=sequence_parallel),
+        **_final_norm(model, backbone, sequence_parallel=in_blocks),
         **_head(model),
     }
 
@@ -67,6 +79,12 @@ def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iter
     for pattern, style in styles.items():
         if type(style).__name__ == "WholeParallel":
             yield f"{pattern} is computed whole on every rank: no rule shards what is inside"
+    whole = [(pattern, style) for pattern, style in styles.items() if type(style).__name__ == "WholeLayer"]
+    if whole:
+        yield (
+            f"{collapsed(whole[0][0])} compute on the whole sequence: {getattr(whole[0][1], 'why', '')}. The stream is "
+            "cut between layers alone, so that sequence parallelism saves memory where layers are recomputed"
+        )
     ordered = [pattern for pattern, style in styles.items() if _orders_rows(model, pattern, style)]
     if ordered:
         yield (
@@ -109,13 +127,40 @@ def _merged(by_pattern: "dict[str, list[tuple[str, ParallelStyle]]]") -> "Styles
     return styles
 
 
-def _cut_stream(model: nn.Module, backbone: str, *, layers: str) -> "Styles":
+def _why_whole(model: nn.Module, backbone: str, layers: str) -> str | None:
+    """Why each layer must compute on the whole sequence under sequence parallelism; None where it need not."""
+    stack, owner = model.get_submodule(layers), model.get_submodule(backbone)
+    assert isinstance(stack, nn.ModuleList)
+    if (why := next(filter(None, map(why_whole, stack)), None)) is not None:
+        return why
+    forward = f"{type(owner).__name__}.forward"
+    norms = [name for name, _ in owner.named_children() if name in FINAL_NORMS]
+    if len(norms) != 1:
+        return f"{forward} has no one norm after its layers, where the stream could be joined, but {norms}"
+    around = around_layers(owner, layers.rpartition(".")[2])
+    if around is not None and norms[0] in around.before | around.inside:
+        return f"{forward} calls {norms[0]} before its layers or between them as well, where the stream is whole"
+    return f"{forward} runs its layers more than once" if around is not None and around.repeated else None
+
+
+def _whole_layer(own: "ParallelStyle | None", config: Any, *, at: tuple[int, int], why: str) -> "ParallelStyle":
+    """The style of a layer, `at` its index and how many there are, that computes on the whole sequence."""
+    from rl_parallel_plans.styles import WholeLayer
+
+    index, count = at
+    width = int(getattr(config, "hidden_size", 0)) * int(getattr(config, "altup_num_inputs", 1))  # Gemma 3n's streams
+    children = getattr(own, "children", ())
+    last = index == count - 1
+    return WholeLayer(first=index == 0, last=last, why=why, elements_per_token=width, children=children)
+
+
+def _cut_stream(model: nn.Module, backbone: str, *, layers: str, in_blocks: bool) -> "Styles":
     """Where the residual stream is cut along the sequence, and what must see it whole on the way."""
     from rl_parallel_plans.styles import WholeMethod
 
     stack = model.get_submodule(layers)
     assert isinstance(stack, nn.ModuleList)
-    styles = stream_styles(stack, layers)
+    styles = stream_styles(stack, layers) if in_blocks else {}
     if hasattr(model.get_submodule(backbone), "_deepstack_process"):  # Qwen3-VL adds image features between layers
         styles[backbone] = WholeMethod("_deepstack_process")
     return styles
@@ -147,8 +192,6 @@ def _final_norm(model: nn.Module, backbone: str, *, sequence_parallel: bool) -> 
     children = dict(model.get_submodule(backbone).named_children())  # one without a weight too (OLMo)
     names = [name for name in FINAL_NORMS if name in children]
     if len(names) != 1:
-        if sequence_parallel:
-            raise NotRecognizedError(f"{backbone} has no one norm after its layers, but {names}")
         return {}
     style = SequenceShardedParallel(gather=True) if sequence_parallel else ReplicatedParallel()
     return {joined(backbone, names[0]): style}

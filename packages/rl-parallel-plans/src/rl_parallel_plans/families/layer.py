@@ -26,11 +26,13 @@ LAYER_INPUTS = {"per_layer_input_gate": "per_layer_input"}
 def layer_styles(
     layer: nn.Module, config: object, *, tp: int, sequence_parallel: bool, projections: Projections
 ) -> "Styles":
-    """Styles of one decoder layer by path inside it."""
+    """Styles of one decoder layer by path inside it.
+
+    sequence_parallel: whether its blocks take a stream that is cut along the sequence; not where `why_whole` says why.
+    """
     if own := own_parameters(layer):
         raise NotRecognizedError(f"its {type(layer).__name__} itself holds parameters {sorted(own)}")
-    styles = _spread_blocks(layer, sequence_parallel=sequence_parallel)
-    styles |= {} if sequence_parallel else _left_whole(layer)
+    styles = {**_spread_blocks(layer), **_left_whole(layer)}
     for name, child in _children(layer).items():
         if any(path.split(".")[0] == name for path in styles):
             continue
@@ -48,6 +50,19 @@ def layer_styles(
             )
         styles |= {joined(name, path) if path else name: style for path, style in found.items()}
     return styles
+
+
+def why_whole(layer: nn.Module) -> str | None:
+    """What the layer's own code does with the stream that a rank cannot do on a part of the sequence, if anything."""
+    children = parts(layer)
+    kind = type(layer).__name__
+    if {"router", "experts"} <= children.keys():
+        return f"{kind} calls router and experts one by one, on positions in an order of its own"
+    if linear(layer, "fc1") is not None and linear(layer, "fc2") is not None:
+        return f"{kind} calls fc1 and fc2 one by one, on positions in an order of its own"
+    if found := [name for name in LEFT_WHOLE if name in children]:
+        return f"{kind} has several residual streams and mixes them itself ({', '.join(found)})"
+    return None
 
 
 def stream_styles(layers: nn.ModuleList, path: str) -> "Styles":
@@ -101,7 +116,7 @@ def _left_whole(layer: nn.Module) -> "Styles":
     return {**styles, "": LayerReads(names)} if names else {}
 
 
-def _spread_blocks(layer: nn.Module, *, sequence_parallel: bool) -> "Styles":
+def _spread_blocks(layer: nn.Module) -> "Styles":
     """Blocks whose parts the layer calls one by one."""
     styles: Styles = {}
     if {"router", "experts"} <= parts(layer).keys():
@@ -109,11 +124,6 @@ def _spread_blocks(layer: nn.Module, *, sequence_parallel: bool) -> "Styles":
     first, second = linear(layer, "fc1"), linear(layer, "fc2")
     if first is not None and second is not None:
         styles |= _feed_forward_of_layer(layer, first, second)
-    if styles and sequence_parallel:
-        raise NotRecognizedError(
-            f"its {type(layer).__name__} calls {sorted(styles)} one by one, on positions in an order of its own: "
-            "plan with sequence_parallel=False"
-        )
     return styles
 
 

@@ -31,7 +31,8 @@ def _reports(request: dict[str, Any]) -> list[dict[str, Any]]:
     trust = request["trust_remote_code"]
     config = read_config(request["source"], revision=request["revision"], trust_remote_code=trust)
     model = build(config, trust_remote_code=trust)
-    return [report.as_dict() for report in forecast(model, [options_from_dict(each) for each in request["options"]])]
+    options = [options_from_dict(each) for each in request["options"]]
+    return [report.as_dict() for report in forecast(model, options, gpu=request["gpu"])]
 
 
 if __name__ == "__main__":

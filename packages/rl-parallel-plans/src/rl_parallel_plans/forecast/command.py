@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=get_args(OptimizerName), default="adamw", help="default adamw (foreach)")
     parser.add_argument("--attention", choices=get_args(Attention), default="flash", help="cost of attention")
     parser.add_argument("--plan", metavar="MODULE:NAME", help="a plan of your own: a mapping or a function")
+    parser.add_argument(
+        "--gpu", metavar="NAME|BYTES", help="whether it fits one (h100-80gb, 75GiB), and else the smallest change"
+    )
     parser.add_argument("--compare", action="store_true", help="every way to read the lm_head, side by side")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
@@ -46,33 +49,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 where there is a prediction; 2 where it is refused, as JSON too where that was asked for."""
+    """0 where there is a prediction, and it fits the GPU if one was asked about; 1 where it does not; 2 refused."""
     from rl_parallel_plans.forecast.memory import forecast
     from rl_parallel_plans.forecast.report import memory_table
 
     try:
         options = _options(arguments)
         reports = forecast(
-            arguments.model, options, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code
+            arguments.model,
+            options,
+            gpu=arguments.gpu,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
         )
     except PlanError as refusal:
         if arguments.json:
             print(json.dumps({"refused": str(refusal)}))
         raise
+    answers = [report.fit.fits for report in reports if report.fit is not None]
+    fits = all(answers) if arguments.pp > 1 else any(answers)  # every rank of a pipeline; one way to read the lm_head
+    exit_code = int(bool(answers) and not fits)
     if arguments.json:
         several = arguments.compare or arguments.pp > 1
         print(json.dumps([report.as_dict() for report in reports]) if several else reports[0].json())
-        return 0
+        return exit_code
     if arguments.pp > 1:
         print(memory_table({f"pipeline rank {option.pp_rank}": r for option, r in zip(options, reports, strict=True)}))
         print()
         print(max(reports, key=lambda report: report.peak.num_bytes).text())
-        return 0
+        return exit_code
     if arguments.compare:
         print(memory_table({option.lm_head: report for option, report in zip(options, reports, strict=True)}))
         print()
     print(reports[-1].text())
-    return 0
+    return exit_code
 
 
 def _options(arguments: argparse.Namespace) -> list[MemoryOptions]:

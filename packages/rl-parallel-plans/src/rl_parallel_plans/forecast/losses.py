@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,7 @@ def make_forward(model: nn.Module, options: MemoryOptions, ledger: Ledger) -> Fo
     if options.lm_head == "linear_logp":
         return _from_hidden(model, head, ledger)
     _watch_head(model.get_submodule(head), ledger, gather=options.lm_head == "gathered")
-    loss = options.loss or (_from_whole_logits if options.lm_head == "gathered" else _from_sharded_logits)
+    loss = options.loss or LOSSES[options.lm_head]
 
     def forward(ids: Tensor) -> tuple[Tensor, object]:
         output = _called(model, ids)
@@ -56,6 +57,39 @@ def _from_whole_logits(logits: Tensor, ids: Tensor) -> Tensor:
 def _from_sharded_logits(logits: Tensor, ids: Tensor) -> Tensor:
     with _AnyTokenId():  # type: ignore[no-untyped-call]
         return -get_logprobs_from_vocab_parallel_logits(logits, ids, ignore_index=None).mean()
+
+
+def _in_one_piece(logits: Tensor, ids: Tensor) -> Tensor:
+    local = logits.to_local() if is_dtensor(logits) else logits
+    logp: Tensor = _OnePiece.apply(local, ids)  # type: ignore[no-untyped-call]
+    return -logp.mean()
+
+
+class _OnePiece(torch.autograd.Function):
+    """Log-probabilities from a rank's whole slice of logits in fp32, as trainers have them that do it in one piece.
+
+    The softmax is kept, and backward makes a one-hot matrix of int64 like it. Which words are this rank's changes no
+    byte, so that every target is taken for one of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits.float()
+        shifted = logits - logits.amax(-1, keepdim=True)
+        log_p = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        targets = targets.remainder(logits.shape[-1])
+        ctx.save_for_backward(log_p.exp(), targets)
+        return log_p.gather(-1, targets[..., None]).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        p, targets = ctx.saved_tensors
+        mine = (targets >= 0)[..., None]
+        chosen = mine * torch.nn.functional.one_hot(targets, num_classes=p.shape[-1])
+        return chosen.float().sub_(p).mul_(gradients[0][..., None]), None
+
+
+LOSSES = {"gathered": _from_whole_logits, "one_piece": _in_one_piece, "sharded": _from_sharded_logits}
 
 
 def _watch_head(head: nn.Module, ledger: Ledger, *, gather: bool) -> None:
@@ -117,7 +151,7 @@ def make_pipeline_loss(
         raise PlanError(f"{type(model).__name__} has no lm_head (get_output_embeddings or a child lm_head)")
     if options.lm_head == "linear_logp":
         return hidden_loss(model, head, ledger)
-    loss = options.loss or (_from_whole_logits if options.lm_head == "gathered" else _from_sharded_logits)
+    loss = options.loss or LOSSES[options.lm_head]
 
     def from_logits(model: nn.Module, ids: Tensor) -> Tensor:
         output = _called(model, ids)

@@ -23,6 +23,7 @@ from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
 from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.forecast.fit import MemoryFit, fit, gpu_bytes
 from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
 from rl_parallel_plans.forecast.options import Attention, LmHead, Loss, MemoryOptions
 from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, report_from_dict
@@ -54,6 +55,7 @@ def memory(
     pp_rank: int = 0,
     microbatches: int | None = None,
     schedule: Schedule = "1f1b",
+    gpu: str | int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> MemoryReport:
@@ -62,6 +64,8 @@ def memory(
     model: an nn.Module, best on the meta device; it is copied without its weights and not changed. Or what a model is
         made from, as for `rl_parallel_plans.model_source.read_config`: needs transformers.
     The options from batch_size to schedule: the fields of `rl_parallel_plans.forecast.options.MemoryOptions`.
+    gpu: each rank's GPU by name ("h100-80gb") or by its bytes ("75GiB"): `report.fit` says whether the step fits, and
+        if not, the smallest change that does, in search of which up to some twenty further steps are predicted.
     revision, trust_remote_code: for a model that is no nn.Module.
 
     Counted are the storages of rank 0, whose shards are the largest; in a pipeline those of the first of the ranks at
@@ -74,26 +78,44 @@ def memory(
     """
     values = dict(locals())
     options = MemoryOptions(**{field.name: values[field.name] for field in dataclasses.fields(MemoryOptions)})
-    return forecast(model, [options], revision=revision, trust_remote_code=trust_remote_code)[0]
+    return forecast(model, [options], gpu=gpu, revision=revision, trust_remote_code=trust_remote_code)[0]
 
 
 def forecast(
     model: nn.Module | str | Path,
     options: Sequence[MemoryOptions],
     *,
+    gpu: str | int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[MemoryReport]:
-    """A report for each of `options`."""
+    """A report for each of `options`; with one of them, also what to change so that it fits the GPU."""
+    if gpu is not None:
+        gpu_bytes(gpu)  # a name that is not known is refused before the work
     if isinstance(model, nn.Module):
-        return [_in_process(model, each) for each in options]
+        reports = [_in_process(model, each) for each in options]
+        if gpu is None:
+            return reports
+        return [
+            dataclasses.replace(report, fit=_fit(model, each, report, gpu=gpu, search=len(options) == 1))
+            for each, report in zip(options, reports, strict=True)
+        ]
     request = {
+        "gpu": gpu,
         "source": str(model),
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "options": [_without_functions(each) for each in options],
     }
     return [report_from_dict(report) for report in _asked_of_child(request)]
+
+
+def _fit(model: nn.Module, options: MemoryOptions, report: MemoryReport, *, gpu: str | int, search: bool) -> MemoryFit:
+    def predict(changed: MemoryOptions) -> int:
+        return _in_process(model, changed).peak.num_bytes
+
+    peak, lasting = report.peak.num_bytes, report.phase("between steps").num_bytes
+    return fit(options, gpu, peak=peak, lasting=lasting, predict=predict if search else None)
 
 
 def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:

@@ -14,7 +14,7 @@ from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
 from rl_parallel_plans.pipeline.schedule import Schedule
 
-LmHead = Literal["gathered", "sharded", "linear_logp"]
+LmHead = Literal["gathered", "one_piece", "sharded", "linear_logp"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Attention = Literal["flash", "model"]
 
@@ -37,8 +37,8 @@ class MemoryOptions:
     """Cut the residual stream along the sequence over the tp ranks."""
     lm_head: LmHead = "linear_logp"
     """How the loss reads the lm_head. "gathered": whole logits on every rank, cast to fp32, log_softmax, as most
-    trainers do. "sharded": each rank its slice of the vocabulary, get_logprobs_from_vocab_parallel_logits.
-    "linear_logp": from hidden states, no logits."""
+    trainers do. "one_piece": each rank its slice of the vocabulary, all tokens at once, as is usual. "sharded": the
+    same in chunks, get_logprobs_from_vocab_parallel_logits. "linear_logp": from hidden states, no logits."""
     loss: Loss | None = None
     """A loss `(logits, token_ids) -> scalar` of your own in place of the one that goes with `lm_head`; it gets plain
     logits [B, S, V] from "gathered" and a DTensor Shard(-1) from "sharded"."""
@@ -89,7 +89,7 @@ class MemoryOptions:
         if self.activation_checkpointing not in (None, *get_args(ActivationCheckpointing)):
             names = ", ".join(get_args(ActivationCheckpointing))
             raise PlanError(f"activation_checkpointing is {self.activation_checkpointing!r}: None or one of {names}")
-        if self.loss is not None and self.lm_head == "linear_logp":
+        if self.loss is not None and self.lm_head in ("one_piece", "linear_logp"):
             raise PlanError('a loss of your own reads logits: pass lm_head="gathered" or "sharded" with it')
         for name in ("weight_dtype", "param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)

@@ -1,14 +1,12 @@
-"""The prediction as a value: what is alive at the worst moment of each phase, as text and as JSON.
-
-Knows numbers and names only.
-"""
+"""The prediction as a value: what is alive at the worst moment of each phase, as text and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GIB = 2**30
+from rl_parallel_plans.forecast.fit import GIB, MemoryFit
+
 LARGEST = 8
 
 
@@ -42,6 +40,8 @@ class MemoryReport:
     """In the order in which they begin. A phase's peak counts what was alive when it began."""
     assumptions: tuple[str, ...]
     """What the numbers rest on, and what they leave out."""
+    fit: MemoryFit | None = None
+    """Whether it fits the GPU that was asked about, and else what to change; None where none was."""
 
     @property
     def peak(self) -> PhasePeak:
@@ -60,6 +60,7 @@ class MemoryReport:
         width = max(len(phase.name) for phase in self.phases)
         smallest = self.peak.num_bytes / 200
         lines = [
+            *([f"{self.fit.text()}", ""] if self.fit is not None else []),
             f"memory of a training step of {self.model_name} ({self.num_parameters:,} parameters), GiB on one rank",
             f"plan: {self.plan_source}",
             f"asked: {', '.join(f'{name}={value}' for name, value in self.options.items() if value is not None)}",
@@ -89,18 +90,24 @@ class MemoryReport:
 def report_from_dict(values: Mapping[str, Any]) -> MemoryReport:
     """The inverse of `as_dict`, also after a walk through JSON."""
     phases = tuple(PhasePeak(**{**phase, "largest": tuple(map(tuple, phase["largest"]))}) for phase in values["phases"])
-    return MemoryReport(**{**values, "phases": phases, "assumptions": tuple(values["assumptions"])})
+    fit = None if values.get("fit") is None else MemoryFit(**values["fit"])
+    return MemoryReport(**{**values, "phases": phases, "assumptions": tuple(values["assumptions"]), "fit": fit})
 
 
 def memory_table(reports: Mapping[str, MemoryReport]) -> str:
-    """Several predictions side by side, one a row, GiB on one rank; the last column compares peaks with the first."""
+    """Several predictions side by side, one a row, GiB on one rank; the last column compares peaks with the first.
+
+    Where a GPU was asked about, a further column says what fits it.
+    """
     first = next(iter(reports.values()))
     names = [phase.name for phase in first.phases]
-    rows = [["", *names, "peak", "against the first"]]
+    asked = [report.fit.gpu for report in reports.values() if report.fit is not None]
+    rows = [["", *names, "peak", "against the first", *asked[:1]]]
     for title, report in reports.items():
         sizes = [_gib(report.phase(name).num_bytes) for name in names]
         difference = (report.peak.num_bytes - first.peak.num_bytes) / GIB
-        rows.append([title, *sizes, _gib(report.peak.num_bytes), f"{difference:+.2f}"])
+        fits = [] if report.fit is None else ["fits" if report.fit.fits else "does not fit"]
+        rows.append([title, *sizes, _gib(report.peak.num_bytes), f"{difference:+.2f}", *fits])
     return aligned(rows)
 
 

@@ -99,11 +99,14 @@ class Head:
     where: VocabularySlice
 
 
-def local_head(lm_head: nn.Module, *, tp_axis: str) -> Head:
-    """The local weight and bias of a linear layer.
+def local_head(lm_head: nn.Module | Tensor, *, tp_axis: str) -> Head:
+    """The local weight and bias of a linear layer, or the local part of a weight alone.
 
     Raises PlanError for a layer that computes more than `hidden @ weight.T + bias`, and for other placements.
     """
+    if isinstance(lm_head, Tensor):
+        local, where = local_slice(lm_head, dim=0, tp_axis=tp_axis, what="lm_head")
+        return Head(weight=local, bias=None, where=where)
     others = {name for name, _ in lm_head.named_parameters()} - {"weight", "bias"}
     if others:
         raise PlanError(

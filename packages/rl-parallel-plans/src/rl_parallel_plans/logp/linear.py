@@ -42,7 +42,23 @@ def logp_of(
     hidden: [M, H]; rows: [N] indices of those that are wanted, None for all.
     wanted: token ids [N, K], or K for the K most probable words.
     """
-    return _LinearLogp.apply(hidden, head.weight, head.bias, wanted, rows, head.where, options)  # type: ignore[no-any-return, no-untyped-call]
+    where = head.where
+    if isinstance(wanted, Tensor) and where.group is None and not options.entropy:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        if len(wanted) * where.size * dtype.itemsize <= KEPT_BYTES:
+            inputs = hidden if rows is None else hidden.index_select(0, rows)
+            return _few_logits(inputs, head, options).log_softmax(-1).gather(-1, wanted), None, None
+    return _LinearLogp.apply(hidden, head.weight, head.bias, wanted, rows, where, options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _few_logits(inputs: Tensor, head: Head, options: Options) -> Tensor:
+    """Logits that autograd may keep, since they are few: scaled, capped, over the temperature."""
+    x = linear(inputs, head.weight, head.bias).to(torch.promote_types(inputs.dtype, torch.float32))
+    if options.logit_scale != 1.0:
+        x = x * options.logit_scale
+    if options.softcap is not None:
+        x = (x / options.softcap).tanh() * options.softcap
+    return x / options.temperature if options.temperature != 1.0 else x
 
 
 class _LinearLogp(torch.autograd.Function):
@@ -162,7 +178,7 @@ def _rows(
 @overload
 def linear_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -179,7 +195,7 @@ def linear_logp(
 @overload
 def linear_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -195,7 +211,7 @@ def linear_logp(
 
 def linear_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -212,8 +228,9 @@ def linear_logp(
     hidden: [..., H], fp32, bf16 or fp16, the dtype of the weight. Plain or a DTensor Replicate: the same on every rank
         of the tp axis. A DTensor Shard of a leading dim, as sequence parallelism has it: gathered once, and its
         gradient is sharded again.
-    lm_head: a linear layer, its weight [V, H] and bias [V] plain tensors, or DTensors on a mesh with the one axis
-        `tp_axis`, Shard(0) (V need not divide evenly) or Replicate, both alike.
+    lm_head: a linear layer, or its weight alone where there is no bias (a tied embedding, say). Weight [V, H] and bias
+        [V] are plain tensors, or DTensors on a mesh with the one axis `tp_axis`, Shard(0) (V need not divide evenly) or
+        Replicate, both alike.
     targets: [...] token ids in [0, V), or [..., K] for K words in each row, on every rank those of the whole
         vocabulary and of all rows.
     chunk_size: rows whose logits exist at one time; memory is O(chunk_size * V / tp), independent of the number of
@@ -232,7 +249,7 @@ def linear_logp(
         temperature=temperature, chunk_size=chunk_size, entropy=entropy, softcap=softcap, logit_scale=logit_scale
     )
     head = local_head(lm_head, tp_axis=tp_axis)
-    weight = lm_head.weight
+    weight = lm_head if isinstance(lm_head, Tensor) else lm_head.weight
     assert isinstance(weight, Tensor)
     fitting = (
         hidden.ndim > 1

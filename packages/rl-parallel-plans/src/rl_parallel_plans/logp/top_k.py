@@ -25,7 +25,7 @@ class TopKLogp(NamedTuple):
 
 def top_k_logp(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     k: int,
     *,
     temperature: float = 1.0,
@@ -42,9 +42,9 @@ def top_k_logp(
     """
     options = Options(temperature=temperature, chunk_size=chunk_size, softcap=softcap, logit_scale=logit_scale)
     head = local_head(lm_head, tp_axis=tp_axis)
-    if hidden.ndim < 2 or hidden.shape[-1] != head.weight.shape[1]:
+    if hidden.ndim < 2 or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
         raise ValueError(
-            f"hidden is {list(hidden.shape)} and lm_head.weight {[head.where.total, head.weight.shape[1]]}: "
+            f"hidden is {list(hidden.shape)} and lm_head.weight {[head.where.total, *head.weight.shape[1:]]}: "
             "they must be [..., H] and [V, H]"
         )
     _check_k(k, head.where.total)
@@ -77,7 +77,7 @@ def top_k_logp_from_logits(
 
 def logp_of_token_ids(
     hidden: Tensor,
-    lm_head: nn.Module,
+    lm_head: nn.Module | Tensor,
     token_ids: Tensor,
     *,
     temperature: float = 1.0,

@@ -30,6 +30,7 @@ from rl_parallel_plans.styles.mixers import (
 )
 from rl_parallel_plans.styles.replicated import ReplicatedParallel, SequenceShardedParallel
 from rl_parallel_plans.styles.vocabulary_parallel import VocabularyParallelEmbedding
+from rl_parallel_plans.styles.whole_layers import WholeLayer
 from rl_parallel_plans.styles.whole_method import WholeMethod
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "SplitLayerInputs",
     "SplitSequence",
     "VocabularyParallelEmbedding",
+    "WholeLayer",
     "WholeMethod",
     "WholeParallel",
 ]

@@ -57,7 +57,7 @@ class SplitLayerInputs(LocalParameters):
 
 
 class LayerReads(LocalParameters):
-    """A layer that calls other methods of its children than forward: they are whole and plain while the layer runs."""
+    """A layer that calls other methods of its children than forward: in these, the children are whole and plain."""
 
     def __init__(self, children: Sequence[str]) -> None:
         super().__init__()
@@ -69,6 +69,7 @@ class LayerReads(LocalParameters):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        # Recomputing a layer runs its wrappers again, and with them this.
         read = [part for name in self.children for part in module.get_submodule(name).modules()]
         replicated = [(part, dict.fromkeys(own_names(part), REPLICATED)) for part in read]
         compute_locally(module, [(part, local_views(device_mesh, rules)) for part, rules in replicated])

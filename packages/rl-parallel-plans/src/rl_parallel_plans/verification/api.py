@@ -181,7 +181,8 @@ def _question(config: Any, options: Options, *, tp: int, dp: int, pp: int, seque
 def _reported(report: VerifyReport, question: Question, answer: dict[str, Any]) -> VerifyReport:
     if "failed" in answer:
         if answer.get("refused"):
-            return replace(report, refused=answer["failed"].removeprefix("PlanError: "))
+            reason = answer["failed"].partition(": ")[2]
+            return replace(report, refused=reason, unusable=answer.get("unusable", False))
         said = f"{answer['failed']} {where(answer.get('traceback', ''))}".strip()
         failed = Check(name="before sharding", verdict="WRONG", detail="nothing ran", culprits=(said[:1500],))
         return replace(report, checks=(failed,))

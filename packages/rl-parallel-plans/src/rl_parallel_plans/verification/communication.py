@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_parallel_plans.structure import text_layers
 from rl_parallel_plans.verification.gradients import whole
 from rl_parallel_plans.verification.question import Question
 from rl_parallel_plans.verification.sharded import shard
@@ -18,16 +19,25 @@ NO_COLLECTIVES = {"wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_
 
 
 def collectives(question: Question, model: nn.Module) -> dict[str, dict[str, int]]:
-    """Name of each collective to its number, forward and backward. Collective."""
+    """Name of each collective to its number, forward and backward, and how often a layer runs in each. Collective."""
     model = copy.deepcopy(model)
     shard(question, model)
+    runs = {"forward": 0, "backward": 0}  # some models run their layers in cycles, not all of them with a gradient
+
+    def ran(_module: nn.Module, _args: object) -> None:
+        runs["forward"] += 1
+        runs["backward"] += torch.is_grad_enabled()
+
     ids = torch.arange(32).view(2, 16) + 4
     model(input_ids=ids)  # whatever happens once only
+    stack = text_layers(model)
+    if stack is not None and len(stack[1]):
+        stack[1][0].register_forward_pre_hook(ran)
     with _Counting() as forward:
         loss = whole(model(input_ids=ids).logits).float().logsumexp(-1).sum()
     with _Counting() as backward:
         loss.backward()  # type: ignore[no-untyped-call]
-    return {"forward": dict(forward.counts), "backward": dict(backward.counts)}
+    return {"forward": dict(forward.counts), "backward": dict(backward.counts), "runs": runs}
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

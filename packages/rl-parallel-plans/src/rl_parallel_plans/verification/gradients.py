@@ -47,7 +47,7 @@ def in_order(tensor: Tensor, order: RowOrder | None) -> Tensor:
 def collected(model: nn.Module, truth: Truth, *, question: Question, frozen: set[str]) -> dict[str, Any]:
     """The gradients of every rank against the truth. Collective; the same on every rank."""
     orders = orders_of(model)
-    names, gradients, missing, misplaced = [], [], [], {}
+    names, gradients, missing, misplaced, placed_gradients = [], [], [], {}, 0
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         true = truth.gradients.get(name)
@@ -59,8 +59,10 @@ def collected(model: nn.Module, truth: Truth, *, question: Question, frozen: set
             gradients.append(held.float() if held is not None and held.shape == shape else torch.full(shape, torch.nan))
         if gradient is None:
             missing.append(name)
-        elif is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
-            misplaced[name] = [_words(gradient), _words(parameter)]
+        elif is_dtensor(gradient) and is_dtensor(parameter):
+            placed_gradients += 1
+            if gradient.placements != parameter.placements:
+                misplaced[name] = [_words(gradient), _words(parameter)]
     of_ranks = _gathered(names, gradients)
     absent = [name for name in truth.gradients if name not in names and name not in frozen]
     rows = list(_rows(of_ranks, truth, question))
@@ -69,6 +71,7 @@ def collected(model: nn.Module, truth: Truth, *, question: Question, frozen: set
         "missing": [name for name in missing if name in truth.gradients and name not in frozen],
         "absent": absent,
         "misplaced": misplaced,
+        "placed_gradients": placed_gradients,
         "plain": sorted(n for n, p in model.named_parameters() if not is_dtensor(p)),
     }
 
@@ -79,6 +82,8 @@ def _words(tensor: Any) -> str:
 
 def _gathered(names: list[str], gradients: list[Tensor]) -> dict[str, Tensor]:
     """Each gradient on every rank: name to [ranks, elements]."""
+    if not gradients:
+        return {}
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(every, flat)

@@ -15,6 +15,9 @@ NOISE = 4.0
 STEP = 1e-4
 """Relative error of a norm, a clip or an optimizer step."""
 
+NOTHING_COMPARED = "nothing to compare"
+"""What a check says that looked at nothing: it is a note, since ok would claim more than was seen."""
+
 Facts = Mapping[str, Any]
 
 
@@ -33,8 +36,11 @@ def judged_plan(answer: Facts) -> list[Check]:
     """What needed no ranks: the plan at full size, and that of a wrapped class."""
     checks = []
     if (problems := answer.get("full_size")) is not None:
-        lines = tuple(problem[:600] for problem in problems[:6])
-        checks.append(Check(name="fits at full size", verdict=_verdict(wrong=bool(problems)), culprits=lines))
+        if isinstance(problems, str):  # transformers cannot build it, which says nothing about the plan
+            checks.append(Check(name="fits at full size", verdict="skipped", detail=problems[:300]))
+        else:
+            lines = tuple(problem[:600] for problem in problems[:6])
+            checks.append(Check(name="fits at full size", verdict=_verdict(wrong=bool(problems)), culprits=lines))
     if (differences := answer.get("wrapped")) is not None:
         lines = tuple(differences[:4])
         if differences:
@@ -53,7 +59,15 @@ def judged_collectives(answer: Facts) -> list[Check]:
     told = answer.get("told") or {}
     if not {"as given", "deeper"} <= told.keys() or told["deeper"]["untold"]:
         return [Check(name=COLLECTIVES, verdict="note", detail=said)]
-    expected = [_less(told["deeper"], told["as given"], way) for way in ("forward", "backward")]
+    runs = found[1].get("runs") or {}
+    expected = [
+        {kind: count * max(runs.get(way, 1), 1) for kind, count in _less(told["deeper"], told["as given"], way).items()}
+        for way in ("forward", "backward")
+    ]
+    if max(runs.values(), default=1) > 1:
+        said += f"; a layer runs {runs['forward']} times forward, {runs['backward']} of them with a gradient"
+    if not any(counted) and not any(expected):
+        return [Check(name=COLLECTIVES, verdict="note", detail=f"{said}: {NOTHING_COMPARED}")]
     if counted == expected:
         return [Check(name=COLLECTIVES, verdict="ok", detail=said)]
     line = f"the plan tells of forward {_counts(expected[0])}; backward {_counts(expected[1])}"
@@ -181,9 +195,11 @@ def _gradients(task: Task, facts: Facts) -> Check:
         detail = f"{worst['name']}; the model's own rounding: {worst['noise']:.1e}"
     elif wrong:
         detail = f"{len(wrong)} of {len(facts['rows'])} parameters"
+    elif worst is None:
+        detail = NOTHING_COMPARED
     return Check(
         name=f"{task.name}: gradients",
-        verdict=_verdict(wrong=bool(culprits)),
+        verdict="note" if worst is None and not culprits else _verdict(wrong=bool(culprits)),
         error=None if worst is None else worst["error"],
         detail=detail,
         culprits=tuple(culprits),
@@ -219,6 +235,8 @@ def _grouped(rows: Sequence[Mapping[str, Any]], most: int = 6) -> list[str]:
 
 def _frozen(task: Task, facts: Facts) -> Check:
     thawed = facts["thawed"]
+    if not thawed and not facts["frozen"]:
+        return Check(name=f"{task.name}: stay frozen", verdict="note", detail=NOTHING_COMPARED)
     return Check(
         name=f"{task.name}: stay frozen",
         verdict=_verdict(wrong=bool(thawed)),
@@ -247,6 +265,8 @@ def _placements(facts: Facts) -> Check:
     misplaced = {collapsed(name): placements for name, placements in facts["misplaced"].items()}
     lines = tuple(f"{name}: gradient {of[0]}, parameter {of[1]}" for name, of in list(misplaced.items())[:4])
     unsummed = any("Partial" in gradient for gradient, _ in misplaced.values())
+    if not facts["placed_gradients"]:
+        return Check(name="gradients lie where parameters lie", verdict="note", detail=NOTHING_COMPARED)
     return Check(
         name="gradients lie where parameters lie",
         verdict="WRONG" if unsummed else "note" if misplaced else "ok",
@@ -316,6 +336,8 @@ def _step(facts: Facts) -> Check:
     lines = [f"{name}: no longer the same on every rank after a step" for name in drift[:4]]
     if not error <= STEP:
         lines += [f"{name}: off by {e:.1e} of the largest step" for name, e in weights if not e <= STEP]
+    if not weights and not lines:
+        return Check(name="optimizer steps", verdict="note", detail=NOTHING_COMPARED)
     return Check(name="optimizer steps", verdict=_verdict(wrong=bool(lines)), error=error, culprits=tuple(lines))
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_
 from rl_parallel_plans.pipeline.schedule import Pipeline, pipeline_stages
 from rl_parallel_plans.pipeline.stages import boundary_of
-from rl_parallel_plans.row_order import row_orders
-from rl_parallel_plans.verification.gradients import in_order, whole
+from rl_parallel_plans.verification.gradients import in_order, orders_of, whole
 from rl_parallel_plans.verification.question import Question, Task
 from rl_parallel_plans.verification.sharded import hidden_logp, logits_logp, plan_of
 from rl_parallel_plans.verification.subject import (
@@ -70,7 +69,7 @@ def pipeline_facts(
     scales = gradient_scales(truth.gradients)
     thawed = []
     for stage in pipeline.stages:
-        orders = row_orders(stage)
+        orders = orders_of(stage)
         for name, parameter in stage.named_parameters():
             first = first_names.get(name, name)
             facts["held"].append(name)
@@ -95,7 +94,7 @@ def pipeline_facts(
                     "diagnosis": diagnosis,
                 }
             )
-    facts["thawed"] = thawed
+    facts["thawed"], facts["frozen"] = thawed, len(frozen)
     facts["expected"] = [name for name in truth.gradients if name not in frozen]
     facts["first_names"] = first_names
     if task.optimize:
@@ -188,7 +187,7 @@ def _optimized(
     torch.optim.SGD(parameters, lr=learning_rate).step()
     weights, tied = [], {}
     for stage in pipeline.stages:
-        orders = row_orders(stage)
+        orders = orders_of(stage)
         for name, parameter in stage.named_parameters():
             first = first_names.get(name, name)
             found = in_order(whole(parameter.detach()), orders.get(name))

@@ -65,14 +65,13 @@ def run_rank(
 
 def _facts(question: Question, task: Task, subject: "Subject") -> Facts:
     if question.pp > 1:
-        model = copy.deepcopy(subject.model)
         return pipeline_facts(
             question,
             task,
-            model=model,
+            model=subject.model,
             batch=subject.batches[task.name],
             truth=subject.truths[task.name],
-            frozen=_freeze(model) if task.freeze else set(),
+            frozen=_frozen(subject.model, freeze=task.freeze),
         )
     if task.only == "clip":
         return optimize.clip_in_bf16(question, subject.model)
@@ -103,7 +102,9 @@ class _Run:
         self.batch: Batch = subject.batches[task.name]
         self.truth: Truth = subject.truths[task.name]
         self.model = copy.deepcopy(subject.model)
-        self.frozen = _freeze(self.model) if task.freeze else set()
+        self.frozen = _frozen(self.model, freeze=task.freeze)
+        for name in self.frozen:
+            self.model.get_parameter(name).requires_grad_(False)
         self.ties = tie_groups(self.model)
         self.mesh = shard(question, self.model)
         if task.backend:
@@ -120,6 +121,7 @@ class _Run:
             "margin": self.batch.margin,
             "tied": tie_groups(self.model) == self.ties,
             "ties": self.ties,
+            "frozen": len(self.frozen),
             "thawed": sorted(n for n, p in self.model.named_parameters() if p.requires_grad == (n in self.frozen)),
             **collected(self.model, self.truth, question=self.question, frozen=self.frozen),
         }
@@ -204,10 +206,13 @@ def _placed(logits: Tensor) -> str:
     return "words" if getattr(placement, "dim", None) in {-1, logits.ndim - 1} else str(placement)
 
 
-def _freeze(model: nn.Module) -> set[str]:
-    """Every third parameter, tied ones and the lm_head excepted."""
+def _frozen(model: nn.Module, *, freeze: bool) -> set[str]:
+    """What the model itself never trains, such as a router's bias (Afmoe), and to `freeze` every third parameter.
+
+    Tied parameters and the lm_head are not among the latter.
+    """
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not freeze:
+        return frozen
     tied = {name for names in tie_groups(model) for name in names} | {f"{output_head(model)}.weight"}
-    names = {name for i, (name, _) in enumerate(model.named_parameters()) if i % 3 == 1 and name not in tied}
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    return names
+    return frozen | {name for i, (name, _) in enumerate(model.named_parameters()) if i % 3 == 1 and name not in tied}

@@ -15,7 +15,8 @@ class Check:
     name: str
     """What was looked at."""
     verdict: Verdict
-    """`ok`, `note` for what costs and is not wrong, `WRONG`, or `skipped` where there is nothing to look at."""
+    """`ok`; `note` where something costs and is not wrong, or nothing was there to compare; `WRONG`; or `skipped` where
+    the check cannot be made of this model."""
     error: float | None = None
     """Largest relative error, where the check has one."""
     detail: str = ""
@@ -37,7 +38,10 @@ class VerifyReport:
     checks: tuple[Check, ...]
     """In the order in which they ran."""
     refused: str | None = None
-    """Why there was nothing to run: no plan, or one with problems."""
+    """Why there was nothing to run: no plan, or one with problems, or a model that is unusable."""
+    unusable: bool = False
+    """Whether the model itself cannot be built or run here, sharded or not; `refused` then says why, and nothing about
+    a plan."""
     seconds: float = 0.0
     """Time that it took."""
     versions: str = ""
@@ -62,7 +66,7 @@ class VerifyReport:
         """The report for people: a line a check, and under each wrong one its culprits."""
         lines = [f"{self.model}, {self.layout}", f"plan: {self.source}"] if self.source else [self.model]
         if self.refused is not None:
-            return "\n".join([*lines, "", f"REFUSED: {self.refused}"])
+            return "\n".join([*lines, "", f"{'SKIPPED' if self.unusable else 'REFUSED'}: {self.refused}"])
         lines += ["", *_table(self.checks), ""]
         wrong = [check.name for check in self.checks if check.verdict == "WRONG"]
         verdict = f"WRONG: {len(wrong)} of {len(self.checks)} checks ({', '.join(wrong)})" if wrong else "exact"

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rl_parallel_plans.errors import PlanError, UnusableModelError
 from rl_parallel_plans.verification.forked import Forked, watch
 
 
@@ -70,8 +71,12 @@ def _safely(answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return answer()
     except Exception as error:  # noqa: BLE001 - whatever a model of somebody else raises
-        kind = type(error).__name__
-        return {"failed": f"{kind}: {error}", "refused": kind == "PlanError", "traceback": traceback.format_exc()}
+        return {
+            "failed": f"{type(error).__name__}: {error}",
+            "refused": isinstance(error, PlanError),
+            "unusable": isinstance(error, UnusableModelError),
+            "traceback": traceback.format_exc(),
+        }
 
 
 if __name__ == "__main__":

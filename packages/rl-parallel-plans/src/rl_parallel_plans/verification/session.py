@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.errors import PlanError, UnusableModelError
 from rl_parallel_plans.verification.forked import Forked
 from rl_parallel_plans.verification.pickling import unpacked
 from rl_parallel_plans.verification.question import Question, Task
@@ -43,9 +43,9 @@ def answer(data: bytes, home: Path, lifeline: int) -> dict[str, Any]:
     """Facts about every task, and about the question as a whole. Raises PlanError where the plan is refused."""
     _quiet()
     question: Question = unpacked(data)
-    subjects = {variant: Subject(build(question, variant)) for variant in question.configs}
+    subjects, skipped = _built(question)
     plan = _plan(question, subjects)
-    skipped = _prepare(question, subjects)
+    skipped |= _prepare(question, subjects)
     tasks = [task for task in question.tasks if task.name not in skipped]
     facts: dict[str, Facts] = {name: {"skipped": reason} for name, reason in skipped.items()}
     number = 0
@@ -55,7 +55,8 @@ def answer(data: bytes, home: Path, lifeline: int) -> dict[str, Any]:
         tasks = [task for task in tasks if task.name not in done]
         number += 1
     for task in question.tasks:
-        _add_noise(task, facts[task.name], subjects[task.variant])
+        if task.variant in subjects:
+            _add_noise(task, facts[task.name], subjects[task.variant])
     first = subjects[next(iter(subjects))]
     return {
         **plan,
@@ -63,6 +64,23 @@ def answer(data: bytes, home: Path, lifeline: int) -> dict[str, Any]:
         "model": type(first.model).__name__,
         "parameters": sum(p.numel() for p in first.model.parameters()),
     }
+
+
+def _built(question: Question) -> tuple[dict[str, Subject], dict[str, str]]:
+    """The model of each variant, and the tasks of those that transformers cannot build, with the reason.
+
+    Raises UnusableModelError where the first variant, the model as it is, cannot be built.
+    """
+    subjects: dict[str, Subject] = {}
+    skipped: dict[str, str] = {}
+    for variant in question.configs:
+        try:
+            subjects[variant] = Subject(build(question, variant))
+        except UnusableModelError as reason:
+            if not subjects:
+                raise
+            skipped |= {task.name: str(reason)[:300] for task in question.tasks if task.variant == variant}
+    return subjects, skipped
 
 
 def _quiet() -> None:
@@ -96,7 +114,7 @@ def _plan(question: Question, subjects: dict[str, Subject]) -> dict[str, Any]:
         "source": first.source,
         "problems": [str(problem) for problem in first.problems],
         "told": {name: _told(plan, subjects[name].model) for name, plan in plans.items()},
-        "wrapped": _wrapped(question, subjects[variant].model, first),
+        "wrapped": _wrapped(question, subjects[variant].model, first) if first.styles else None,
         "full_size": _full_size(question),
     }
 
@@ -139,8 +157,11 @@ class _Mixin:
     """What a library mixes into a model class."""
 
 
-def _full_size(question: Question) -> list[str] | None:
-    """Problems of the plan with the model as it is, on the meta device; None where that was not asked."""
+def _full_size(question: Question) -> list[str] | str | None:
+    """Problems of the plan with the model as it is, on the meta device.
+
+    None where that was not asked, and the reason where transformers cannot build that model: no finding about the plan.
+    """
     if question.full is None:
         return None
     from rl_parallel_plans.model_source import build as build_model
@@ -149,6 +170,8 @@ def _full_size(question: Question) -> list[str] | None:
     try:
         model = build_model(question.full, trust_remote_code=question.trust_remote_code)
         plan = plan_of(question, model)
+    except UnusableModelError as reason:
+        return str(reason)
     except PlanError as refusal:
         return [str(refusal)]
     return [str(problem) for problem in plan.problems if problem.kind not in plan.allow]
@@ -161,7 +184,7 @@ def _prepare(question: Question, subjects: dict[str, Subject]) -> dict[str, str]
     skipped = {}
     same: dict[tuple[Any, ...], str] = {}
     for task in question.tasks:
-        if task.only in {"clip", "count", "checkpoint"}:
+        if task.only in {"clip", "count", "checkpoint"} or task.variant not in subjects:
             continue
         subject = subjects[task.variant]
         key = (task.variant, task.length, task.rows, task.microbatches, task.left_padding, task.image)
@@ -175,7 +198,7 @@ def _prepare(question: Question, subjects: dict[str, Subject]) -> dict[str, str]
                 same[key] = task.name
         except Exception as error:  # whatever a model of somebody else raises
             if task is question.tasks[0]:
-                raise PlanError(
+                raise UnusableModelError(
                     f"the small {type(subject.model).__name__} does not run without sharding either, so that there is "
                     f"nothing to compare with: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
                 ) from error
