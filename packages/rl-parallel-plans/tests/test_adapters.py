@@ -56,5 +56,5 @@ def test_looking_at_a_model_with_adapters_leaves_it_as_it_is():
 
 
 def test_style_that_has_no_rule_for_an_adapter_is_refused_by_name():
-    with pytest.raises(plans.PlanError, match=r"o_proj has an adapter, and is sharded by BlockGatheredColwise"):
+    with pytest.raises(plans.PlanError, match=r"o_proj has an adapter, and is sharded by GatheredColwise"):
         plans.plan_for(adapted("llama"), tp=2, output_projections="colwise")

@@ -51,7 +51,7 @@ def test_explain_names_rule_placement_bytes_and_what_stays_whole():
     assert "source: structure" in text
     assert "passed over: registered: no plan for transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM" in text
     (down,) = [line for line in text.splitlines() if "down_proj" in line]
-    expected = "mlp.down_proj.weight 2 Shard(1) [64, 96] [64, 48] 24,576 BlockRowwise"
+    expected = "mlp.down_proj.weight 2 Shard(1) [64, 96] [64, 48] 24,576 Rowwise"
     assert down.split() == expected.split()
     whole = 4 * (2 * (64 + 64 + 16 + 16) + 64)  # two norms over the hidden size and two over a head, a final norm
     assert f"whole on every tp rank: {whole / 1024:.1f} KiB" in text

@@ -79,13 +79,15 @@ def _around(path: str, style: "ParallelStyle", adapter: nn.Module) -> "Styles":
 def _matrix_styles(path: str, style: "ParallelStyle") -> "tuple[ParallelStyle, ParallelStyle]":
     from rl_parallel_plans import styles
 
-    # Not their subclasses, which do more to what enters or leaves the linear layer than cut its weight.
-    if type(style) in (styles.BlockColwise, styles.BlockPackedColwise, styles.BlockReplicatedHeads):
-        return styles.BlockReplicated(), style
-    if type(style) is styles.BlockRowwise:
-        return styles.BlockRowwise(), styles.BlockReplicated()
-    if type(style) is styles.BlockReplicated:
-        return styles.BlockReplicated(), styles.BlockReplicated()
+    whole = styles.ReplicatedParallel(partial_gradient=True)
+    # Not what does more to what enters or leaves the linear layer than cut its weight.
+    cuts_rows = isinstance(style, styles.Colwise | styles.PackedColwise | styles.ReplicatedHeads)
+    if cuts_rows and not any((*style.collectives(), *style.communications())):  # type: ignore[attr-defined]
+        return whole, style
+    if isinstance(style, styles.Rowwise):
+        return styles.Rowwise(), whole
+    if isinstance(style, styles.ReplicatedParallel) and style.partial_gradient and not style.reads_inside:
+        return whole, whole
     raise PlanError(
         f"{collapsed(path)} has an adapter, and is sharded by {type(style).__name__}, which has no rule for one: leave "
         "it out of the layers that get adapters, or use tp=1"

@@ -28,7 +28,7 @@ def with_expert_parallel(
     At tp=1 these alone. Raises PlanError where there are no stacked experts.
     """
     from rl_parallel_plans.styles.expert_dispatch import ExpertParallel
-    from rl_parallel_plans.styles.local_parameters import LocalParameters
+    from rl_parallel_plans.styles.table import LocalParameters
 
     experts = {
         pattern: ExpertParallel(ep=ep, features=style if tp > 1 else None)
@@ -44,9 +44,9 @@ def with_expert_parallel(
 def _shards_experts(style: "ParallelStyle", modules: list[nn.Module]) -> bool:
     """Whether `style` is one of stacked experts: in Hugging Face's plans, of a module whose weights have three dims."""
     from rl_parallel_plans.hugging_face.styles import SummedModule
-    from rl_parallel_plans.styles.in_block import BlockExperts
+    from rl_parallel_plans.styles import Experts
 
-    if isinstance(style, BlockExperts):
+    if isinstance(style, Experts):
         return True
     weights = [p for module in modules for name, p in module.named_parameters() if not name.endswith("bias")]
     return isinstance(style, SummedModule) and bool(weights) and all(weight.ndim == 3 for weight in weights)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from rl_parallel_plans.styles.local_parameters import LocalView
+    from rl_parallel_plans.styles.table import LocalView
 
 
 def shard(
@@ -29,7 +29,7 @@ def shard(
     from torch.distributed.tensor.parallel import parallelize_module
 
     ties = tied_names(model)
-    if any("experts" in pattern and type(style).__name__.startswith("Block") for pattern, style in styles.items()):
+    if any("experts" in pattern and getattr(style, "in_block", False) for pattern, style in styles.items()):
         model.register_forward_pre_hook(_refuse_router_loss, with_kwargs=True)
     for pattern, style in styles.items():
         for _, module in matching_modules(model, pattern):
@@ -51,7 +51,7 @@ def _refuse_router_loss(model: nn.Module, _args: object, kwargs: dict[str, objec
 
 
 def _replicate_the_rest(model: nn.Module, tp_mesh: "DeviceMesh", *, src_data_rank: int | None) -> None:
-    from rl_parallel_plans.styles.local_parameters import (
+    from rl_parallel_plans.styles.table import (
         REPLICATED,
         compute_locally,
         local_views,

@@ -44,8 +44,8 @@ def direct_parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter
 
 
 def joined(path: str, name: str) -> str:
-    """`path.name`, and `name` where the path is the root's."""
-    return f"{path}.{name}" if path else name
+    """`path.name`, or the one of them that is not empty: that of the root is."""
+    return ".".join(filter(None, (path, name)))
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

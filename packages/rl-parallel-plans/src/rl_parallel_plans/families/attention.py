@@ -25,12 +25,10 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     replicated_inside,
 )
-from rl_parallel_plans.row_order import segments_in_order
 from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:
     from rl_parallel_plans.families.parts import Styles
-    from rl_parallel_plans.styles import LocalParameters
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
@@ -47,10 +45,9 @@ def attention_block(
     module: nn.Module, config: object, *, tp: int, sequence_parallel: bool, projections: Projections
 ) -> "Styles | None":
     """Styles of the block by path inside it; None where it is no attention. NotRecognizedError for unknown parts."""
-    from torch.distributed.tensor import Shard
-
-    from rl_parallel_plans.styles import BlockParallel, LocalHeads, ParameterRule
-    from rl_parallel_plans.styles.local_heads import ATTRIBUTES
+    from rl_parallel_plans.styles import Block
+    from rl_parallel_plans.styles.block import HEAD_COUNTS
+    from rl_parallel_plans.styles.table import ROWS
 
     config = getattr(module, "config", config)
     if "kv_b_proj" in parts(module):
@@ -64,19 +61,19 @@ def attention_block(
     else:
         return None
     styles |= _output(module, projections)
-    own = {name: ParameterRule(placement=Shard(0)) for name in own_parameters(module) if name == "sinks"}
-    styles[""] = BlockParallel(
+    styles[""] = Block(
         sequence_parallel=sequence_parallel,
         output="features" if projections == "colwise" else "sum",
-        own=own,
-        local_heads=LocalHeads((*ATTRIBUTES, *_output_sizes(module)), key_heads=_replicated_heads(styles, config)),
+        own={name: ROWS for name in own_parameters(module) if name == "sinks"},
+        head_counts=(*HEAD_COUNTS, *_output_sizes(module)),
+        key_heads=_replicated_heads(styles, config),
     )
     refuse_unknown(module, styles, kind="attention")
     return styles
 
 
 def _separate(module: nn.Module, config: Any, *, tp: int) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise, BlockReplicatedHeads
+    from rl_parallel_plans.styles import Colwise, ReplicatedHeads
 
     size = head_size(module, config)
     if size is None:
@@ -84,14 +81,14 @@ def _separate(module: nn.Module, config: Any, *, tp: int) -> "Styles":
     query = linear(module, "q_proj")
     assert query is not None
     heads = _query_heads(query, size, config)
-    styles: Styles = {"q_proj": BlockColwise(units=heads, what="query heads")}
+    styles: Styles = {"q_proj": Colwise(heads, "query heads")}
     key_heads = heads
     for name, rows in (("k_proj", size), ("v_proj", getattr(module, "v_head_dim", size))):
         if (key := linear(module, name)) is not None:
             key_heads = key.out_features // rows
-            styles[name] = BlockColwise(units=key_heads, what="key/value heads")
+            styles[name] = Colwise(key_heads, "key/value heads")
     if _are_replicated(key_heads, heads, tp) and not _spans_heads(module, KEY_NORMS, size):
-        replicated = BlockReplicatedHeads(heads=key_heads)
+        replicated = ReplicatedHeads(key_heads)
         styles |= {name: replicated for name in ("k_proj", "v_proj") if name in styles}
     styles |= _gates(module, heads=heads, rows=(heads, query.out_features, heads * size))
     for names, rows, units in ((QUERY_NORMS, heads * size, heads), (KEY_NORMS, key_heads * size, key_heads)):
@@ -109,14 +106,14 @@ def _separate(module: nn.Module, config: Any, *, tp: int) -> "Styles":
 
 def _gates(module: nn.Module, *, heads: int, rows: tuple[int, ...]) -> "Styles":
     """Layers whose output multiplies that of the heads: a number a head, or one for each of its features."""
-    from rl_parallel_plans.styles import BlockColwise
+    from rl_parallel_plans.styles import Colwise
 
     styles: Styles = {}
     for name in GATES:
         if (gate := linear(module, name)) is not None:
             if gate.out_features not in rows:
                 raise NotRecognizedError(f"{name} of its attention has {gate.out_features} rows for {heads} heads")
-            styles[name] = BlockColwise(units=heads, what="query heads")
+            styles[name] = Colwise(heads, "query heads")
     return styles
 
 
@@ -128,15 +125,15 @@ def _query_heads(query: nn.Linear, size: int, config: Any) -> int:
 
 
 def _head_norm(module: nn.Module, name: str, *, size: int, rows: int, heads: int) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise, BlockNorm, BlockReplicated
+    from rl_parallel_plans.styles import Colwise, Norm, ReplicatedParallel
 
     shapes = {tuple(p.shape) for p in module.get_submodule(name).parameters()}
     if shapes == {(size,)}:
-        return {name: BlockReplicated()}
+        return {name: ReplicatedParallel(partial_gradient=True)}
     if shapes == {(rows,)}:
-        return {name: BlockNorm()}
+        return {name: Norm()}
     if shapes == {(heads, size)}:
-        return {name: BlockColwise(units=heads, what="heads")}
+        return {name: Colwise(heads, "heads")}
     raise NotRecognizedError(
         f"self_attn.{name} has parameters {sorted(shapes)}; known are [{size}] over one head, [{rows}] over all and "
         f"[{heads}, {size}] for each"
@@ -144,7 +141,7 @@ def _head_norm(module: nn.Module, name: str, *, size: int, rows: int, heads: int
 
 
 def _fused(module: nn.Module, config: Any, *, tp: int) -> "Styles":
-    from rl_parallel_plans.styles import BlockPackedColwise
+    from rl_parallel_plans.styles import PackedColwise
 
     size, fused = head_size(module, config), linear(module, "qkv_proj")
     heads = getattr(config, "num_attention_heads", None)
@@ -155,19 +152,19 @@ def _fused(module: nn.Module, config: Any, *, tp: int) -> "Styles":
             f"qkv_proj has {fused.out_features} rows, which are not [q | k | v] of {heads} query and {key_heads} "
             f"key/value heads of {size}"
         )
-    if _are_replicated(key_heads, heads, tp):
-        return {"qkv_proj": _with_shared_heads(heads=heads, key_heads=key_heads, size=size)}
     units = (heads, key_heads, key_heads)
-    return {"qkv_proj": BlockPackedColwise([n * size for n in units], units=units, what="heads")}
+    # With replicated heads every row is on one rank, and each gathers the key/value head that its query heads read.
+    shared = (1, 2) if _are_replicated(key_heads, heads, tp) else ()
+    return {"qkv_proj": PackedColwise(tuple(n * size for n in units), units, "heads", shared=shared)}
 
 
 def _replicated_heads(styles: "Styles", config: Any) -> int | None:
     """How many key/value heads there are where a head is that of several ranks; None where every rank has its own."""
-    from rl_parallel_plans.styles import BlockReplicatedHeads, BlockSharedRows
+    from rl_parallel_plans.styles import ReplicatedHeads
 
-    if isinstance(key := styles.get("k_proj"), BlockReplicatedHeads):
+    if isinstance(key := styles.get("k_proj"), ReplicatedHeads):
         return key.heads
-    return int(config.num_key_value_heads) if isinstance(styles.get("qkv_proj"), BlockSharedRows) else None
+    return int(config.num_key_value_heads) if getattr(styles.get("qkv_proj"), "shared", ()) else None
 
 
 def _are_replicated(key_heads: int, heads: int, tp: int) -> bool:
@@ -180,35 +177,8 @@ def _spans_heads(module: nn.Module, names: tuple[str, ...], size: int) -> bool:
     return any(p.ndim == 1 and p.shape[0] != size for norm in norms for p in norm.parameters())
 
 
-def _with_shared_heads(*, heads: int, key_heads: int, size: int) -> "LocalParameters":
-    """[q | k | v], every row on one rank: each gathers the key/value head that its query heads read."""
-    from rl_parallel_plans.styles import BlockSharedRows
-    from rl_parallel_plans.styles.local_parameters import Run
-
-    sizes = [heads * size, key_heads * size, key_heads * size]
-
-    def head(tp: int, rank: int) -> slice:
-        first = rank * key_heads // tp * size
-        return slice(first, first + size)
-
-    def runs(tp: int, rank: int) -> list[Run]:
-        return [Run(size=sizes[0] // tp), Run(size=2 * sizes[1] // tp, needed=head(tp, rank), parts=2)]
-
-    def reads(tp: int, rank: int) -> list[slice]:
-        own, one = slice(rank * sizes[0] // tp, (rank + 1) * sizes[0] // tp), head(tp, rank)
-        starts = (sizes[0], sizes[0] + sizes[1])
-        return [own, *(slice(start + one.start, start + one.stop) for start in starts)]
-
-    def fits(tp: int) -> str | None:
-        if sizes[1] % tp == 0:
-            return None
-        return f"has {sizes[1]} rows of {key_heads} key heads, which tp={tp} does not divide: choose one that does"
-
-    return BlockSharedRows(sizes, parameters=1, row_order=segments_in_order(sizes), reads=reads, runs=runs, fits=fits)
-
-
 def _interleaved(module: nn.Module, config: Any) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise
+    from rl_parallel_plans.styles import Colwise
 
     fused, heads = linear(module, "query_key_value"), getattr(config, "num_attention_heads", 0)
     assert fused is not None
@@ -216,7 +186,7 @@ def _interleaved(module: nn.Module, config: Any) -> "Styles":
         raise NotRecognizedError(
             f"query_key_value has {fused.out_features} rows, which are not q, k and v of {heads} heads"
         )
-    styles: Styles = {"query_key_value": BlockColwise(units=heads, what="heads")}
+    styles: Styles = {"query_key_value": Colwise(heads, "heads")}
     for name in (*QUERY_NORMS, *KEY_NORMS):
         if name in parts(module):
             styles |= _head_norm(module, name, size=fused.out_features // (3 * heads), rows=-1, heads=-1)
@@ -224,15 +194,15 @@ def _interleaved(module: nn.Module, config: Any) -> "Styles":
 
 
 def _latent(module: nn.Module, config: Any) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise
+    from rl_parallel_plans.styles import Colwise
 
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     query = first_linear(module, ("q_b_proj", "q_gate_proj", "q_proj"))
     if not isinstance(heads, int) or query is None:
         raise NotRecognizedError("its latent attention has neither q_b_proj nor q_proj, or no num_heads")
     styles: Styles = {
-        query[0]: BlockColwise(units=heads, what="query heads"),
-        "kv_b_proj": BlockColwise(units=heads, what="key/value heads"),
+        query[0]: Colwise(heads, "query heads"),
+        "kv_b_proj": Colwise(heads, "key/value heads"),
     }
     for name in (
         "q_a_proj",
@@ -255,12 +225,12 @@ def _output_sizes(module: nn.Module) -> list[str]:
 
 
 def _output(module: nn.Module, projections: Projections) -> "Styles":
-    from rl_parallel_plans.styles import BlockGatheredColwise, BlockRowwise
+    from rl_parallel_plans.styles import GatheredColwise, Rowwise
 
     found = first_linear(module, OUTPUTS)
     if found is None:
         raise NotRecognizedError(f"its attention ({type(module).__name__}) has no output projection among {OUTPUTS}")
     name, projection = found
     if projections == "colwise":
-        return {name: BlockGatheredColwise(units=projection.out_features)}
-    return {name: BlockRowwise()}
+        return {name: GatheredColwise(projection.out_features)}
+    return {name: Rowwise()}

@@ -3,7 +3,7 @@
 Every parameter must be of a known part: a plan that is nearly right is wrong.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,8 +11,7 @@ from rl_parallel_plans.families.attention import Projections, attention_block
 from rl_parallel_plans.families.linear_attention import linear_attention_block
 from rl_parallel_plans.families.mamba import mamba_block
 from rl_parallel_plans.families.mlp import mixture_block, mlp_block, stacked
-from rl_parallel_plans.families.parts import NotRecognizedError, linear, own_parameters, parts
-from rl_parallel_plans.structure import joined
+from rl_parallel_plans.families.parts import NotRecognizedError, linear, own_parameters, parts, under, whole_inside
 
 if TYPE_CHECKING:
     from rl_parallel_plans.families.parts import Styles
@@ -38,7 +37,7 @@ def layer_styles(
             continue
         found = (
             mixture_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
-            or mixer_block(child, sequence_parallel=sequence_parallel, projections=projections)
+            or mixer_block(child, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
             or attention_block(child, config, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
             or mlp_block(child, sequence_parallel=sequence_parallel, projections=projections)
             or _between_blocks(child, sequence_parallel=sequence_parallel)
@@ -48,7 +47,7 @@ def layer_styles(
                 f"{type(layer).__name__}.{name} is a {type(child).__name__} with the parts {sorted(parts(child))}, "
                 "which no rule knows"
             )
-        styles |= {joined(name, path) if path else name: style for path, style in found.items()}
+        styles |= under(name, found)
     return styles
 
 
@@ -67,21 +66,21 @@ def why_whole(layer: nn.Module) -> str | None:
 
 def stream_styles(layers: nn.ModuleList, path: str) -> "Styles":
     """Where the residual stream is cut along the sequence, and what enters later layers beside it."""
-    from rl_parallel_plans.styles import SplitLayerInputs, SplitSequence
+    from rl_parallel_plans.styles import SplitSequence
 
     styles: Styles = {f"{path}.0": SplitSequence()}
     for index, layer in layers.named_children():
         arguments = [name for child, name in LAYER_INPUTS.items() if child in parts(layer)]
         if arguments:
             first = ["hidden_states"] if index == "0" else []
-            styles[f"{path}.{index}"] = SplitLayerInputs([*first, *arguments])
+            styles[f"{path}.{index}"] = SplitSequence((*first, *arguments))
     return styles
 
 
-def mixer_block(module: nn.Module, *, sequence_parallel: bool, projections: Projections) -> "Styles | None":
+def mixer_block(module: nn.Module, *, tp: int, sequence_parallel: bool, projections: Projections) -> "Styles | None":
     """Styles of linear attention or a state-space mixer; None where it is neither."""
-    styles = mamba_block(module, sequence_parallel=sequence_parallel) or linear_attention_block(
-        module, sequence_parallel=sequence_parallel
+    styles = mamba_block(module, tp=tp, sequence_parallel=sequence_parallel) or linear_attention_block(
+        module, tp=tp, sequence_parallel=sequence_parallel
     )
     if styles is not None and projections == "colwise":
         raise NotRecognizedError(
@@ -104,16 +103,11 @@ def _children(layer: nn.Module) -> dict[str, nn.Module]:
 
 def _left_whole(layer: nn.Module) -> "Styles":
     """Children whose methods the layer calls, on the whole residual stream."""
-    from rl_parallel_plans.styles import LayerReads, ReplicatedParallel
+    from rl_parallel_plans.styles import ReadsInside
 
-    names = [name for name in LEFT_WHOLE if name in parts(layer)]
-    styles: Styles = {
-        joined(name, path) if path else name: ReplicatedParallel()
-        for name in names
-        for path, module in layer.get_submodule(name).named_modules()
-        if own_parameters(module)
-    }
-    return {**styles, "": LayerReads(names)} if names else {}
+    names = tuple(name for name in LEFT_WHOLE if name in parts(layer))
+    styles: Styles = {path: style for name in names for path, style in whole_inside(layer, name).items()}
+    return {**styles, "": ReadsInside(names)} if names else {}
 
 
 def _spread_blocks(layer: nn.Module) -> "Styles":
@@ -129,17 +123,12 @@ def _spread_blocks(layer: nn.Module) -> "Styles":
 
 def _experts_of_layer(layer: nn.Module) -> "Styles":
     """Experts that are a block by themselves, with a router outside of it that every rank computes whole (Gemma 4)."""
-    from rl_parallel_plans.styles import MixerParallel, ReplicatedParallel
+    from rl_parallel_plans.styles import Block
 
-    router, experts = layer.get_submodule("router"), layer.get_submodule("experts")
-    features: Any = stacked(experts)
-    styles: Styles = {
-        joined("router", path) if path else "router": ReplicatedParallel()
-        for path, module in router.named_modules()
-        if own_parameters(module)
-    }
+    features = stacked(layer.get_submodule("experts"))
     units = {"intermediate features an expert": features.intermediate_size}
-    return {**styles, "experts": MixerParallel(units=units, own=features.rules(experts))}
+    own = features.rules(layer.get_submodule("experts"))
+    return {**whole_inside(layer, "router"), "experts": Block(units=units, own=own)}
 
 
 def _feed_forward_of_layer(layer: nn.Module, first: nn.Linear, second: nn.Linear) -> "Styles":

@@ -20,6 +20,7 @@ from torch import nn
 
 from rl_parallel_plans.families.parts import (
     NotRecognizedError,
+    known_sizes,
     linear,
     own_parameters,
     parts,
@@ -28,8 +29,6 @@ from rl_parallel_plans.families.parts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from rl_parallel_plans.families.parts import Styles
 
 # Layers by what their rows are: of all key heads, all value heads, or one row a value head.
@@ -54,10 +53,10 @@ class DeltaSizes:
     """Features of one value head."""
 
     @property
-    def segments(self) -> tuple[list[int], list[int]]:
+    def segments(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Rows of [q | k | v], and the indivisible units of each."""
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
-        return [keys, keys, values], [self.key_heads, self.key_heads, self.value_heads]
+        return (keys, keys, values), (self.key_heads, self.key_heads, self.value_heads)
 
     def attributes(self, tp: int) -> dict[str, int]:
         """What one rank's module must read."""
@@ -73,33 +72,34 @@ class DeltaSizes:
         }
 
 
-def linear_attention_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None":
+def linear_attention_block(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles | None":
     """Styles of linear attention; None where it is none. NotRecognizedError for unknown parts."""
     own, children = own_parameters(module), parts(module)
     if {"in_proj", "conv", "out_proj"} == children.keys() and isinstance(module.get_submodule("conv"), nn.Conv1d):
         styles = _short_convolution(module, sequence_parallel=sequence_parallel)
     elif {"A_log", "dt_bias"} <= own.keys() or "forget_gate" in children:
-        styles = _delta_net(module, sequence_parallel=sequence_parallel)
+        styles = _delta_net(module, tp=tp, sequence_parallel=sequence_parallel)
     elif hasattr(module, "slope_rate"):
-        styles = _lightning(module, sequence_parallel=sequence_parallel)
+        styles = _lightning(module, tp=tp, sequence_parallel=sequence_parallel)
     else:
         return None
     refuse_unknown(module, styles, kind="linear attention")
     return styles
 
 
-def _delta_net(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
-    from torch.distributed.tensor import Shard
-
-    from rl_parallel_plans.styles import BlockConvolution, BlockRowwise, MixerParallel, ParameterRule
+def _delta_net(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles":
+    from rl_parallel_plans.styles import Block, PackedColwise, Rowwise
+    from rl_parallel_plans.styles.table import ROWS
 
     sizes = _delta_sizes(module)
     segments, units = sizes.segments
-    styles = _delta_projections(module, sizes)
+    styles = _delta_projections(module, sizes, tp=tp)
     convolution = module.get_submodule("conv1d")
     if not _depthwise(convolution, sum(segments)):
-        raise NotRecognizedError(f"the convolution of its linear attention is not one filter for each of {segments}")
-    styles["conv1d"] = inside = BlockConvolution(segments, units=units, what="heads")
+        raise NotRecognizedError(
+            f"the convolution of its linear attention is not one filter for each of {list(segments)}"
+        )
+    styles["conv1d"] = inside = PackedColwise(segments, units, "heads")
     for name in NORMS:
         if name in parts(module):
             if {tuple(p.shape) for p in module.get_submodule(name).parameters()} != {(sizes.value_size,)}:
@@ -108,14 +108,13 @@ def _delta_net(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
     output = next((name for name in OUTPUTS if linear(module, name) is not None), None)
     if output is None:
         raise NotRecognizedError(f"its linear attention ({type(module).__name__}) has no output among {OUTPUTS}")
-    styles[output] = BlockRowwise()
-    known = {name for name in sizes.attributes(1) if isinstance(module.__dict__.get(name), int)}
-    styles[""] = MixerParallel(
+    styles[output] = Rowwise()
+    styles[""] = Block(
         sequence_parallel=sequence_parallel,
         units={"key heads": sizes.key_heads, "value heads": sizes.value_heads},
-        own={name: ParameterRule(placement=Shard(0)) for name in own_parameters(module)},
-        attributes=lambda tp: {name: n for name, n in sizes.attributes(tp).items() if name in known},
-        inside={"conv1d": inside},
+        own=dict.fromkeys(own_parameters(module), ROWS),
+        sizes=known_sizes(module, sizes.attributes(tp)),
+        reads={"conv1d": inside},
     )
     return styles
 
@@ -139,8 +138,8 @@ def _delta_sizes(module: nn.Module) -> DeltaSizes:
     return sizes
 
 
-def _delta_projections(module: nn.Module, sizes: DeltaSizes) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise, BlockPackedColwise
+def _delta_projections(module: nn.Module, sizes: DeltaSizes, *, tp: int) -> "Styles":
+    from rl_parallel_plans.styles import Colwise, PackedColwise
 
     (keys, _, values), units = sizes.segments
     heads = sizes.value_heads
@@ -153,25 +152,25 @@ def _delta_projections(module: nn.Module, sizes: DeltaSizes) -> "Styles":
     styles: Styles = {}
     for name, child in parts(module).items():
         if name == "in_proj_qkv":
-            styles[name] = BlockPackedColwise(sizes.segments[0], units=units, what="heads")
+            styles[name] = PackedColwise(sizes.segments[0], units, "heads")
         elif name in WHOLE:
             styles |= replicated_inside(module, name)
         elif name == "forget_gate":
-            styles |= _forget_gate(child, heads)
+            styles |= _forget_gate(child, heads, tp=tp)
         elif name in rows:
             expected, count, what = rows[name]
             layer = linear(module, name)
             if layer is None or layer.out_features not in (expected, heads if name in BY_VALUE_HEADS else expected):
                 raise NotRecognizedError(f"{name} of its linear attention has not the {expected} rows of its {what}")
-            styles[name] = BlockColwise(units=count, what=what)
+            styles[name] = Colwise(count, what)
     return styles
 
 
-def _forget_gate(gate: nn.Module, heads: int) -> "Styles":
+def _forget_gate(gate: nn.Module, heads: int, *, tp: int) -> "Styles":
     """The decay of Kimi Delta Attention: two layers, the second by heads, as its own parameters are."""
     from torch.distributed.tensor import Shard
 
-    from rl_parallel_plans.styles import BlockColwise, BlockParameters, BlockReplicated, ParameterRule
+    from rl_parallel_plans.styles import Colwise, OwnRules, ParameterRule, ReplicatedParallel
 
     rows, own = linear(gate, "f_b_proj"), own_parameters(gate)
     sharded = {name: [d for d, n in enumerate(p.shape) if n > 1 and n % heads == 0] for name, p in own.items()}
@@ -184,17 +183,17 @@ def _forget_gate(gate: nn.Module, heads: int) -> "Styles":
         raise NotRecognizedError(f"the {type(gate).__name__} of its linear attention is not known")
     whole = {name: value for name in ("num_heads", "qkv_dim") if isinstance(value := gate.__dict__.get(name), int)}
     return {
-        "forget_gate": BlockParameters(
+        "forget_gate": OwnRules(
             {name: ParameterRule(placement=Shard(dims[0])) for name, dims in sharded.items()},
-            attributes=lambda tp: {name: value // tp for name, value in whole.items()},
+            sizes={name: value // tp for name, value in whole.items()},
         ),
-        "forget_gate.f_a_proj": BlockReplicated(),
-        "forget_gate.f_b_proj": BlockColwise(units=heads, what="heads"),
+        "forget_gate.f_a_proj": ReplicatedParallel(partial_gradient=True),
+        "forget_gate.f_b_proj": Colwise(heads, "heads"),
     }
 
 
 def _short_convolution(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
-    from rl_parallel_plans.styles import BlockConvolution, BlockPackedColwise, BlockRowwise, MixerParallel
+    from rl_parallel_plans.styles import Block, PackedColwise, Rowwise
 
     rows, output = linear(module, "in_proj"), linear(module, "out_proj")
     channels = 0 if output is None else output.in_features
@@ -202,19 +201,18 @@ def _short_convolution(module: nn.Module, *, sequence_parallel: bool) -> "Styles
         raise NotRecognizedError(
             f"its short convolution ({type(module).__name__}) is not [B | C | x] of {channels} channels"
         )
-    convolution = BlockConvolution([channels], units=[channels], what="channels")
+    convolution = PackedColwise((channels,), (channels,), "channels")
     return {
-        "in_proj": BlockPackedColwise([channels] * 3, units=[channels] * 3, what="channels"),
+        "in_proj": PackedColwise((channels,) * 3, (channels,) * 3, "channels"),
         "conv": convolution,
-        "out_proj": BlockRowwise(),
-        "": MixerParallel(
-            sequence_parallel=sequence_parallel, units={"channels": channels}, inside={"conv": convolution}
-        ),
+        "out_proj": Rowwise(),
+        "": Block(sequence_parallel=sequence_parallel, units={"channels": channels}, reads={"conv": convolution}),
     }
 
 
-def _lightning(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
-    from rl_parallel_plans.styles import BlockColwise, BlockNorm, BlockRowwise, MixerParallel
+def _lightning(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles":
+    from rl_parallel_plans.row_order import segments_read
+    from rl_parallel_plans.styles import Block, Colwise, Norm, Rowwise
 
     heads, size = getattr(module, "num_attention_heads", 0), getattr(module, "head_dim", 0)
     layers = {"qkv_proj": 3 * heads * size, "output_gate": heads * size}
@@ -228,25 +226,18 @@ def _lightning(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
             raise NotRecognizedError(
                 f"its linear attention has a buffer {name} {list(buffer.shape)}, which no rule knows"
             )
-        buffers[name] = (dims[0], _equal_runs(heads))
+        buffers[name] = (dims[0], segments_read([heads]))
     return {
-        **{name: BlockColwise(units=heads, what="heads") for name in layers},
-        "norm": BlockNorm(),
-        "out_proj": BlockRowwise(),
-        "": MixerParallel(
+        **{name: Colwise(heads, "heads") for name in layers},
+        "norm": Norm(),
+        "out_proj": Rowwise(),
+        "": Block(
             sequence_parallel=sequence_parallel,
             units={"heads": heads},
-            attributes=lambda tp: {"num_attention_heads": heads // tp},
+            sizes={"num_attention_heads": heads // tp},
             buffers=buffers,
         ),
     }
-
-
-def _equal_runs(size: int) -> "Callable[[int, int], Sequence[slice]]":
-    def of_rank(tp: int, rank: int) -> "Sequence[slice]":
-        return [slice(rank * (size // tp), (rank + 1) * (size // tp))]
-
-    return of_rank
 
 
 def _depthwise(module: nn.Module, channels: int) -> bool:

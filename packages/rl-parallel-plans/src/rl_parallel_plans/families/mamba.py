@@ -18,26 +18,21 @@ from torch import nn
 
 from rl_parallel_plans.families.parts import (
     NotRecognizedError,
+    known_sizes,
     linear,
     own_parameters,
     parts,
     refuse_unknown,
     whole_block,
 )
-from rl_parallel_plans.row_order import segments_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rl_parallel_plans.families.parts import Styles
-    from rl_parallel_plans.row_order import RowsOfRanks, RowsRead
-    from rl_parallel_plans.styles import LocalParameters
-    from rl_parallel_plans.styles.local_parameters import Run, RunsOfRank
-    from rl_parallel_plans.styles.mixers import Pieces
+    from rl_parallel_plans.styles import PackedColwise
 
 WHOLE_MIXERS = ({"conv1d", "x_proj", "dt_proj"}, {"conv1d", "x_proj_weight", "dt_proj_weight"})
-ALL, CONVOLVED = slice(None), slice(1, 4)
-B, C = 2, 3
+SEGMENTS, CONVOLVED = "gxBCd", "xBC"
+"""Segments of in_proj (d stands for dt), and those that are convolved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +54,9 @@ class Mamba2Sizes:
         shared = self.groups * self.states
         return [self.features, self.features, shared, shared, self.heads]
 
-    def own_groups(self, tp: int) -> int:
-        """Groups that one rank's heads read."""
-        return max(1, self.groups // tp)
-
     def attributes(self, tp: int) -> dict[str, int]:
         """What one rank's module must read."""
-        groups, features = self.own_groups(tp), self.features // tp
+        groups, features = max(1, self.groups // tp), self.features // tp
         return {
             "num_heads": self.heads // tp,
             "n_groups": groups,
@@ -74,64 +65,46 @@ class Mamba2Sizes:
             "groups_time_state_size": groups * self.states,
         }
 
-    def fits(self, tp: int) -> str | None:
-        """Why tp ranks cannot share this mixer."""
-        if self.heads % tp:
-            return f"has {self.heads} heads, which tp={tp} does not divide: choose one that does"
-        if self.groups % tp and (tp % self.groups or self.groups * self.states % tp):
-            return f"has {self.groups} groups, of which tp={tp} is neither a divisor nor a multiple: choose one that is"
-        return None
+    def packed(self, tp: int, names: str) -> "PackedColwise":
+        """The style of a layer with the segments `names`; with fewer groups than ranks, some read the same B and C."""
+        from rl_parallel_plans.styles import PackedColwise
 
-    def row_order(self, segments: slice) -> "RowsOfRanks":
-        """The rows of some segments that each rank holds."""
-        return segments_in_order(self.segments[segments])
-
-    def runs(self, segments: slice) -> "RunsOfRank":
-        """(tp, rank) to a rank's rows of some segments, with B and C whole where heads of several ranks read them."""
-        from rl_parallel_plans.styles.local_parameters import Run
-
-        chosen = list(enumerate(self.segments))[segments]
-
-        def of_rank(tp: int, rank: int) -> "Sequence[Run]":
-            runs = [Run(size=size // tp) for number, size in chosen if number not in (B, C)]
-            shared = 2 * self.groups * self.states // tp
-            needed = None if self.groups % tp == 0 else self._needed(tp, rank)
-            runs.insert(B - chosen[0][0], Run(size=shared, needed=needed, parts=2))
-            return runs
-
-        return of_rank
-
-    def reads(self, segments: slice) -> "RowsRead":
-        """The rows of some segments that a rank computes with, as they stand in the whole of them."""
-
-        def of_rank(tp: int, rank: int) -> "Sequence[slice]":
-            found, start = [], 0
-            for number, size in list(enumerate(self.segments))[segments]:
-                share = size // tp
-                run = self._needed(tp, rank) if number in (B, C) else slice(rank * share, (rank + 1) * share)
-                found.append(slice(start + run.start, start + run.stop))
-                start += size
-            return found
-
-        return of_rank
-
-    def _needed(self, tp: int, rank: int) -> slice:
-        """Rows of B, or of C, of the groups that a rank's heads read."""
-        first, size = rank * self.groups // tp, self.own_groups(tp)
-        return slice(first * self.states, (first + size) * self.states)
+        rows = dict(zip(SEGMENTS, self.segments, strict=True))
+        shared = self.groups % tp != 0 and tp % self.groups == 0
+        return PackedColwise(
+            tuple(rows[name] for name in names),
+            tuple(self.groups if name in "BC" else self.heads for name in names),
+            tuple("groups" if name in "BC" else "heads" for name in names),
+            shared=tuple(number for number, name in enumerate(names) if name in "BC") if shared else (),
+        )
 
 
-def mamba_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None":
+def mamba_block(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles | None":
     """Styles of a state-space mixer; None where it is none. NotRecognizedError for unknown parts."""
+    from rl_parallel_plans.styles import Block, Norm, Rowwise
+    from rl_parallel_plans.styles.table import ROWS
+
     children, own = parts(module), own_parameters(module)
     if any(names <= children.keys() | own.keys() for names in WHOLE_MIXERS):
         return whole_block(module, sequence_parallel=sequence_parallel)
     if not ({"in_proj", "conv1d", "out_proj"} <= children.keys() and {"A_log", "D", "dt_bias"} <= own.keys()):
         return None
     sizes = _sizes(module)
-    styles = _projections(module, sizes)
-    styles |= (norm := _norm(module, sizes))
-    styles[""] = _border(module, sizes, styles, sequence_parallel=sequence_parallel, norm=norm)
+    styles: Styles = {
+        "in_proj": (rows := sizes.packed(tp, SEGMENTS)),
+        "conv1d": sizes.packed(tp, CONVOLVED),
+        "out_proj": Rowwise(),
+        **_norm(module, sizes),
+    }
+    styles[""] = Block(
+        sequence_parallel=sequence_parallel,
+        units={"heads": sizes.heads},
+        own=dict.fromkeys(("A_log", "D", "dt_bias"), ROWS),
+        sizes=known_sizes(module, sizes.attributes(tp)),
+        reads={name: style for name, style in styles.items() if not isinstance(style, Norm)},  # type: ignore[misc]
+        buffers=dict.fromkeys(_buffers(module, sizes), (-1, rows.reads)),
+        unfused=isinstance(styles.get("norm"), Norm),
+    )
     refuse_unknown(module, styles, kind="state-space mixer")
     return styles
 
@@ -144,7 +117,7 @@ def _sizes(module: nn.Module) -> Mamba2Sizes:
         raise NotRecognizedError(f"its state-space mixer ({type(module).__name__}) does not say its groups and states")
     sizes = Mamba2Sizes(heads=heads[0], features=output.in_features, groups=groups, states=states)
     segments = sizes.segments
-    channels = sum(segments[CONVOLVED])
+    channels = sum(segments[1:4])  # those of x, B and C
     depthwise = isinstance(convolution, nn.Conv1d) and convolution.groups == convolution.in_channels == channels
     if rows.out_features != sum(segments) or sizes.features % sizes.heads or sizes.heads % groups or not depthwise:
         raise NotRecognizedError(
@@ -154,24 +127,8 @@ def _sizes(module: nn.Module) -> Mamba2Sizes:
     return sizes
 
 
-def _projections(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
-    from rl_parallel_plans.styles import BlockRowwise, BlockSharedRows
-
-    def shared(name: str, segments: slice) -> BlockSharedRows:
-        return BlockSharedRows(
-            sizes.segments[segments],
-            parameters=sum(p.ndim > 1 for p in own_parameters(module.get_submodule(name)).values()),
-            row_order=sizes.row_order(segments),
-            reads=sizes.reads(segments),
-            runs=sizes.runs(segments),
-            fits=sizes.fits,
-        )
-
-    return {"in_proj": shared("in_proj", ALL), "conv1d": shared("conv1d", CONVOLVED), "out_proj": BlockRowwise()}
-
-
 def _norm(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
-    from rl_parallel_plans.styles import BlockGatedNorm, BlockGroupNorm
+    from rl_parallel_plans.styles import Colwise, Norm
 
     if "norm" not in parts(module):
         return {}
@@ -182,38 +139,18 @@ def _norm(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
     size = getattr(norm, "group_size", None)
     groups = getattr(norm, "n_groups", 1) if size is None else sizes.features // size
     if groups == 1:
-        return {"norm": BlockGatedNorm()}
+        return {"norm": Norm()}
     if groups == sizes.groups:
-        return {"norm": BlockGroupNorm(units=groups, what="groups")}
+        return {"norm": Colwise(groups, "groups")}
     raise NotRecognizedError(f"the norm of its state-space mixer has {groups} groups, and B and C have {sizes.groups}")
 
 
-def _border(
-    module: nn.Module, sizes: Mamba2Sizes, inside: "Styles", *, sequence_parallel: bool, norm: "Styles"
-) -> "LocalParameters":
-    from torch.distributed.tensor import Shard
-
-    from rl_parallel_plans.styles import BlockGatedNorm, MixerParallel, ParameterRule
-
-    known = {name for name in sizes.attributes(1) if isinstance(module.__dict__.get(name), int)}
-    return MixerParallel(
-        sequence_parallel=sequence_parallel,
-        units={"heads": sizes.heads},
-        own={name: ParameterRule(placement=Shard(0)) for name in ("A_log", "D", "dt_bias")},
-        attributes=lambda tp: {name: n for name, n in sizes.attributes(tp).items() if name in known},
-        inside={name: style for name, style in inside.items() if not isinstance(style, BlockGatedNorm)},  # type: ignore[misc]
-        buffers=_buffers(module, sizes),
-        unfused=any(isinstance(style, BlockGatedNorm) for style in norm.values()),
-    )
-
-
-def _buffers(module: nn.Module, sizes: Mamba2Sizes) -> "dict[str, Pieces]":
+def _buffers(module: nn.Module, sizes: Mamba2Sizes) -> list[str]:
     """Falcon-H1 scales the segments of in_proj by constants that it keeps for each row."""
-    found: dict[str, Pieces] = {}
-    for name, buffer in module.named_buffers(recurse=False):
+    found = dict(module.named_buffers(recurse=False))
+    for name, buffer in found.items():
         if name != "mup_vector" or buffer.shape[-1] != sum(sizes.segments):
             raise NotRecognizedError(
                 f"its state-space mixer has a buffer {name} {list(buffer.shape)}, which no rule knows"
             )
-        found[name] = (-1, sizes.reads(ALL))
-    return found
+    return list(found)

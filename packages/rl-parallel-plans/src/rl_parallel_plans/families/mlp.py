@@ -16,6 +16,7 @@ from rl_parallel_plans.families.parts import (
     parts,
     refuse_unknown,
     replicated_inside,
+    under,
     whole_block,
 )
 
@@ -44,23 +45,21 @@ SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 def mlp_block(module: nn.Module, *, sequence_parallel: bool, projections: Projections) -> "Styles | None":
     """Styles of a dense feed-forward block; None where it is none. NotRecognizedError for unknown parts."""
-    from rl_parallel_plans.styles import BlockParallel
+    from rl_parallel_plans.styles import Block
 
     styles = dense(module, projections=projections)
     if styles is None:
         return None
     if getattr(module, "activation_sparsity", 0):  # Gemma 3n keeps the largest of all features, which no rank has alone
         return whole_block(module, sequence_parallel=sequence_parallel)
-    styles[""] = BlockParallel(
-        sequence_parallel=sequence_parallel, output="features" if projections == "colwise" else "sum"
-    )
+    styles[""] = Block(sequence_parallel=sequence_parallel, output="features" if projections == "colwise" else "sum")
     refuse_unknown(module, styles, kind="feed-forward block")
     return styles
 
 
 def dense(module: nn.Module, *, projections: Projections = "rowwise") -> "Styles | None":
     """Styles of the parts of a dense feed-forward network, without its borders."""
-    from rl_parallel_plans.styles import BlockColwise, BlockGatheredColwise, BlockNorm, BlockPackedColwise, BlockRowwise
+    from rl_parallel_plans.styles import Colwise, GatheredColwise, Norm, PackedColwise, Rowwise
 
     styles: Styles = {}
     for columns, row in LAYOUTS:
@@ -69,25 +68,23 @@ def dense(module: nn.Module, *, projections: Projections = "rowwise") -> "Styles
         if output is not None and all(
             layer is not None and layer.out_features == output.in_features for layer in layers
         ):
-            styles |= {
-                n: BlockColwise(units=f.out_features) for n, f in zip(columns, layers, strict=True) if f is not None
-            }
+            styles |= {name: Colwise(output.in_features) for name in columns}
             break
     else:
         for fused, row in FUSED:
             layer, output = linear(module, fused), linear(module, row)
             if layer is not None and output is not None and layer.out_features == 2 * output.in_features:
                 half = output.in_features
-                styles[fused] = BlockPackedColwise([half, half], units=[half, half])
+                styles[fused] = PackedColwise((half, half), (half, half))
                 break
         else:
             return None
     if projections == "colwise":
-        styles[row] = BlockGatheredColwise(units=module.get_submodule(row).out_features)  # type: ignore[arg-type]
+        styles[row] = GatheredColwise(module.get_submodule(row).out_features)  # type: ignore[arg-type]
     else:
-        styles[row] = BlockRowwise()
+        styles[row] = Rowwise()
     if "ffn_sub_norm" in parts(module):  # BitNet normalizes the intermediate features
-        styles["ffn_sub_norm"] = BlockNorm()
+        styles["ffn_sub_norm"] = Norm()
     for name in ("act_fn", "act"):  # an activation with parameters (xIELU of Apertus) is the same for every feature
         if name in parts(module):
             styles |= replicated_inside(module, name)
@@ -98,8 +95,8 @@ def mixture_block(
     module: nn.Module, config: Any, *, sequence_parallel: bool, projections: Projections
 ) -> "Styles | None":
     """Styles of a mixture of experts; None where it is none. NotRecognizedError for unknown parts."""
-    from rl_parallel_plans.styles import BlockParallel
-    from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL
+    from rl_parallel_plans.styles import Block
+    from rl_parallel_plans.styles.table import REPLICATED_PARTIAL
 
     children = parts(module)
     if "experts" not in children and not _listed_experts(module):
@@ -111,7 +108,7 @@ def mixture_block(
             "config.output_router_logits is True: the router's gradient from an auxiliary loss would be counted once "
             "per rank; set it to False"
         )
-    styles = _under("experts", experts(children["experts"])) if "experts" in children else _split_by_counts(module)
+    styles = under("experts", experts(children["experts"])) if "experts" in children else _split_by_counts(module)
     for name in children:
         if name in ROUTERS or name == "shared_expert_gate":
             styles |= replicated_inside(module, name)
@@ -119,24 +116,24 @@ def mixture_block(
             shared = dense(children[name])
             if shared is None:
                 raise NotRecognizedError(f"its {name} is a {type(children[name]).__name__}, which no rule knows")
-            styles |= _under(name, shared)
+            styles |= under(name, shared)
     own = {name: REPLICATED_PARTIAL for name in own_parameters(module) if name in BIASES}
-    styles[""] = BlockParallel(sequence_parallel=sequence_parallel, own=own)
+    styles[""] = Block(sequence_parallel=sequence_parallel, own=own)
     refuse_unknown(module, styles, kind="mixture of experts")
     return styles
 
 
 def experts(module: nn.Module) -> "Styles":
     """Styles of stacked experts, or of a list of feed-forward networks."""
-    from rl_parallel_plans.styles import BlockShare
+    from rl_parallel_plans.styles import SharedIdentity
 
     styles: Styles = {}
     if not isinstance(module, nn.ModuleList):
         identities = [name for name, child in module.named_children() if isinstance(child, nn.Identity)]
-        return {"": stacked(module), **{name: BlockShare() for name in identities}}
+        return {"": stacked(module), **{name: SharedIdentity() for name in identities}}
     for name, expert in module.named_children():
         if isinstance(expert, nn.Identity):  # LongCat's experts that do nothing
-            styles[name] = BlockShare()
+            styles[name] = SharedIdentity()
             continue
         found = dense(expert)
         if found is None:
@@ -156,20 +153,20 @@ def _split_by_counts(module: nn.Module) -> "Styles":
     from torch.distributed.tensor import Shard
 
     from rl_parallel_plans.row_order import halves_in_order
-    from rl_parallel_plans.styles import BlockParameters, ParameterRule
+    from rl_parallel_plans.styles import OwnRules, ParameterRule
 
     fused, down = (tuple(module.get_submodule(name).get_parameter("weight").shape) for name in FUSED[1])
     if fused != (down[0], 2 * down[2], down[1]):
         raise NotRecognizedError(f"its experts have the weights {fused} and {down}, which no rule knows")
     return {
-        "input_linear": BlockParameters({"weight": ParameterRule(placement=Shard(1), row_order=halves_in_order)}),
-        "output_linear": BlockParameters({"weight": ParameterRule(placement=Shard(2))}),
+        "input_linear": OwnRules({"weight": ParameterRule(placement=Shard(1), row_order=halves_in_order)}),
+        "output_linear": OwnRules({"weight": ParameterRule(placement=Shard(2))}),
     }
 
 
 def stacked(module: nn.Module) -> "Any":
     """The style of experts in 3-D parameters, from their shapes and from what their class says of its layout."""
-    from rl_parallel_plans.styles import BlockExperts
+    from rl_parallel_plans.styles import Experts
 
     shapes = {name: tuple(p.shape) for name, p in own_parameters(module).items()}
     up, down = shapes.get("gate_up_proj", shapes.get("up_proj")), shapes.get("down_proj")
@@ -191,7 +188,7 @@ def stacked(module: nn.Module) -> "Any":
     if len(layouts) != 1:
         raise NotRecognizedError(f"its experts ({type(module).__name__}) with {shapes} can be read in two ways")
     transposed = layouts.pop()
-    return BlockExperts(
+    return Experts(
         intermediate_size=down[1] if transposed else down[2],
         transposed=transposed,
         interleaved=factor == 2 and _interleaved(module),
@@ -202,7 +199,3 @@ def _interleaved(module: nn.Module) -> bool:
     stated = getattr(module, "is_concatenated", None)
     # Before transformers 5 no class says so; GPT-OSS alone alternates gate and up.
     return not stated if isinstance(stated, bool) else type(module).__name__ == "GptOssExperts"
-
-
-def _under(name: str, styles: "Styles") -> "Styles":
-    return {f"{name}.{path}" if path else name: style for path, style in styles.items()}

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.structure import collapsed
+from rl_parallel_plans.structure import collapsed, joined
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.tensor.parallel import ParallelStyle
 
     Styles = dict[str, ParallelStyle]
@@ -34,6 +36,11 @@ def linear(module: nn.Module, name: str) -> nn.Linear | None:
     return child if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward else None
 
 
+def known_sizes(module: nn.Module, sizes: "Mapping[str, int]") -> dict[str, int]:
+    """Those of `sizes` that the module has as attributes."""
+    return {name: size for name, size in sizes.items() if isinstance(module.__dict__.get(name), int)}
+
+
 def first_linear(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Linear] | None:
     """The first of `names` that is an nn.Linear child."""
     return next(((name, found) for name in names if (found := linear(module, name)) is not None), None)
@@ -41,36 +48,44 @@ def first_linear(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Lin
 
 def replicated_inside(module: nn.Module, name: str) -> "Styles":
     """Every module under the child `name` whole on every rank, its gradients sums."""
-    from rl_parallel_plans.styles import BlockReplicated, BlockReplicatedTree
+    from rl_parallel_plans.styles import ReplicatedParallel
 
-    child = module.get_submodule(name)
-    styles: Styles = {
-        f"{name}.{path}" if path else name: BlockReplicated()
-        for path, submodule in child.named_modules()
+    styles = whole_inside(module, name, partial_gradient=True)
+    inside = bool(parts(module.get_submodule(name)))
+    return {**styles, name: ReplicatedParallel(partial_gradient=True, reads_inside=True)} if inside else styles
+
+
+def whole_inside(module: nn.Module, name: str, *, partial_gradient: bool = False) -> "Styles":
+    """Every module under the child `name` that holds parameters, whole on every rank."""
+    from rl_parallel_plans.styles import ReplicatedParallel
+
+    return {
+        joined(name, path): ReplicatedParallel(partial_gradient=partial_gradient)
+        for path, submodule in module.get_submodule(name).named_modules()
         if own_parameters(submodule)
     }
-    return {**styles, name: BlockReplicatedTree()} if parts(child) else styles
+
+
+def under(name: str, styles: "Styles") -> "Styles":
+    """Styles of the child `name` as those of its parent."""
+    return {joined(name, path): style for path, style in styles.items()}
 
 
 def whole_block(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
     """Styles of a block that every rank computes whole."""
-    from rl_parallel_plans.styles import ReplicatedParallel, WholeParallel
+    from rl_parallel_plans.styles import WholeParallel
 
-    styles: Styles = {
-        path: ReplicatedParallel() for path, part in module.named_modules() if path and own_parameters(part)
-    }
-    styles[""] = WholeParallel(sequence_parallel=sequence_parallel)
-    return styles
+    return {**whole_inside(module, ""), "": WholeParallel(sequence_parallel=sequence_parallel)}
 
 
 def refuse_unknown(module: nn.Module, styles: "Styles", *, kind: str) -> None:
     """NotRecognizedError where a parameter of the block has no rule."""
-    from rl_parallel_plans.styles import BlockParallel
+    from rl_parallel_plans.styles import Block
 
     block = styles[""]
     for path, submodule in module.named_modules():
         for name, parameter in own_parameters(submodule).items():
-            known = collapsed(path) in styles and (path or (isinstance(block, BlockParallel) and name in block.own))
+            known = collapsed(path) in styles and (path or (isinstance(block, Block) and name in block.own))
             if not known:
                 where = f"{path}.{name}" if path else name
                 raise NotRecognizedError(

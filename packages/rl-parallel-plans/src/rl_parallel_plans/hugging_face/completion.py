@@ -21,7 +21,7 @@ from rl_parallel_plans.structure import (
     matching_modules,
     output_head,
 )
-from rl_parallel_plans.styles import BlockReplicated, ReplicatedParallel, VocabularyParallelEmbedding
+from rl_parallel_plans.styles import ReplicatedParallel, VocabularyParallelEmbedding
 from rl_parallel_plans.ties import tied_names
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def replicate_in_blocks(model: nn.Module, styles: "Styles", blocks: Sequence[str
     borders = [path for block in blocks for path, _ in matching_modules(model, block)]
     for path, _, _ in direct_parameters(model):
         if path not in styled and any(path.startswith(f"{border}.") for border in borders):
-            styles[collapsed(path)] = BlockReplicated()
+            styles[collapsed(path)] = ReplicatedParallel(partial_gradient=True)
 
 
 def _styled(model: nn.Module, styles: "Styles") -> "Styles":

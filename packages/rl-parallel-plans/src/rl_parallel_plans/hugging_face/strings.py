@@ -16,15 +16,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.hugging_face.styles import (
     LatentAttentionDown,
-    LocalColwise,
     OwnParameters,
-    PackedColwise,
-    SharedIdentity,
     SummedModule,
     SummedOutput,
     SummedRowwise,
 )
-from rl_parallel_plans.styles import BlockParallel, BlockRowwise, ReplicatedParallel, VocabularyParallelEmbedding
+from rl_parallel_plans.styles import (
+    Block,
+    Colwise,
+    PackedColwise,
+    ReplicatedParallel,
+    Rowwise,
+    SharedIdentity,
+    VocabularyParallelEmbedding,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -45,14 +50,14 @@ _STYLES: "dict[str, Callable[[], ParallelStyle]]" = {
     "replicated_with_grad_allreduce": lambda: ReplicatedParallel(partial_gradient=True),
     "replicate": ReplicatedParallel,
     "sequence_parallel": ReplicatedParallel,
-    "packed_colwise": PackedColwise,
+    "packed_colwise": lambda: PackedColwise(sum_input_gradients=True),
     "moe_tp_experts": SummedModule,
     "moe_identity_expert": SharedIdentity,
     "all_reduce": SummedOutput,
     "local_params": OwnParameters,
-    BLOCK: BlockParallel,
-    "local_colwise": LocalColwise,
-    "local_rowwise": BlockRowwise,
+    BLOCK: Block,
+    "local_colwise": Colwise,
+    "local_rowwise": Rowwise,
     "local": OwnParameters,
 }
 KNOWN = tuple(sorted({*_STYLES, "mla_kv_a_proj", *PARAMETERS_ONLY}))

@@ -23,9 +23,8 @@ from torch.distributed.tensor import Placement, Shard
 
 from rl_parallel_plans.dtensor import has_numbers
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.styles.in_block import own_names
-from rl_parallel_plans.styles.local_parameters import LocalParameters, ParameterRule, place_parameters
-from rl_parallel_plans.styles.sharded_forward import wrap_forward
+from rl_parallel_plans.styles.forward import Counts, wrap_forward
+from rl_parallel_plans.styles.table import ROWS, LocalParameters, ParameterRule, own_names, place_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
 COUNTS = ("num_experts", "num_local_experts")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ExpertParallel(LocalParameters):
     """Share out stacked experts over the ep axis, and each of them over the tp axis as `features` says.
 
     ep: ranks of the ep axis; it must divide the number of experts.
-    features: how one expert is sharded over tp: `BlockExperts` inside a block, which communicates for it, or Hugging
+    features: how one expert is sharded over tp: `Experts` inside a block, which communicates for it, or Hugging
         Face's `SummedModule`, which sums over tp what it puts out and the gradients of what enters. None at tp=1.
     """
 
-    def __init__(self, *, ep: int, features: LocalParameters | None) -> None:
-        super().__init__()
-        self.ep, self.features = ep, features
+    ep: int
+    features: LocalParameters | None
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
         """What happens on the tp axis; on the ep axis each parameter is Shard(0)."""
@@ -61,22 +60,18 @@ class ExpertParallel(LocalParameters):
             found.append(f"has {experts} experts, which ep={self.ep} does not divide: choose one that does")
         return found
 
-    def collectives(self) -> tuple[dict[str, int], dict[str, int]]:
+    def collectives(self) -> tuple[Counts, Counts]:
         """Over the ep axis, rows there and back; over the tp axis, what the features communicate by themselves."""
-        forward: dict[str, int] = {}
-        backward: dict[str, int] = {}
-        if self.features is not None and hasattr(self.features, "collectives"):
-            forward, backward = self.features.collectives()
+        forward, backward = ({}, {}) if self.features is None else self.features.collectives()
         return {"all_to_all": 2, **forward}, {"all_to_all": 2, **backward}
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         """`device_mesh` has the ep axis first, and the tp axis after it where tp > 1."""
-        rules = self.rules(module) or dict.fromkeys(own_names(module))
         experts = next(module.parameters(recurse=False)).shape[0]
         place_parameters(
             module,
             device_mesh,
-            {name: ParameterRule(placement=Shard(0)) if rule is None else rule for name, rule in rules.items()},
+            self.rules(module) or dict.fromkeys(own_names(module), ROWS),
             src_data_rank=self.src_data_rank,
             leading=() if self.features is None else (Shard(0),),
         )
@@ -85,14 +80,10 @@ class ExpertParallel(LocalParameters):
                 setattr(module, name, experts // self.ep)
         dispatch = Dispatch(group=device_mesh.get_group(0), ep=self.ep, experts=experts)
         wrap_forward(module, partial(_on_their_experts, dispatch=dispatch))
-        communicate: Callable[[nn.Module, DeviceMesh], None] | None = getattr(self.features, "communicate", None)
-        if communicate is not None:  # around the dispatch: each tp rank sends the same tokens
+        if self.features is not None:  # around the dispatch: each tp rank sends the same tokens
             assert device_mesh.mesh_dim_names is not None
-            communicate(module, device_mesh[device_mesh.mesh_dim_names[-1]])
+            self.features.communicate(module, device_mesh[device_mesh.mesh_dim_names[-1]])
         return module
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(ep={self.ep}, features={self.features!r})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

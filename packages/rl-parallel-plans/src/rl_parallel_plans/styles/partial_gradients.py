@@ -58,9 +58,12 @@ def _complete_after_backward(parameter: Tensor, number: int) -> None:
     parameter.requires_grad_()  # a frozen one takes no hook, and may thaw
     parameter.register_hook(lambda gradient: _set_aside(parameter, gradient))  # type: ignore[no-untyped-call]
     hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public one
-    if hooks and any(getattr(hook, "func", None) is _note for hook in hooks.values()):
-        # `to_empty` has put another tensor into this object, which its hooks do not reach; None forgets them.
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # noqa: SLF001
+    if hooks:
+        # `to_empty` has put another tensor into this object, which its hooks, and those of others, do not reach: the
+        # same dict, assigned anew, does. Its handles still remove them.
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _note]:
+            del hooks[key]
+        parameter._post_accumulate_grad_hooks = hooks  # noqa: SLF001 - as above
     parameter.register_post_accumulate_grad_hook(partial(_note, number=number))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(trains)
 

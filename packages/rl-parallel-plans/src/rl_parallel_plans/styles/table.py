@@ -1,15 +1,17 @@
-"""Parameters that are DTensors on the mesh and plain tensors inside the forward of their module.
+"""The table of a style: a row for each parameter, which is a DTensor and, inside its module's forward, a plain tensor.
 
-A style says by a `ParameterRule` for each parameter how it is sharded and what this rank's gradient is a piece of. A
-wrapper around the forward puts the local tensor in place of the DTensor; autograd wraps its gradient back. Nothing
-inside the module dispatches through DTensor, so any code runs there, custom kernels included.
+A row (`ParameterRule`) says how the parameter is sharded, what this rank's gradient is a piece of, and what of it the
+rank computes with. `LocalParameters`, the base of all styles of this package, carries a table out: a wrapper around the
+forward puts the local tensor in place of the DTensor, and autograd wraps its gradient back. Nothing inside the module
+dispatches through DTensor, so any code runs there, custom kernels included.
 
 A parameter that every rank holds whole while each computes with its own share of the heads has a Partial gradient: this
 rank's is one term of the sum. `partial_gradients` completes it at the end of each backward; under FSDP2, FSDP does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.row_order import RowOrder, RowsOfRanks, RowsRead, set_row_order
+from rl_parallel_plans.styles.forward import Communication, Counts, gathered, wrap_forward
 from rl_parallel_plans.styles.fused_weights import keep_state_dicts_unsharded
 from rl_parallel_plans.styles.partial_gradients import sum_gradient_of
-from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,24 +78,102 @@ class ParameterRule:
         return Partial() if is_term else self.registered
 
 
+REPLICATED = ParameterRule(placement=Replicate())
+REPLICATED_PARTIAL = ParameterRule(placement=Replicate(), partial_gradient=True)
+FIRST_RANK_ONLY = ParameterRule(placement=Replicate(), first_rank_only=True)
+ROWS, COLUMNS = ParameterRule(placement=Shard(0)), ParameterRule(placement=Shard(1))
+"""Of a weight [out, in]."""
+
+
 class LocalParameters(ParallelStyle):
-    """Base of the styles whose module computes on plain tensors with its own part of each parameter."""
+    """Base of the styles whose module computes on plain tensors with its own part of each parameter.
+
+    A style is its table, `rules`, and what its module communicates around its forward, `communications`; the other
+    methods are for modules whose code reads more than its own parameters. Each subclass is a dataclass of what
+    determines these.
+    """
+
+    in_block = False
+    """Whether it leaves communication to the borders of the block around it."""
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """The rule of each of the module's own parameters."""
-        raise AssertionError(f"{type(self).__name__} says how it places parameters")
+        """The rule of each of the module's own parameters; of none where those are left alone."""
+        return {}
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """The placement of each of the module's own parameters."""
-        return {name: rule.placement for name, rule in self.rules(module).items()}
+    def communications(self) -> tuple[Communication, ...]:
+        """What the module communicates around its forward, the innermost first."""
+        return ()
+
+    def inside(self, module: nn.Module) -> Iterable[tuple[nn.Module, Mapping[str, ParameterRule]]]:
+        """Modules inside this one, with their rules, whose parameters its own code reads."""
+        return ()
+
+    def attributes(self, module: nn.Module, tp: int) -> Mapping[str, int]:
+        """Sizes that this rank's module must read."""
+        return {}
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Why this style does not fit this module at this tp: each a sentence that goes on after the module's name."""
         return []
 
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """The placement of each of the module's own parameters."""
+        return {name: rule.placement for name, rule in self.rules(module).items()}
+
+    def collectives(self) -> tuple[Counts, Counts]:
+        """How often each collective runs, forward and backward."""
+        told = self.communications()
+        return _total(each.forward for each in told), _total(each.backward for each in told)
+
+    def communicate(self, module: nn.Module, mesh: "DeviceMesh") -> None:
+        """Let the module communicate."""
+        for each in self.communications():
+            each.wrap(module, mesh)
+
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         place_parameters(module, device_mesh, self.rules(module), src_data_rank=self.src_data_rank)
+        compute_locally(module, [(child, local_views(device_mesh, rules)) for child, rules in self.inside(module)])
+        for name, value in self.attributes(module, device_mesh.size()).items():
+            setattr(module, name, value)
+        self.communicate(module, device_mesh)
         return module
+
+    def __repr__(self) -> str:
+        """What differs reads differently: styles of a place in each layer that read alike become one."""
+        told = [(each.name, getattr(self, each.name)) for each in fields(self) if each.repr]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_readable(value)}' for name, value in told if value)})"
+
+
+def _total(counts: Iterable[Counts]) -> Counts:
+    return dict(sum(map(Counter, counts), Counter()))
+
+
+def _readable(value: object) -> object:
+    if isinstance(value, ParameterRule):
+        return value.placement
+    if isinstance(value, Mapping):
+        return {name: _readable(each) for name, each in value.items()}
+    return list(value) if isinstance(value, tuple) else repr(value)
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """Names of the module's own parameters."""
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def uneven(module: nn.Module, rules: Mapping[str, ParameterRule], tp: int) -> list[str]:
+    """A sentence for each parameter whose features tp does not divide."""
+    found = []
+    for name, rule in rules.items():
+        dim = getattr(rule.placement, "dim", None)
+        if dim is None:
+            continue
+        size = module.get_parameter(name).shape[dim]
+        matrices = 1 if rule.row_order is None else 2  # packed are gate and up
+        if size % (tp * matrices):
+            what = f"tp={tp}" if matrices == 1 else f"tp={tp} times {matrices} packed matrices"
+            found.append(f"has {name} with {size} features, which {what} does not divide: choose a tp that does")
+    return found
 
 
 def place_parameters(
@@ -157,9 +237,8 @@ class LocalView:
         if self.is_zero:
             return torch.zeros_like(local) * local  # a gradient of zero, and not none: every rank takes part in the sum
         if self.runs is not None:
-            mesh = parameter.device_mesh
             pieces = zip(torch.split(local, [run.size for run in self.runs]), self.runs, strict=True)
-            return torch.cat([piece if run.needed is None else _gathered(piece, run, mesh) for piece, run in pieces])
+            return torch.cat([_needed(piece, run, parameter.device_mesh) for piece, run in pieces])
         return local
 
 
@@ -213,14 +292,12 @@ def _with_local_tensors(  # noqa: PLR0917 - a wrapper
             del part.__dict__[name]
 
 
-def _gathered(piece: Tensor, run: Run, mesh: "DeviceMesh") -> Tensor:
+def _needed(piece: Tensor, run: Run, mesh: "DeviceMesh") -> Tensor:
     """What a rank needs of rows that are cut over all; the gradient of each row goes back to who holds it."""
+    if run.needed is None:
+        return piece
     placed = DTensor.from_local(piece, mesh, [Shard(0)], run_check=False)
-    whole = placed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    whole = gathered(placed, summed=True)
     cut = whole.view(mesh.size(), run.parts, -1, *whole.shape[1:])
     parts: Tensor = cut.transpose(0, 1).flatten(1, 2)[:, run.needed]
     return parts.flatten(0, 1)
-
-
-REPLICATED = ParameterRule(placement=Replicate())
-REPLICATED_PARTIAL = ParameterRule(placement=Replicate(), partial_gradient=True)
