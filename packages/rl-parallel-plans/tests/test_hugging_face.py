@@ -17,8 +17,7 @@ from rl_parallel_plans import (
 )
 from rl_parallel_plans.hugging_face import own_plan, translate_plan
 from rl_parallel_plans.hugging_face.patterns import matches, why_unmatched
-from rl_parallel_plans.hugging_face.strings import KNOWN
-from rl_parallel_plans.hugging_face.styles import SummedModule, parameter_rule
+from rl_parallel_plans.hugging_face.strings import KNOWN, SummedModule, parameter_rule
 from rl_parallel_plans.styles import VocabularyParallelEmbedding
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))

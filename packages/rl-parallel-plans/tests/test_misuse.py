@@ -31,6 +31,10 @@ def test_gradients_are_whole_after_what_makes_other_parameters(ranks, how):
         assert largest < TOLERANCE
 
 
+def test_hooks_of_others_stay_where_gradients_are_summed_by_a_hook(ranks):
+    assert ranks("misuse:hooks_of_others", 2) == [[["kept"], False]] * 2
+
+
 def test_step_after_a_backward_that_raised_is_right(ranks):
     for _, kind, largest in ranks("misuse:backward_that_raises", 2):
         assert kind == "RuntimeError"

@@ -43,7 +43,7 @@ def with_expert_parallel(
 
 def _shards_experts(style: "ParallelStyle", modules: list[nn.Module]) -> bool:
     """Whether `style` is one of stacked experts: in Hugging Face's plans, of a module whose weights have three dims."""
-    from rl_parallel_plans.hugging_face.styles import SummedModule
+    from rl_parallel_plans.hugging_face.strings import SummedModule
     from rl_parallel_plans.styles import Experts
 
     if isinstance(style, Experts):

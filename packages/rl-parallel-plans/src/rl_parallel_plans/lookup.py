@@ -92,11 +92,16 @@ def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPl
 
 def _by_structure(model: nn.Module, asked: Asked) -> "Made":
     from rl_parallel_plans.families.decoder import decoder_plan, departures
+    from rl_parallel_plans.families.parts import Layout
 
-    sequence_parallel = asked.sequence_parallel and asked.tp > 1
+    layout = Layout(
+        tp=asked.tp,
+        sequence_parallel=asked.sequence_parallel and asked.tp > 1,
+        projections=asked.output_projections,
+    )
     adapted = has_adapters(model)
     bare = without_adapters(model) if adapted else model
-    styles = decoder_plan(bare, tp=asked.tp, sequence_parallel=sequence_parallel, projections=asked.output_projections)
+    styles = decoder_plan(bare, layout)
     styles = with_adapters(model, styles) if adapted else styles
     notes = tuple(departures(model, styles)) if asked.tp > 1 else ()
     return (styles if asked.ep == 1 else with_expert_parallel(model, styles, ep=asked.ep, tp=asked.tp)), notes

@@ -86,6 +86,24 @@ def gradients_after(how):
     return [partial, max(gradient_errors(model, reference).values())]
 
 
+def hooks_of_others():
+    """What runs of the hooks that others put on a parameter before `to_empty`, one of which they remove after it."""
+    mesh, ran = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
+    model = tiny_on_meta("qwen3")
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2), src_data_rank=None)
+    weight = model.model.layers[0].self_attn.q_norm.weight
+    weight.register_post_accumulate_grad_hook(lambda _: ran.append("kept"))
+    removed = weight.register_post_accumulate_grad_hook(lambda _: ran.append("removed"))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    removed.remove()
+    total_loss(model, token_ids(2, 7)).backward()
+    gradient = model.model.layers[0].self_attn.q_norm.weight.grad
+    return [ran, gradient.placements[0].is_partial()]
+
+
 def backward_that_raises():
     """The next step is right, whatever the failed one left."""
     model, reference, ids = sharded("qwen3"), tiny("qwen3"), token_ids(2, 7)

@@ -12,12 +12,15 @@ Fewer key/value heads than ranks, a divisor of them: each head is that of a grou
 a rank computes its head, and the gradients of all ranks are summed; the rows of a fused qkv_proj are gathered.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.families.parts import (
+    Layout,
     NotRecognizedError,
+    Styles,
     first_linear,
     linear,
     own_parameters,
@@ -26,61 +29,57 @@ from rl_parallel_plans.families.parts import (
     replicated_inside,
 )
 from rl_parallel_plans.structure import head_size
-
-if TYPE_CHECKING:
-    from rl_parallel_plans.families.parts import Styles
+from rl_parallel_plans.styles import Colwise, Norm, PackedColwise, ReplicatedHeads, ReplicatedParallel
+from rl_parallel_plans.styles.block import HEAD_COUNTS
+from rl_parallel_plans.styles.table import ROWS
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
+LATENT = ("q_a_proj", "q_a_layernorm", "q_a_norm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_a_norm", "indexer")
 GATES = ("gate_proj", "g_proj")
 INTERLEAVED = ("GPTNeoXAttention", "PersimmonAttention")
 """Classes whose query_key_value holds q, k and v of the first head, then of the second; shapes do not tell."""
 OUTPUT_SIZES = ("hidden_size", "embed_dim")
 """Attributes in which modules hold the features of all heads together, to give their output that shape."""
-Projections = Literal["rowwise", "colwise"]
 
 
-def attention_block(
-    module: nn.Module, config: object, *, tp: int, sequence_parallel: bool, projections: Projections
-) -> "Styles | None":
+def attention_block(module: nn.Module, config: object, layout: Layout) -> Styles | None:
     """Styles of the block by path inside it; None where it is no attention. NotRecognizedError for unknown parts."""
-    from rl_parallel_plans.styles import Block
-    from rl_parallel_plans.styles.block import HEAD_COUNTS
-    from rl_parallel_plans.styles.table import ROWS
-
     config = getattr(module, "config", config)
     if "kv_b_proj" in parts(module):
         styles = _latent(module, config)
     elif linear(module, "q_proj") is not None:
-        styles = _separate(module, config, tp=tp)
+        styles = _separate(module, config, tp=layout.tp)
     elif linear(module, "qkv_proj") is not None:
-        styles = _fused(module, config, tp=tp)
+        styles = _fused(module, config, tp=layout.tp)
     elif type(module).__name__ in INTERLEAVED and linear(module, "query_key_value") is not None:
         styles = _interleaved(module, config)
     else:
         return None
-    styles |= _output(module, projections)
-    styles[""] = Block(
-        sequence_parallel=sequence_parallel,
-        output="features" if projections == "colwise" else "sum",
-        own={name: ROWS for name in own_parameters(module) if name == "sinks"},
-        head_counts=(*HEAD_COUNTS, *_output_sizes(module)),
+    if (output := first_linear(module, OUTPUTS)) is None:
+        raise NotRecognizedError(f"its attention ({type(module).__name__}) has no output projection among {OUTPUTS}")
+    styles[output[0]] = layout.output(output[1])
+    # Before transformers 5, attention read how many features its heads have together; later code infers it.
+    output_sizes = [name for name in OUTPUT_SIZES if module.__dict__.get(name) == output[1].in_features]
+    styles[""] = layout.block(
+        table={name: ROWS for name in own_parameters(module) if name == "sinks"},
+        head_counts=(*HEAD_COUNTS, *output_sizes),
         key_heads=_replicated_heads(styles, config),
     )
     refuse_unknown(module, styles, kind="attention")
     return styles
 
 
-def _separate(module: nn.Module, config: Any, *, tp: int) -> "Styles":
-    from rl_parallel_plans.styles import Colwise, ReplicatedHeads
-
+def _separate(module: nn.Module, config: Any, *, tp: int) -> Styles:
     size = head_size(module, config)
     if size is None:
         raise NotRecognizedError("neither self_attn.head_dim nor the model's config says how large a head is")
     query = linear(module, "q_proj")
     assert query is not None
-    heads = _query_heads(query, size, config)
+    # By the config where rows hold more than the query (a gate beside it).
+    heads, configured = query.out_features // size, getattr(config, "num_attention_heads", None)
+    heads = configured if isinstance(configured, int) and heads % configured == 0 else heads
     styles: Styles = {"q_proj": Colwise(heads, "query heads")}
     key_heads = heads
     for name, rows in (("k_proj", size), ("v_proj", getattr(module, "v_head_dim", size))):
@@ -94,20 +93,16 @@ def _separate(module: nn.Module, config: Any, *, tp: int) -> "Styles":
     for names, rows, units in ((QUERY_NORMS, heads * size, heads), (KEY_NORMS, key_heads * size, key_heads)):
         for name in names:
             if name in parts(module):
-                styles |= _head_norm(module, name, size=size, rows=rows, heads=units)
-                if units == key_heads and {tuple(p.shape) for p in module.get_submodule(name).parameters()} == {
-                    (units, size)
-                }:
+                styles[name] = _head_norm(module, name, size=size, rows=rows, heads=units)
+                if isinstance(styles[name], Colwise) and units == key_heads:  # a weight a head, where the head is
                     styles[name] = styles.get("k_proj", styles[name])
     if "attn_sub_norm" in parts(module):  # BitNet normalizes all heads before the output projection
-        styles |= _head_norm(module, "attn_sub_norm", size=-1, rows=heads * size, heads=-1)
+        styles["attn_sub_norm"] = _head_norm(module, "attn_sub_norm", size=-1, rows=heads * size, heads=-1)
     return styles
 
 
-def _gates(module: nn.Module, *, heads: int, rows: tuple[int, ...]) -> "Styles":
+def _gates(module: nn.Module, *, heads: int, rows: tuple[int, ...]) -> Styles:
     """Layers whose output multiplies that of the heads: a number a head, or one for each of its features."""
-    from rl_parallel_plans.styles import Colwise
-
     styles: Styles = {}
     for name in GATES:
         if (gate := linear(module, name)) is not None:
@@ -117,32 +112,21 @@ def _gates(module: nn.Module, *, heads: int, rows: tuple[int, ...]) -> "Styles":
     return styles
 
 
-def _query_heads(query: nn.Linear, size: int, config: Any) -> int:
-    """Heads by the rows of q_proj; by the config where rows hold more than the query (a gate beside it)."""
-    by_rows = query.out_features // size
-    configured = getattr(config, "num_attention_heads", by_rows)
-    return int(configured) if isinstance(configured, int) and by_rows % configured == 0 else by_rows
-
-
-def _head_norm(module: nn.Module, name: str, *, size: int, rows: int, heads: int) -> "Styles":
-    from rl_parallel_plans.styles import Colwise, Norm, ReplicatedParallel
-
+def _head_norm(module: nn.Module, name: str, *, size: int, rows: int, heads: int) -> ParallelStyle:
     shapes = {tuple(p.shape) for p in module.get_submodule(name).parameters()}
     if shapes == {(size,)}:
-        return {name: ReplicatedParallel(partial_gradient=True)}
+        return ReplicatedParallel(partial_gradient=True)
     if shapes == {(rows,)}:
-        return {name: Norm()}
+        return Norm()
     if shapes == {(heads, size)}:
-        return {name: Colwise(heads, "heads")}
+        return Colwise(heads, "heads")
     raise NotRecognizedError(
         f"self_attn.{name} has parameters {sorted(shapes)}; known are [{size}] over one head, [{rows}] over all and "
         f"[{heads}, {size}] for each"
     )
 
 
-def _fused(module: nn.Module, config: Any, *, tp: int) -> "Styles":
-    from rl_parallel_plans.styles import PackedColwise
-
+def _fused(module: nn.Module, config: Any, *, tp: int) -> Styles:
     size, fused = head_size(module, config), linear(module, "qkv_proj")
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", heads)
@@ -158,10 +142,8 @@ def _fused(module: nn.Module, config: Any, *, tp: int) -> "Styles":
     return {"qkv_proj": PackedColwise(tuple(n * size for n in units), units, "heads", shared=shared)}
 
 
-def _replicated_heads(styles: "Styles", config: Any) -> int | None:
+def _replicated_heads(styles: Styles, config: Any) -> int | None:
     """How many key/value heads there are where a head is that of several ranks; None where every rank has its own."""
-    from rl_parallel_plans.styles import ReplicatedHeads
-
     if isinstance(key := styles.get("k_proj"), ReplicatedHeads):
         return key.heads
     return int(config.num_key_value_heads) if getattr(styles.get("qkv_proj"), "shared", ()) else None
@@ -177,9 +159,7 @@ def _spans_heads(module: nn.Module, names: tuple[str, ...], size: int) -> bool:
     return any(p.ndim == 1 and p.shape[0] != size for norm in norms for p in norm.parameters())
 
 
-def _interleaved(module: nn.Module, config: Any) -> "Styles":
-    from rl_parallel_plans.styles import Colwise
-
+def _interleaved(module: nn.Module, config: Any) -> Styles:
     fused, heads = linear(module, "query_key_value"), getattr(config, "num_attention_heads", 0)
     assert fused is not None
     if not heads or fused.out_features % (3 * heads):
@@ -189,48 +169,17 @@ def _interleaved(module: nn.Module, config: Any) -> "Styles":
     styles: Styles = {"query_key_value": Colwise(heads, "heads")}
     for name in (*QUERY_NORMS, *KEY_NORMS):
         if name in parts(module):
-            styles |= _head_norm(module, name, size=fused.out_features // (3 * heads), rows=-1, heads=-1)
+            styles[name] = _head_norm(module, name, size=fused.out_features // (3 * heads), rows=-1, heads=-1)
     return styles
 
 
-def _latent(module: nn.Module, config: Any) -> "Styles":
-    from rl_parallel_plans.styles import Colwise
-
+def _latent(module: nn.Module, config: Any) -> Styles:
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     query = first_linear(module, ("q_b_proj", "q_gate_proj", "q_proj"))
     if not isinstance(heads, int) or query is None:
         raise NotRecognizedError("its latent attention has neither q_b_proj nor q_proj, or no num_heads")
-    styles: Styles = {
-        query[0]: Colwise(heads, "query heads"),
-        "kv_b_proj": Colwise(heads, "key/value heads"),
-    }
-    for name in (
-        "q_a_proj",
-        "q_a_layernorm",
-        "q_a_norm",
-        "kv_a_proj_with_mqa",
-        "kv_a_layernorm",
-        "kv_a_norm",
-        "indexer",
-    ):
+    styles: Styles = {query[0]: Colwise(heads, "query heads"), "kv_b_proj": Colwise(heads, "key/value heads")}
+    for name in LATENT:
         if name in parts(module):
             styles |= replicated_inside(module, name)
     return styles
-
-
-def _output_sizes(module: nn.Module) -> list[str]:
-    """Before transformers 5, attention read how many features its heads have together; later code infers it."""
-    found = first_linear(module, OUTPUTS)
-    return [] if found is None else [n for n in OUTPUT_SIZES if module.__dict__.get(n) == found[1].in_features]
-
-
-def _output(module: nn.Module, projections: Projections) -> "Styles":
-    from rl_parallel_plans.styles import GatheredColwise, Rowwise
-
-    found = first_linear(module, OUTPUTS)
-    if found is None:
-        raise NotRecognizedError(f"its attention ({type(module).__name__}) has no output projection among {OUTPUTS}")
-    name, projection = found
-    if projections == "colwise":
-        return {name: GatheredColwise(projection.out_features)}
-    return {name: Rowwise()}

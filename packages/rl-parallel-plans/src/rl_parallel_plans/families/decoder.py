@@ -13,13 +13,15 @@ four with sequence parallelism.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
-from rl_parallel_plans.families.attention import Projections
 from rl_parallel_plans.families.layer import layer_styles, stream_styles, why_whole
-from rl_parallel_plans.families.parts import NotRecognizedError
+from rl_parallel_plans.families.parts import Layout, NotRecognizedError, Styles
 from rl_parallel_plans.structure import (
     around_layers,
     collapsed,
@@ -29,22 +31,21 @@ from rl_parallel_plans.structure import (
     output_head,
     text_layers,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    from rl_parallel_plans.families.parts import Styles
+from rl_parallel_plans.styles import (
+    LocalParameters,
+    ReplicatedParallel,
+    SequenceShardedParallel,
+    VocabularyParallelEmbedding,
+    WholeLayer,
+    WholeMethod,
+    WholeParallel,
+)
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm", "embedding_norm")
 
 
-def decoder_plan(
-    model: nn.Module, *, tp: int = 1, sequence_parallel: bool = False, projections: Projections = "rowwise"
-) -> "dict[str, ParallelStyle]":
-    """Pattern of module names to style; NotRecognizedError with the part that no rule knows.
-
-    tp: where it is larger than the number of key/value heads, these are replicated over groups of ranks.
-    """
+def decoder_plan(model: nn.Module, layout: Layout) -> Styles:
+    """Pattern of module names to style; NotRecognizedError with the part that no rule knows."""
     stack = text_layers(model)
     if stack is None:
         raise NotRecognizedError("it holds no nn.ModuleList of decoder layers")
@@ -54,11 +55,11 @@ def decoder_plan(
         raise NotRecognizedError(f"it is quantized: {quantized} is {model.get_parameter(quantized).dtype}")
     config = text_config(model)
     backbone = path.rpartition(".")[0]
-    why = _why_whole(model, backbone, path) if sequence_parallel else None
-    in_blocks = sequence_parallel and why is None
+    why = _why_whole(model, backbone, path) if layout.sequence_parallel else None
+    in_blocks = layout.sequence_parallel and why is None
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
     for index, layer in layers.named_children():
-        styles = layer_styles(layer, config, tp=tp, sequence_parallel=in_blocks, projections=projections)
+        styles = layer_styles(layer, config, replace(layout, sequence_parallel=in_blocks))
         if why is not None:
             styles[""] = _whole_layer(styles.get(""), config, at=(int(index), len(layers)), why=why)
         for inside, style in styles.items():
@@ -67,22 +68,22 @@ def decoder_plan(
     return {
         **_embedding(model),
         **_layer_embedding(model, backbone),
-        **(_cut_stream(model, backbone, layers=path, in_blocks=in_blocks) if sequence_parallel else {}),
+        **(_cut_stream(model, backbone, layers=path, in_blocks=in_blocks) if layout.sequence_parallel else {}),
         **_merged(by_pattern),
         **_final_norm(model, backbone, sequence_parallel=in_blocks),
         **_head(model),
     }
 
 
-def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iterator[str]":
+def departures(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[str]:
     """What a reader of the plan must know: a sentence each."""
     for pattern, style in styles.items():
-        if type(style).__name__ == "WholeParallel":
+        if isinstance(style, WholeParallel):
             yield f"{pattern} is computed whole on every rank: no rule shards what is inside"
-    whole = [(pattern, style) for pattern, style in styles.items() if type(style).__name__ == "WholeLayer"]
+    whole = [(pattern, style.why) for pattern, style in styles.items() if isinstance(style, WholeLayer)]
     if whole:
         yield (
-            f"{collapsed(whole[0][0])} compute on the whole sequence: {getattr(whole[0][1], 'why', '')}. The stream is "
+            f"{collapsed(whole[0][0])} compute on the whole sequence: {whole[0][1]}. The stream is "
             "cut between layers alone, so that sequence parallelism saves memory where layers are recomputed"
         )
     ordered = [pattern for pattern, style in styles.items() if _orders_rows(model, pattern, style)]
@@ -102,11 +103,9 @@ def departures(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> "Iter
         )
 
 
-def _orders_rows(model: nn.Module, pattern: str, style: "ParallelStyle") -> bool:
-    rules = getattr(style, "rules", None)
-    if rules is None:
-        return False
-    return any(rule.row_order for _, module in matching_modules(model, pattern)[:1] for rule in rules(module).values())
+def _orders_rows(model: nn.Module, pattern: str, style: ParallelStyle) -> bool:
+    found = matching_modules(model, pattern)[:1] if isinstance(style, LocalParameters) else []
+    return any(rule.row_order for _, module in found for rule in style.rules(module).values())  # type: ignore[attr-defined]
 
 
 def text_config(model: nn.Module) -> Any:
@@ -116,14 +115,12 @@ def text_config(model: nn.Module) -> Any:
     return config if get_text_config is None else get_text_config()
 
 
-def _merged(by_pattern: "dict[str, list[tuple[str, ParallelStyle]]]") -> "Styles":
+def _merged(by_pattern: dict[str, list[tuple[str, ParallelStyle]]]) -> Styles:
     """One pattern for the same place in every layer, unless its style differs from layer to layer."""
     styles: Styles = {}
     for pattern, found in by_pattern.items():
-        if len({repr(style) for _, style in found}) == 1:
-            styles[pattern] = found[0][1]
-        else:
-            styles |= dict(found)
+        alike = len({repr(style) for _, style in found}) == 1
+        styles |= {pattern: found[0][1]} if alike else dict(found)
     return styles
 
 
@@ -143,21 +140,15 @@ def _why_whole(model: nn.Module, backbone: str, layers: str) -> str | None:
     return f"{forward} runs its layers more than once" if around is not None and around.repeated else None
 
 
-def _whole_layer(own: "ParallelStyle | None", config: Any, *, at: tuple[int, int], why: str) -> "ParallelStyle":
+def _whole_layer(own: ParallelStyle | None, config: Any, *, at: tuple[int, int], why: str) -> ParallelStyle:
     """The style of a layer, `at` its index and how many there are, that computes on the whole sequence."""
-    from rl_parallel_plans.styles import WholeLayer
-
-    index, count = at
     width = int(getattr(config, "hidden_size", 0)) * int(getattr(config, "altup_num_inputs", 1))  # Gemma 3n's streams
-    children = getattr(own, "children", ())
-    last = index == count - 1
-    return WholeLayer(first=index == 0, last=last, why=why, elements_per_token=width, children=children)
+    ends = {"first": at[0] == 0, "last": at[0] == at[1] - 1}
+    return WholeLayer(**ends, why=why, elements_per_token=width, children=getattr(own, "children", ()))
 
 
-def _cut_stream(model: nn.Module, backbone: str, *, layers: str, in_blocks: bool) -> "Styles":
+def _cut_stream(model: nn.Module, backbone: str, *, layers: str, in_blocks: bool) -> Styles:
     """Where the residual stream is cut along the sequence, and what must see it whole on the way."""
-    from rl_parallel_plans.styles import WholeMethod
-
     stack = model.get_submodule(layers)
     assert isinstance(stack, nn.ModuleList)
     styles = stream_styles(stack, layers) if in_blocks else {}
@@ -166,9 +157,7 @@ def _cut_stream(model: nn.Module, backbone: str, *, layers: str, in_blocks: bool
     return styles
 
 
-def _embedding(model: nn.Module) -> "Styles":
-    from rl_parallel_plans.styles import VocabularyParallelEmbedding
-
+def _embedding(model: nn.Module) -> Styles:
     path = input_embedding(model)
     if path is None or not isinstance(embedding := model.get_submodule(path), nn.Embedding):
         raise NotRecognizedError("it has no input embedding that is an nn.Embedding")
@@ -177,18 +166,14 @@ def _embedding(model: nn.Module) -> "Styles":
     return {path: VocabularyParallelEmbedding()}
 
 
-def _layer_embedding(model: nn.Module, backbone: str) -> "Styles":
+def _layer_embedding(model: nn.Module, backbone: str) -> Styles:
     """The embedding of the inputs that each layer has for itself: Gemma 4's, larger than the model's own."""
-    from rl_parallel_plans.styles import VocabularyParallelEmbedding
-
     embedding = getattr(model.get_submodule(backbone), "embed_tokens_per_layer", None)
     found = isinstance(embedding, nn.Embedding)
     return {joined(backbone, "embed_tokens_per_layer"): VocabularyParallelEmbedding()} if found else {}
 
 
-def _final_norm(model: nn.Module, backbone: str, *, sequence_parallel: bool) -> "Styles":
-    from rl_parallel_plans.styles import ReplicatedParallel, SequenceShardedParallel
-
+def _final_norm(model: nn.Module, backbone: str, *, sequence_parallel: bool) -> Styles:
     children = dict(model.get_submodule(backbone).named_children())  # one without a weight too (OLMo)
     names = [name for name in FINAL_NORMS if name in children]
     if len(names) != 1:
@@ -197,10 +182,7 @@ def _final_norm(model: nn.Module, backbone: str, *, sequence_parallel: bool) -> 
     return {joined(backbone, names[0]): style}
 
 
-def _head(model: nn.Module) -> "Styles":
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
+def _head(model: nn.Module) -> Styles:
     path = output_head(model)
     if path is None:
         return {}

@@ -3,18 +3,25 @@
 Every parameter must be of a known part: a plan that is nearly right is wrong.
 """
 
-from typing import TYPE_CHECKING
-
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from rl_parallel_plans.families.attention import Projections, attention_block
+from rl_parallel_plans.families.attention import attention_block
 from rl_parallel_plans.families.linear_attention import linear_attention_block
 from rl_parallel_plans.families.mamba import mamba_block
 from rl_parallel_plans.families.mlp import mixture_block, mlp_block, stacked
-from rl_parallel_plans.families.parts import NotRecognizedError, linear, own_parameters, parts, under, whole_inside
-
-if TYPE_CHECKING:
-    from rl_parallel_plans.families.parts import Styles
+from rl_parallel_plans.families.parts import (
+    Layout,
+    NotRecognizedError,
+    Styles,
+    linear,
+    own_parameters,
+    parts,
+    under,
+    whole_inside,
+)
+from rl_parallel_plans.structure import joined
+from rl_parallel_plans.styles import Block, ReadsInside, ReplicatedParallel, SequenceShardedParallel, SplitSequence
 
 LEFT_WHOLE = ("altup", "laurel")
 """Children that compute on the whole residual stream beside the blocks (Gemma 3n)."""
@@ -22,13 +29,8 @@ LAYER_INPUTS = {"per_layer_input_gate": "per_layer_input"}
 """Child of a layer to the argument of the layer's forward that comes with it (Gemma 4)."""
 
 
-def layer_styles(
-    layer: nn.Module, config: object, *, tp: int, sequence_parallel: bool, projections: Projections
-) -> "Styles":
-    """Styles of one decoder layer by path inside it.
-
-    sequence_parallel: whether its blocks take a stream that is cut along the sequence; not where `why_whole` says why.
-    """
+def layer_styles(layer: nn.Module, config: object, layout: Layout) -> Styles:
+    """Styles of one decoder layer by path inside it; it is for whole sequences where `why_whole` says why."""
     if own := own_parameters(layer):
         raise NotRecognizedError(f"its {type(layer).__name__} itself holds parameters {sorted(own)}")
     styles = {**_spread_blocks(layer), **_left_whole(layer)}
@@ -36,11 +38,11 @@ def layer_styles(
         if any(path.split(".")[0] == name for path in styles):
             continue
         found = (
-            mixture_block(child, config, sequence_parallel=sequence_parallel, projections=projections)
-            or mixer_block(child, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
-            or attention_block(child, config, tp=tp, sequence_parallel=sequence_parallel, projections=projections)
-            or mlp_block(child, sequence_parallel=sequence_parallel, projections=projections)
-            or _between_blocks(child, sequence_parallel=sequence_parallel)
+            mixture_block(child, config, layout)
+            or mixer_block(child, layout)
+            or attention_block(child, config, layout)
+            or mlp_block(child, layout)
+            or _between_blocks(child, layout)
         )
         if found is None:
             raise NotRecognizedError(
@@ -64,10 +66,8 @@ def why_whole(layer: nn.Module) -> str | None:
     return None
 
 
-def stream_styles(layers: nn.ModuleList, path: str) -> "Styles":
+def stream_styles(layers: nn.ModuleList, path: str) -> Styles:
     """Where the residual stream is cut along the sequence, and what enters later layers beside it."""
-    from rl_parallel_plans.styles import SplitSequence
-
     styles: Styles = {f"{path}.0": SplitSequence()}
     for index, layer in layers.named_children():
         arguments = [name for child, name in LAYER_INPUTS.items() if child in parts(layer)]
@@ -77,12 +77,10 @@ def stream_styles(layers: nn.ModuleList, path: str) -> "Styles":
     return styles
 
 
-def mixer_block(module: nn.Module, *, tp: int, sequence_parallel: bool, projections: Projections) -> "Styles | None":
+def mixer_block(module: nn.Module, layout: Layout) -> Styles | None:
     """Styles of linear attention or a state-space mixer; None where it is neither."""
-    styles = mamba_block(module, tp=tp, sequence_parallel=sequence_parallel) or linear_attention_block(
-        module, tp=tp, sequence_parallel=sequence_parallel
-    )
-    if styles is not None and projections == "colwise":
+    styles = mamba_block(module, layout) or linear_attention_block(module, layout)
+    if styles is not None and layout.projections == "colwise":
         raise NotRecognizedError(
             "column-wise output projections are for attention and feed-forward blocks, and it has a "
             f"{type(module).__name__}"
@@ -92,62 +90,38 @@ def mixer_block(module: nn.Module, *, tp: int, sequence_parallel: bool, projecti
 
 def _children(layer: nn.Module) -> dict[str, nn.Module]:
     """Parts of the layer; those in a list (LongCat's two attentions) each by itself."""
-    found: dict[str, nn.Module] = {}
-    for name, child in parts(layer).items():
-        if isinstance(child, nn.ModuleList):
-            found |= {f"{name}.{index}": item for index, item in parts(child).items()}
-        else:
-            found[name] = child
-    return found
+    lists = {n: parts(child) if isinstance(child, nn.ModuleList) else {"": child} for n, child in parts(layer).items()}
+    return {joined(name, index): item for name, items in lists.items() for index, item in items.items()}
 
 
-def _left_whole(layer: nn.Module) -> "Styles":
+def _left_whole(layer: nn.Module) -> Styles:
     """Children whose methods the layer calls, on the whole residual stream."""
-    from rl_parallel_plans.styles import ReadsInside
-
     names = tuple(name for name in LEFT_WHOLE if name in parts(layer))
     styles: Styles = {path: style for name in names for path, style in whole_inside(layer, name).items()}
     return {**styles, "": ReadsInside(names)} if names else {}
 
 
-def _spread_blocks(layer: nn.Module) -> "Styles":
+def _spread_blocks(layer: nn.Module) -> Styles:
     """Blocks whose parts the layer calls one by one."""
     styles: Styles = {}
-    if {"router", "experts"} <= parts(layer).keys():
-        styles |= _experts_of_layer(layer)
+    children = parts(layer)
+    if {"router", "experts"} <= children.keys():  # the router is whole on every rank, and outside of the block
+        features = stacked(children["experts"])
+        units = {"intermediate features an expert": features.intermediate_size}
+        styles |= whole_inside(layer, "router")
+        styles["experts"] = Block(units=units, table=features.rules(children["experts"]))
     first, second = linear(layer, "fc1"), linear(layer, "fc2")
     if first is not None and second is not None:
-        styles |= _feed_forward_of_layer(layer, first, second)
+        fit = (first.in_features, first.out_features) == (second.out_features, second.in_features)
+        if not fit or "ffn_layernorm" in children:
+            raise NotRecognizedError(f"fc1 and fc2 of its {type(layer).__name__} do not follow one another")
+        styles |= {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
     return styles
 
 
-def _experts_of_layer(layer: nn.Module) -> "Styles":
-    """Experts that are a block by themselves, with a router outside of it that every rank computes whole (Gemma 4)."""
-    from rl_parallel_plans.styles import Block
-
-    features = stacked(layer.get_submodule("experts"))
-    units = {"intermediate features an expert": features.intermediate_size}
-    own = features.rules(layer.get_submodule("experts"))
-    return {**whole_inside(layer, "router"), "experts": Block(units=units, own=own)}
-
-
-def _feed_forward_of_layer(layer: nn.Module, first: nn.Linear, second: nn.Linear) -> "Styles":
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if (
-        first.in_features != second.out_features
-        or first.out_features != second.in_features
-        or "ffn_layernorm" in parts(layer)
-    ):
-        raise NotRecognizedError(f"fc1 and fc2 of its {type(layer).__name__} do not follow one another")
-    return {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
-
-
-def _between_blocks(module: nn.Module, *, sequence_parallel: bool) -> "Styles | None":
+def _between_blocks(module: nn.Module, layout: Layout) -> Styles | None:
     """A norm or a linear layer between blocks, which treats each position by itself."""
-    from rl_parallel_plans.styles import ReplicatedParallel, SequenceShardedParallel
-
     vectors = all(p.ndim <= 1 for p in own_parameters(module).values())
     if parts(module) or not (vectors or isinstance(module, nn.Linear)):
         return None
-    return {"": SequenceShardedParallel() if sequence_parallel else ReplicatedParallel()}
+    return {"": SequenceShardedParallel() if layout.sequence_parallel else ReplicatedParallel()}

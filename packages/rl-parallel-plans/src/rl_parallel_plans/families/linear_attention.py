@@ -14,22 +14,23 @@ A group of value heads reads one key head: both are cut between the same heads.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from rl_parallel_plans.families.parts import (
+    Layout,
     NotRecognizedError,
-    known_sizes,
+    Styles,
     linear,
     own_parameters,
     parts,
     refuse_unknown,
     replicated_inside,
 )
-
-if TYPE_CHECKING:
-    from rl_parallel_plans.families.parts import Styles
+from rl_parallel_plans.row_order import segments_read
+from rl_parallel_plans.styles import Colwise, Norm, OwnRules, PackedColwise, ParameterRule, ReplicatedParallel, Rowwise
+from rl_parallel_plans.styles.table import ROWS
 
 # Layers by what their rows are: of all key heads, all value heads, or one row a value head.
 BY_KEY_HEADS = ("q_proj", "k_proj")
@@ -72,33 +73,28 @@ class DeltaSizes:
         }
 
 
-def linear_attention_block(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles | None":
+def linear_attention_block(module: nn.Module, layout: Layout) -> Styles | None:
     """Styles of linear attention; None where it is none. NotRecognizedError for unknown parts."""
     own, children = own_parameters(module), parts(module)
     if {"in_proj", "conv", "out_proj"} == children.keys() and isinstance(module.get_submodule("conv"), nn.Conv1d):
-        styles = _short_convolution(module, sequence_parallel=sequence_parallel)
+        styles = _short_convolution(module, layout)
     elif {"A_log", "dt_bias"} <= own.keys() or "forget_gate" in children:
-        styles = _delta_net(module, tp=tp, sequence_parallel=sequence_parallel)
+        styles = _delta_net(module, layout)
     elif hasattr(module, "slope_rate"):
-        styles = _lightning(module, tp=tp, sequence_parallel=sequence_parallel)
+        styles = _lightning(module, layout)
     else:
         return None
     refuse_unknown(module, styles, kind="linear attention")
     return styles
 
 
-def _delta_net(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles":
-    from rl_parallel_plans.styles import Block, PackedColwise, Rowwise
-    from rl_parallel_plans.styles.table import ROWS
-
+def _delta_net(module: nn.Module, layout: Layout) -> Styles:
     sizes = _delta_sizes(module)
     segments, units = sizes.segments
-    styles = _delta_projections(module, sizes, tp=tp)
+    styles = _delta_projections(module, sizes, tp=layout.tp)
     convolution = module.get_submodule("conv1d")
     if not _depthwise(convolution, sum(segments)):
-        raise NotRecognizedError(
-            f"the convolution of its linear attention is not one filter for each of {list(segments)}"
-        )
+        raise NotRecognizedError(f"the convolution of its linear attention is not one filter for each of {segments}")
     styles["conv1d"] = inside = PackedColwise(segments, units, "heads")
     for name in NORMS:
         if name in parts(module):
@@ -109,11 +105,10 @@ def _delta_net(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Style
     if output is None:
         raise NotRecognizedError(f"its linear attention ({type(module).__name__}) has no output among {OUTPUTS}")
     styles[output] = Rowwise()
-    styles[""] = Block(
-        sequence_parallel=sequence_parallel,
+    styles[""] = layout.block(
         units={"key heads": sizes.key_heads, "value heads": sizes.value_heads},
-        own=dict.fromkeys(own_parameters(module), ROWS),
-        sizes=known_sizes(module, sizes.attributes(tp)),
+        table=dict.fromkeys(own_parameters(module), ROWS),
+        sizes=sizes.attributes(layout.tp),
         reads={"conv1d": inside},
     )
     return styles
@@ -138,9 +133,7 @@ def _delta_sizes(module: nn.Module) -> DeltaSizes:
     return sizes
 
 
-def _delta_projections(module: nn.Module, sizes: DeltaSizes, *, tp: int) -> "Styles":
-    from rl_parallel_plans.styles import Colwise, PackedColwise
-
+def _delta_projections(module: nn.Module, sizes: DeltaSizes, *, tp: int) -> Styles:
     (keys, _, values), units = sizes.segments
     heads = sizes.value_heads
     rows = {
@@ -166,35 +159,23 @@ def _delta_projections(module: nn.Module, sizes: DeltaSizes, *, tp: int) -> "Sty
     return styles
 
 
-def _forget_gate(gate: nn.Module, heads: int, *, tp: int) -> "Styles":
+def _forget_gate(gate: nn.Module, heads: int, *, tp: int) -> Styles:
     """The decay of Kimi Delta Attention: two layers, the second by heads, as its own parameters are."""
-    from torch.distributed.tensor import Shard
-
-    from rl_parallel_plans.styles import Colwise, OwnRules, ParameterRule, ReplicatedParallel
-
     rows, own = linear(gate, "f_b_proj"), own_parameters(gate)
     sharded = {name: [d for d, n in enumerate(p.shape) if n > 1 and n % heads == 0] for name, p in own.items()}
-    if (
-        rows is None
-        or linear(gate, "f_a_proj") is None
-        or rows.out_features % heads
-        or any(len(d) != 1 for d in sharded.values())
-    ):
+    fits = rows is not None and rows.out_features % heads == 0 and all(len(dims) == 1 for dims in sharded.values())
+    if not fits or linear(gate, "f_a_proj") is None:
         raise NotRecognizedError(f"the {type(gate).__name__} of its linear attention is not known")
-    whole = {name: value for name in ("num_heads", "qkv_dim") if isinstance(value := gate.__dict__.get(name), int)}
+    table = {name: ParameterRule(placement=Shard(dims[0])) for name, dims in sharded.items()}
+    sizes = {name: size // tp for name in ("num_heads", "qkv_dim") if isinstance(size := gate.__dict__.get(name), int)}
     return {
-        "forget_gate": OwnRules(
-            {name: ParameterRule(placement=Shard(dims[0])) for name, dims in sharded.items()},
-            sizes={name: value // tp for name, value in whole.items()},
-        ),
+        "forget_gate": OwnRules(table, sizes),
         "forget_gate.f_a_proj": ReplicatedParallel(partial_gradient=True),
         "forget_gate.f_b_proj": Colwise(heads, "heads"),
     }
 
 
-def _short_convolution(module: nn.Module, *, sequence_parallel: bool) -> "Styles":
-    from rl_parallel_plans.styles import Block, PackedColwise, Rowwise
-
+def _short_convolution(module: nn.Module, layout: Layout) -> Styles:
     rows, output = linear(module, "in_proj"), linear(module, "out_proj")
     channels = 0 if output is None else output.in_features
     if rows is None or rows.out_features != 3 * channels or not _depthwise(module.get_submodule("conv"), channels):
@@ -206,14 +187,11 @@ def _short_convolution(module: nn.Module, *, sequence_parallel: bool) -> "Styles
         "in_proj": PackedColwise((channels,) * 3, (channels,) * 3, "channels"),
         "conv": convolution,
         "out_proj": Rowwise(),
-        "": Block(sequence_parallel=sequence_parallel, units={"channels": channels}, reads={"conv": convolution}),
+        "": layout.block(units={"channels": channels}, reads={"conv": convolution}),
     }
 
 
-def _lightning(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles":
-    from rl_parallel_plans.row_order import segments_read
-    from rl_parallel_plans.styles import Block, Colwise, Norm, Rowwise
-
+def _lightning(module: nn.Module, layout: Layout) -> Styles:
     heads, size = getattr(module, "num_attention_heads", 0), getattr(module, "head_dim", 0)
     layers = {"qkv_proj": 3 * heads * size, "output_gate": heads * size}
     found = {name: layer.out_features for name in layers if (layer := linear(module, name)) is not None}
@@ -231,12 +209,7 @@ def _lightning(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Style
         **{name: Colwise(heads, "heads") for name in layers},
         "norm": Norm(),
         "out_proj": Rowwise(),
-        "": Block(
-            sequence_parallel=sequence_parallel,
-            units={"heads": heads},
-            sizes={"num_attention_heads": heads // tp},
-            buffers=buffers,
-        ),
+        "": layout.block(units={"heads": heads}, sizes={"num_attention_heads": heads // layout.tp}, buffers=buffers),
     }
 
 

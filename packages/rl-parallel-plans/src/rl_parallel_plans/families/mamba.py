@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rl_parallel_plans.families.parts import (
+    Layout,
     NotRecognizedError,
-    known_sizes,
+    Styles,
     linear,
     own_parameters,
     parts,
     refuse_unknown,
     whole_block,
 )
+from rl_parallel_plans.styles import Colwise, Norm, Rowwise
+from rl_parallel_plans.styles.table import ROWS
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.families.parts import Styles
     from rl_parallel_plans.styles import PackedColwise
 
 WHOLE_MIXERS = ({"conv1d", "x_proj", "dt_proj"}, {"conv1d", "x_proj_weight", "dt_proj_weight"})
@@ -79,29 +81,25 @@ class Mamba2Sizes:
         )
 
 
-def mamba_block(module: nn.Module, *, tp: int, sequence_parallel: bool) -> "Styles | None":
+def mamba_block(module: nn.Module, layout: Layout) -> Styles | None:
     """Styles of a state-space mixer; None where it is none. NotRecognizedError for unknown parts."""
-    from rl_parallel_plans.styles import Block, Norm, Rowwise
-    from rl_parallel_plans.styles.table import ROWS
-
     children, own = parts(module), own_parameters(module)
     if any(names <= children.keys() | own.keys() for names in WHOLE_MIXERS):
-        return whole_block(module, sequence_parallel=sequence_parallel)
+        return whole_block(module, layout)
     if not ({"in_proj", "conv1d", "out_proj"} <= children.keys() and {"A_log", "D", "dt_bias"} <= own.keys()):
         return None
     sizes = _sizes(module)
     styles: Styles = {
-        "in_proj": (rows := sizes.packed(tp, SEGMENTS)),
-        "conv1d": sizes.packed(tp, CONVOLVED),
+        "in_proj": (rows := sizes.packed(layout.tp, SEGMENTS)),
+        "conv1d": sizes.packed(layout.tp, CONVOLVED),
         "out_proj": Rowwise(),
         **_norm(module, sizes),
     }
-    styles[""] = Block(
-        sequence_parallel=sequence_parallel,
+    styles[""] = layout.block(
         units={"heads": sizes.heads},
-        own=dict.fromkeys(("A_log", "D", "dt_bias"), ROWS),
-        sizes=known_sizes(module, sizes.attributes(tp)),
-        reads={name: style for name, style in styles.items() if not isinstance(style, Norm)},  # type: ignore[misc]
+        table=dict.fromkeys(("A_log", "D", "dt_bias"), ROWS),
+        sizes=sizes.attributes(layout.tp),
+        reads={name: style for name, style in styles.items() if not isinstance(style, Norm)},
         buffers=dict.fromkeys(_buffers(module, sizes), (-1, rows.reads)),
         unfused=isinstance(styles.get("norm"), Norm),
     )
@@ -127,9 +125,7 @@ def _sizes(module: nn.Module) -> Mamba2Sizes:
     return sizes
 
 
-def _norm(module: nn.Module, sizes: Mamba2Sizes) -> "Styles":
-    from rl_parallel_plans.styles import Colwise, Norm
-
+def _norm(module: nn.Module, sizes: Mamba2Sizes) -> Styles:
     if "norm" not in parts(module):
         return {}
     norm = module.get_submodule("norm")

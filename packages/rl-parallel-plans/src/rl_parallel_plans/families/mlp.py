@@ -4,13 +4,15 @@ Every rank routes every token, with the same numbers, and computes its features 
 of a shared expert, are whole and their gradients sums. All of a mixture is one block with one sum over ranks.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
-from rl_parallel_plans.families.attention import Projections
 from rl_parallel_plans.families.parts import (
+    Layout,
     NotRecognizedError,
+    Styles,
     linear,
     own_parameters,
     parts,
@@ -19,9 +21,9 @@ from rl_parallel_plans.families.parts import (
     under,
     whole_block,
 )
-
-if TYPE_CHECKING:
-    from rl_parallel_plans.families.parts import Styles
+from rl_parallel_plans.row_order import halves_in_order
+from rl_parallel_plans.styles import Colwise, Experts, Norm, OwnRules, PackedColwise, ParameterRule, SharedIdentity
+from rl_parallel_plans.styles.table import REPLICATED_PARTIAL
 
 # (column-wise layers, row-wise layer): the first whose parts are all there.
 LAYOUTS = (
@@ -34,8 +36,11 @@ LAYOUTS = (
     (("c_fc_0", "c_fc_1"), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("linear_1",), "linear_2"),
+    (("gate_up_proj",), "down_proj"),
+    (("input_linear",), "output_linear"),
 )
-FUSED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+FUSED = (("gate_up_proj",), ("input_linear",))
+LISTED = ("input_linear", "output_linear")
 STACKED = 3
 """Dims of a weight that holds all experts."""
 ROUTERS = ("gate", "router", "moe_statics")
@@ -43,46 +48,23 @@ BIASES = ("expert_bias", "e_score_correction_bias")
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 
-def mlp_block(module: nn.Module, *, sequence_parallel: bool, projections: Projections) -> "Styles | None":
+def mlp_block(module: nn.Module, layout: Layout) -> Styles | None:
     """Styles of a dense feed-forward block; None where it is none. NotRecognizedError for unknown parts."""
-    from rl_parallel_plans.styles import Block
-
-    styles = dense(module, projections=projections)
+    styles = dense(module, layout)
     if styles is None:
         return None
     if getattr(module, "activation_sparsity", 0):  # Gemma 3n keeps the largest of all features, which no rank has alone
-        return whole_block(module, sequence_parallel=sequence_parallel)
-    styles[""] = Block(sequence_parallel=sequence_parallel, output="features" if projections == "colwise" else "sum")
+        return whole_block(module, layout)
+    styles[""] = layout.block()
     refuse_unknown(module, styles, kind="feed-forward block")
     return styles
 
 
-def dense(module: nn.Module, *, projections: Projections = "rowwise") -> "Styles | None":
+def dense(module: nn.Module, layout: Layout) -> Styles | None:
     """Styles of the parts of a dense feed-forward network, without its borders."""
-    from rl_parallel_plans.styles import Colwise, GatheredColwise, Norm, PackedColwise, Rowwise
-
-    styles: Styles = {}
-    for columns, row in LAYOUTS:
-        layers = [linear(module, name) for name in columns]
-        output = linear(module, row)
-        if output is not None and all(
-            layer is not None and layer.out_features == output.in_features for layer in layers
-        ):
-            styles |= {name: Colwise(output.in_features) for name in columns}
-            break
-    else:
-        for fused, row in FUSED:
-            layer, output = linear(module, fused), linear(module, row)
-            if layer is not None and output is not None and layer.out_features == 2 * output.in_features:
-                half = output.in_features
-                styles[fused] = PackedColwise((half, half), (half, half))
-                break
-        else:
-            return None
-    if projections == "colwise":
-        styles[row] = GatheredColwise(module.get_submodule(row).out_features)  # type: ignore[arg-type]
-    else:
-        styles[row] = Rowwise()
+    styles = next(filter(None, (_layers(module, layout, columns, row) for columns, row in LAYOUTS)), None)
+    if styles is None:
+        return None
     if "ffn_sub_norm" in parts(module):  # BitNet normalizes the intermediate features
         styles["ffn_sub_norm"] = Norm()
     for name in ("act_fn", "act"):  # an activation with parameters (xIELU of Apertus) is the same for every feature
@@ -91,42 +73,46 @@ def dense(module: nn.Module, *, projections: Projections = "rowwise") -> "Styles
     return styles
 
 
-def mixture_block(
-    module: nn.Module, config: Any, *, sequence_parallel: bool, projections: Projections
-) -> "Styles | None":
-    """Styles of a mixture of experts; None where it is none. NotRecognizedError for unknown parts."""
-    from rl_parallel_plans.styles import Block
-    from rl_parallel_plans.styles.table import REPLICATED_PARTIAL
+def _layers(module: nn.Module, layout: Layout, *names: Any) -> Styles | None:
+    (columns, row), output = names, linear(module, names[1])
+    fused = columns in FUSED
+    layers = [linear(module, name) for name in columns]
+    if output is None or any(f is None or f.out_features != (1 + fused) * output.in_features for f in layers):
+        return None
+    half = output.in_features
+    style = PackedColwise((half, half), (half, half)) if fused else Colwise(half)
+    return {**dict.fromkeys(columns, style), row: layout.output(output)}
 
+
+def mixture_block(module: nn.Module, config: Any, layout: Layout) -> Styles | None:
+    """Styles of a mixture of experts; None where it is none. NotRecognizedError for unknown parts."""
     children = parts(module)
     if "experts" not in children and not _listed_experts(module):
         return None
-    if projections == "colwise":
+    if layout.projections == "colwise":
         raise NotRecognizedError("column-wise output projections are for dense models, and it has experts")
     if getattr(config, "output_router_logits", False):
         raise NotRecognizedError(
             "config.output_router_logits is True: the router's gradient from an auxiliary loss would be counted once "
             "per rank; set it to False"
         )
-    styles = under("experts", experts(children["experts"])) if "experts" in children else _split_by_counts(module)
+    stack = children.get("experts")
+    styles = _split_by_counts(module) if stack is None else under("experts", experts(stack, layout))
     for name in children:
         if name in ROUTERS or name == "shared_expert_gate":
             styles |= replicated_inside(module, name)
         elif name in SHARED:
-            shared = dense(children[name])
+            shared = dense(children[name], layout)
             if shared is None:
                 raise NotRecognizedError(f"its {name} is a {type(children[name]).__name__}, which no rule knows")
             styles |= under(name, shared)
-    own = {name: REPLICATED_PARTIAL for name in own_parameters(module) if name in BIASES}
-    styles[""] = Block(sequence_parallel=sequence_parallel, own=own)
+    styles[""] = layout.block(table={name: REPLICATED_PARTIAL for name in own_parameters(module) if name in BIASES})
     refuse_unknown(module, styles, kind="mixture of experts")
     return styles
 
 
-def experts(module: nn.Module) -> "Styles":
+def experts(module: nn.Module, layout: Layout) -> Styles:
     """Styles of stacked experts, or of a list of feed-forward networks."""
-    from rl_parallel_plans.styles import SharedIdentity
-
     styles: Styles = {}
     if not isinstance(module, nn.ModuleList):
         identities = [name for name, child in module.named_children() if isinstance(child, nn.Identity)]
@@ -135,7 +121,7 @@ def experts(module: nn.Module) -> "Styles":
         if isinstance(expert, nn.Identity):  # LongCat's experts that do nothing
             styles[name] = SharedIdentity()
             continue
-        found = dense(expert)
+        found = dense(expert, layout)
         if found is None:
             raise NotRecognizedError(f"expert {name} is a {type(expert).__name__}, which no rule knows")
         styles |= {f"{'*' if name.isdigit() else name}.{path}": style for path, style in found.items()}
@@ -144,18 +130,13 @@ def experts(module: nn.Module) -> "Styles":
 
 def _listed_experts(module: nn.Module) -> bool:
     """Granite's experts before transformers 5: a 3-D weight in each of two modules, called with tokens by expert."""
-    layers = [getattr(module, name, None) for name in ("input_linear", "output_linear")]
+    layers = [getattr(module, name, None) for name in LISTED]
     weights = [layer.weight for layer in layers if isinstance(layer, nn.Module) and hasattr(layer, "weight")]
     return len(weights) == len(layers) and all(isinstance(w, Tensor) and w.ndim == STACKED for w in weights)
 
 
-def _split_by_counts(module: nn.Module) -> "Styles":
-    from torch.distributed.tensor import Shard
-
-    from rl_parallel_plans.row_order import halves_in_order
-    from rl_parallel_plans.styles import OwnRules, ParameterRule
-
-    fused, down = (tuple(module.get_submodule(name).get_parameter("weight").shape) for name in FUSED[1])
+def _split_by_counts(module: nn.Module) -> Styles:
+    fused, down = (tuple(module.get_submodule(name).get_parameter("weight").shape) for name in LISTED)
     if fused != (down[0], 2 * down[2], down[1]):
         raise NotRecognizedError(f"its experts have the weights {fused} and {down}, which no rule knows")
     return {
@@ -164,10 +145,8 @@ def _split_by_counts(module: nn.Module) -> "Styles":
     }
 
 
-def stacked(module: nn.Module) -> "Any":
+def stacked(module: nn.Module) -> Experts:
     """The style of experts in 3-D parameters, from their shapes and from what their class says of its layout."""
-    from rl_parallel_plans.styles import Experts
-
     shapes = {name: tuple(p.shape) for name, p in own_parameters(module).items()}
     up, down = shapes.get("gate_up_proj", shapes.get("up_proj")), shapes.get("down_proj")
     known = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}

@@ -1,7 +1,7 @@
 """A model's own Hugging Face plan (`model.tp_plan`) in parallel styles, or a refusal.
 
-It reads the attribute and imports no transformers. `strings` says what each style string is, `styles` has those that
-torch lacks, `patterns` what a pattern names in a model, `translation` puts a plan together.
+It reads the attribute and imports no transformers. `strings` says what each style string is in our tables,
+`patterns` what a pattern names in a model, `translation` puts a plan together and `completion` adds what it lacks.
 """
 
 from rl_parallel_plans.hugging_face.strings import translate_parallel_style

@@ -3,34 +3,32 @@
 Each function adds styles to a plan in the making and returns a note of each thing that the plan's author did not write.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.hugging_face.patterns import refusal
 from rl_parallel_plans.hugging_face.strings import translate_parallel_style
-from rl_parallel_plans.structure import (
-    collapsed,
-    direct_parameters,
-    head_size,
-    joined,
-    matching_modules,
-    output_head,
-)
+from rl_parallel_plans.structure import collapsed, direct_parameters, head_size, joined, matching_modules, output_head
 from rl_parallel_plans.styles import ReplicatedParallel, VocabularyParallelEmbedding
 from rl_parallel_plans.ties import tied_names
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    Styles = dict[str, ParallelStyle]
-
-
+Styles = dict[str, ParallelStyle]
 LATENT_DOWN = "kv_a_proj_with_mqa"
+
+
+def completed(model: nn.Module, styles: Styles, plan: Mapping[str, str], *, blocks: Sequence[str]) -> list[str]:
+    """Complete `styles`, the rules of `plan` with `blocks` among them; a note of each departure from its letter."""
+    replicate_in_blocks(model, styles, blocks)
+    check_attention(model, styles)
+    check_norms(model, styles)
+    completions = (sum_norm_gradients, sum_rope_gradients, sum_activation_gradients, sum_embedding_gradients)
+    notes = shard_head(model, styles, plan) + [note for complete in completions for note in complete(model, styles)]
+    check_feed_forward(model, styles)
+    return notes
 
 
 def heads(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
@@ -40,7 +38,7 @@ def heads(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys([*([head] if head is not None else []), *inner]))
 
 
-def shard_head(model: nn.Module, styles: "Styles", plan: Mapping[str, str]) -> list[str]:
+def shard_head(model: nn.Module, styles: Styles, plan: Mapping[str, str]) -> list[str]:
     """Each lm_head by words, its logits left so, and with it the embeddings that are tied to it."""
     notes = []
     for head in heads(model, plan):
@@ -58,65 +56,42 @@ def shard_head(model: nn.Module, styles: "Styles", plan: Mapping[str, str]) -> l
     return notes
 
 
-def sum_norm_gradients(model: nn.Module, styles: "Styles") -> list[str]:
+def sum_norm_gradients(model: nn.Module, styles: Styles) -> list[str]:
     """A norm over one head sees its rank's heads only: each rank has a term of its gradient."""
-    styled = _styled(model, styles)
-    added: dict[str, ParallelStyle] = {}
-    for path, module in model.named_modules():
-        children = dict(module.named_children())
-        if not {"q_proj", "k_proj"} <= children.keys() or not _cuts(styled.get(joined(path, "q_proj"))):
+    added: Styles = {}
+    for path, module, children in _modules(model, styles):
+        if not {"q_proj", "k_proj"} <= children.keys() or not _cuts(children["q_proj"]):
             continue
         size = head_size(module, getattr(model, "config", None))
-        for name, child in children.items():
-            over_a_head = {tuple(parameter.shape) for parameter in child.parameters()} == {(size,)}
-            if "norm" in name and over_a_head and joined(path, name) not in styled:
-                added[collapsed(joined(path, name))] = ReplicatedParallel(partial_gradient=True)
-    styles.update(added)
-    return [f"the gradient of {name} is summed over the ranks' heads: the plan forgets it" for name in added]
-
-
-def sum_rope_gradients(model: nn.Module, styles: "Styles") -> list[str]:
-    """Latent attention's rope features go straight to each rank's heads (plans before transformers 5.5 forget it)."""
-    styled = _styled(model, styles)
-    added: dict[str, ParallelStyle] = {}
-    for path, module in model.named_modules():
-        down = joined(path, LATENT_DOWN)
-        if hasattr(module, LATENT_DOWN) and _cuts(styled.get(joined(path, "kv_b_proj"))) and down not in styled:
-            try:
-                added[collapsed(down)] = translate_parallel_style(
-                    "mla_kv_a_proj", config=getattr(model, "config", None)
-                )
-            except PlanError as error:
-                raise refusal(model, collapsed(down), str(error)) from error
-    styles.update(added)
-    return [f"the gradient of the rope features of {name} is summed: the plan forgets it" for name in added]
-
-
-def check_norms(model: nn.Module, styles: "Styles") -> None:
-    """A norm over features that are cut needs those of all ranks (`q_a_layernorm` after a cut `q_a_proj`)."""
-    styled = _styled(model, styles)
-    for path, module in model.named_modules():
         for name, child in module.named_children():
-            (stem, _, kind), where = name.rpartition("_"), joined(path, name)
-            projection = getattr(module, f"{stem}_proj", None)
-            if kind not in ("norm", "layernorm") or where in styled or not isinstance(projection, nn.Linear):
-                continue
-            spans = any(parameter.shape == (projection.out_features,) for parameter in child.parameters())
-            if spans and _cuts(styled.get(joined(path, f"{stem}_proj"))):
-                raise refusal(model, collapsed(where), f"it spans all features of {stem}_proj, which are cut")
+            over_a_head = {tuple(parameter.shape) for parameter in child.parameters()} == {(size,)}
+            if "norm" in name and over_a_head and children[name] is None:
+                added[collapsed(joined(path, name))] = ReplicatedParallel(partial_gradient=True)
+    return _with(styles, added, "the gradient of {} is summed over the ranks' heads: the plan forgets it")
 
 
-def sum_activation_gradients(model: nn.Module, styles: "Styles") -> list[str]:
+def sum_rope_gradients(model: nn.Module, styles: Styles) -> list[str]:
+    """Latent attention's rope features go straight to each rank's heads (plans before transformers 5.5 forget it)."""
+    added: Styles = {}
+    for path, _, children in _modules(model, styles):
+        if LATENT_DOWN in children and _cuts(children.get("kv_b_proj")) and children[LATENT_DOWN] is None:
+            down = collapsed(joined(path, LATENT_DOWN))
+            try:
+                added[down] = translate_parallel_style("mla_kv_a_proj", config=getattr(model, "config", None))
+            except PlanError as error:
+                raise refusal(model, down, str(error)) from error
+    return _with(styles, added, "the gradient of the rope features of {} is summed: the plan forgets it")
+
+
+def sum_activation_gradients(model: nn.Module, styles: Styles) -> list[str]:
     """An activation with a parameter, between a layer that cuts features and one that sums them (Apertus' xIELU).
 
     It sees its rank's features only. A single number is the same for all of them: each rank has a term of its gradient.
     Anything larger is refused.
     """
-    styled = _styled(model, styles)
-    added: dict[str, ParallelStyle] = {}
-    for path, module in model.named_modules():
-        children = {name: styled.get(joined(path, name)) for name, _ in module.named_children()}
-        if not any(map(_cuts, children.values())) or not any(map(_sums, children.values())):
+    added: Styles = {}
+    for path, module, children in _modules(model, styles):
+        if not _is_feed_forward(children):
             continue
         for name, child in module.named_children():
             if "act" not in name or children[name] is not None or not list(child.parameters()):
@@ -125,40 +100,10 @@ def sum_activation_gradients(model: nn.Module, styles: "Styles") -> list[str]:
             if any(parameter.numel() > 1 for parameter in child.parameters()):
                 raise refusal(model, pattern, "the activation has parameters for features that are cut, and no rule")
             added[pattern] = ReplicatedParallel(partial_gradient=True)
-    styles.update(added)
-    return [f"the gradient of {name} is summed over the ranks' features: the plan forgets it" for name in added]
+    return _with(styles, added, "the gradient of {} is summed over the ranks' features: the plan forgets it")
 
 
-def check_feed_forward(model: nn.Module, styles: "Styles") -> None:
-    """What stands beside a layer that cuts features and one that sums them sees its rank's: a rule must say."""
-    styled = _styled(model, styles)
-    for path, module in model.named_modules():
-        children = {name: styled.get(joined(path, name)) for name, _ in module.named_children()}
-        if path in styled or not any(map(_cuts, children.values())) or not any(map(_sums, children.values())):
-            continue
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            reason = (
-                f"it stands between layers that are cut ({sorted(n for n, s in children.items() if s)}), without a rule"
-            )
-            raise refusal(model, collapsed(joined(path, own[0])), reason)
-
-
-def check_attention(model: nn.Module, styles: "Styles") -> None:
-    """What attention with cut heads holds itself is of all heads, or sees those of its rank: a rule must say."""
-    styled = _styled(model, styles)
-    for path, module in model.named_modules():
-        if (
-            path not in styled
-            and _cuts(styled.get(joined(path, "q_proj")))
-            and _cuts(styled.get(joined(path, "k_proj")))
-        ):
-            for name, _ in module.named_parameters(recurse=False):
-                where = collapsed(joined(path, name))
-                raise refusal(model, where, "no rule names it, while the heads of the attention that holds it are cut")
-
-
-def sum_embedding_gradients(model: nn.Module, styles: "Styles") -> list[str]:
+def sum_embedding_gradients(model: nn.Module, styles: Styles) -> list[str]:
     """What an embedding does to its words, the rank that has the word does: each rank has a term of the gradient."""
     for pattern in [p for p, style in styles.items() if isinstance(style, VocabularyParallelEmbedding)]:
         for path, embedding in matching_modules(model, pattern):
@@ -170,7 +115,7 @@ def sum_embedding_gradients(model: nn.Module, styles: "Styles") -> list[str]:
     return []
 
 
-def replicate_in_blocks(model: nn.Module, styles: "Styles", blocks: Sequence[str]) -> None:
+def replicate_in_blocks(model: nn.Module, styles: Styles, blocks: Sequence[str]) -> None:
     """What is whole inside a block has a term of its gradient on each rank."""
     styled = {path for pattern in styles for path, _ in matching_modules(model, pattern)}
     borders = [path for block in blocks for path, _ in matching_modules(model, block)]
@@ -179,17 +124,63 @@ def replicate_in_blocks(model: nn.Module, styles: "Styles", blocks: Sequence[str
             styles[collapsed(path)] = ReplicatedParallel(partial_gradient=True)
 
 
-def _styled(model: nn.Module, styles: "Styles") -> "Styles":
-    return {path: style for pattern, style in styles.items() for path, _ in matching_modules(model, pattern)}
+def check_norms(model: nn.Module, styles: Styles) -> None:
+    """A norm over features that are cut needs those of all ranks (`q_a_layernorm` after a cut `q_a_proj`)."""
+    for path, module, children in _modules(model, styles):
+        for name, child in module.named_children():
+            stem, _, kind = name.rpartition("_")
+            projection = getattr(module, f"{stem}_proj", None)
+            if kind not in ("norm", "layernorm") or children[name] is not None or not isinstance(projection, nn.Linear):
+                continue
+            spans = any(parameter.shape == (projection.out_features,) for parameter in child.parameters())
+            if spans and _cuts(children.get(f"{stem}_proj")):
+                where = collapsed(joined(path, name))
+                raise refusal(model, where, f"it spans all features of {stem}_proj, which are cut")
+
+
+def check_attention(model: nn.Module, styles: Styles) -> None:
+    """What attention with cut heads holds itself is of all heads, or sees those of its rank: a rule must say."""
+    for path, module, children in _modules(model, styles, unstyled=True):
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own and _cuts(children.get("q_proj")) and _cuts(children.get("k_proj")):
+            reason = "no rule names it, while the heads of the attention that holds it are cut"
+            raise refusal(model, collapsed(joined(path, own[0])), reason)
+
+
+def check_feed_forward(model: nn.Module, styles: Styles) -> None:
+    """What stands beside a layer that cuts features and one that sums them sees its rank's: a rule must say."""
+    for path, module, children in _modules(model, styles, unstyled=True):
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own and _is_feed_forward(children):
+            cut = sorted(name for name, style in children.items() if style is not None)
+            reason = f"it stands between layers that are cut ({cut}), without a rule"
+            raise refusal(model, collapsed(joined(path, own[0])), reason)
+
+
+def _modules(
+    model: nn.Module, styles: Styles, *, unstyled: bool = False
+) -> Iterator[tuple[str, nn.Module, dict[str, ParallelStyle | None]]]:
+    """Path and module, those without a style alone where `unstyled`, with the style of each child, or None."""
+    styled = {path: style for pattern, style in styles.items() for path, _ in matching_modules(model, pattern)}
+    for path, module in model.named_modules():
+        if not unstyled or path not in styled:
+            yield path, module, {name: styled.get(joined(path, name)) for name, _ in module.named_children()}
+
+
+def _with(styles: Styles, added: Styles, note: str) -> list[str]:
+    styles.update(added)
+    return [note.format(name) for name in added]
 
 
 def _names(model: nn.Module, pattern: str, path: str) -> bool:
     return any(found == path for found, _ in matching_modules(model, pattern))
 
 
-def _sums(style: "ParallelStyle | None") -> bool:
-    return isinstance(style, RowwiseParallel) and style.input_layouts[0].is_shard()
+def _is_feed_forward(children: Mapping[str, ParallelStyle | None]) -> bool:
+    """Whether one of the children cuts features, and one sums what is cut."""
+    rowwise = [style for style in children.values() if isinstance(style, RowwiseParallel)]
+    return any(map(_cuts, children.values())) and any(style.input_layouts[0].is_shard() for style in rowwise)
 
 
-def _cuts(style: "ParallelStyle | None") -> bool:
+def _cuts(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and style.output_layouts[0].is_shard()

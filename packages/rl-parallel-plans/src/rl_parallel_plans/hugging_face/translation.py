@@ -9,39 +9,29 @@ model, the pattern and the release of transformers.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.hugging_face.completion import (
-    check_attention,
-    check_feed_forward,
-    check_norms,
-    heads,
-    replicate_in_blocks,
-    shard_head,
-    sum_activation_gradients,
-    sum_embedding_gradients,
-    sum_norm_gradients,
-    sum_rope_gradients,
-)
+from rl_parallel_plans.hugging_face.completion import completed, heads
 from rl_parallel_plans.hugging_face.patterns import matches, refusal, why_unmatched, within
 from rl_parallel_plans.hugging_face.strings import (
     BLOCK,
     IN_BLOCK,
     SPLIT_INPUT,
+    OwnParameters,
+    SummedModule,
     check_known,
+    contracts,
+    parameter_rule,
     release,
     translate_parallel_style,
 )
-from rl_parallel_plans.hugging_face.styles import OwnParameters, SummedModule, contracts, parameter_rule
 from rl_parallel_plans.registry import qualified_name
 from rl_parallel_plans.structure import direct_parameters, joined
 from rl_parallel_plans.styles import VocabularyParallelEmbedding
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 Made = TypeVar("Made")
 
@@ -57,13 +47,13 @@ OWNERS = (*SUMMED, "local_params", "local")
 class HuggingFacePlan:
     """A model's own plan, translated."""
 
-    styles: "dict[str, ParallelStyle]"
+    styles: dict[str, ParallelStyle]
     """Pattern of module names to style."""
     notes: tuple[str, ...]
     """What differs from the letter of the plan, and why: a sentence each."""
 
 
-def get_hf_tp_plan(model: nn.Module) -> "dict[str, ParallelStyle]":
+def get_hf_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The model's own tensor-parallel plan, translated: pattern of module names to style.
 
     Raises PlanError where the model has none, and where it cannot be translated exactly, with the model, the pattern
@@ -100,16 +90,10 @@ def translate_plan(model: nn.Module, plan: Mapping[str, str]) -> HuggingFacePlan
     return HuggingFacePlan(styles=styles, notes=tuple(notes))
 
 
-def _translated(model: nn.Module, plan: Mapping[str, str]) -> "tuple[dict[str, ParallelStyle], list[str]]":
+def _translated(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, ParallelStyle], list[str]]:
     rules = _Rules(model, plan)
     styles = dict(rules.styles())
-    replicate_in_blocks(model, styles, rules.blocks)
-    check_attention(model, styles)
-    check_norms(model, styles)
-    completions = (sum_norm_gradients, sum_rope_gradients, sum_activation_gradients, sum_embedding_gradients)
-    notes = shard_head(model, styles, plan) + [note for complete in completions for note in complete(model, styles)]
-    check_feed_forward(model, styles)
-    return styles, notes
+    return styles, completed(model, styles, plan, blocks=rules.blocks)
 
 
 class _Rules:
@@ -124,7 +108,7 @@ class _Rules:
         self.found = {pattern: matches(model, pattern) for pattern in self.plan}
         self.blocks = [pattern for pattern, style in self.plan.items() if style == BLOCK]
 
-    def styles(self) -> "Iterator[tuple[str, ParallelStyle]]":
+    def styles(self) -> Iterator[tuple[str, ParallelStyle]]:
         """The style of each pattern that names modules, and of each that holds parameters that are named."""
         for pattern, style in self.plan.items():
             self._exact(pattern, partial(check_known, style))
@@ -157,7 +141,7 @@ class _Rules:
                 own.setdefault(owner, {})[name] = style
         return own
 
-    def _style(self, pattern: str, strings: dict[str, str]) -> "ParallelStyle":
+    def _style(self, pattern: str, strings: dict[str, str]) -> ParallelStyle:
         style = self.plan[pattern]
         if strings or style == "moe_tp_experts":
             if style in SUMMED:

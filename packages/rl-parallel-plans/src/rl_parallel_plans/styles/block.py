@@ -22,7 +22,7 @@ buffers: within the block each is this rank's.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +34,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.row_order import RowsRead
 from rl_parallel_plans.styles.forward import (
+    Call,
     Communication,
+    Counts,
     gathered,
     needs_gradient,
     sum_over_ranks,
@@ -46,16 +48,16 @@ from rl_parallel_plans.styles.table import LocalParameters, ParameterRule
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-HEAD_COUNTS = (
-    "num_heads",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "num_v_heads",
-    "num_k_heads",
-)
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_v_heads", "num_k_heads")
 CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+COUNTS: dict[tuple[str, bool], tuple[Counts, Counts]] = {
+    ("sum", False): ({"all_reduce": 1}, {"all_reduce": 1}),
+    ("sum", True): ({"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1, "reduce_scatter": 1}),
+    ("features", False): ({"all_gather": 2}, {"all_reduce": 1, "reduce_scatter": 1}),
+    ("features", True): ({"all_gather": 2, "all_to_all": 1}, {"reduce_scatter": 2, "all_to_all": 1}),
+}
+"""Collectives forward and backward, with those of the features before the output projection."""
 GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")
 """Attributes that count the query heads of one key/value head."""
 
@@ -67,11 +69,11 @@ class Block(LocalParameters):
     sequence_parallel: whether the residual stream outside is cut along the sequence.
     output: "sum" where each rank's output is one term of the block's; "features" where it is a slice of its last dim
         (column-wise output projections: no sum over ranks, hence the same rounding as on one rank).
-    own: rules of parameters that the block's module itself holds, such as attention sinks.
+    table: rows of parameters that the block's module itself holds, such as attention sinks.
     head_counts: attributes of an attention, and of its config, that count heads or their features.
     key_heads: how many key/value heads there are, where ranks are more.
     units: what else is shared out and how many there are.
-    sizes: attributes of the module that this rank's module must read otherwise.
+    sizes: what this rank's module must read in attributes, of which it has some.
     reads: by path, the style of each child whose parameters the block's own code reads.
     buffers: by name, a dim of a buffer and what of it is this rank's.
     unfused: whether to take, in training, the code path of evaluation: the kernel that fuses a whole Mamba 2 block
@@ -80,7 +82,7 @@ class Block(LocalParameters):
 
     sequence_parallel: bool = False
     output: Literal["sum", "features"] = "sum"
-    own: Mapping[str, ParameterRule] = field(default_factory=dict)
+    table: Mapping[str, ParameterRule] = field(default_factory=dict)
     head_counts: tuple[str, ...] = field(default=(), repr=False)
     key_heads: int | None = None
     units: Mapping[str, int] = field(default_factory=dict)
@@ -88,10 +90,6 @@ class Block(LocalParameters):
     reads: Mapping[str, LocalParameters] = field(default_factory=dict, repr=False)
     buffers: Mapping[str, tuple[int, RowsRead]] = field(default_factory=dict, repr=False)
     unfused: bool = False
-
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Those of `own`."""
-        return self.own
 
     def inside(self, module: nn.Module) -> Iterable[tuple[nn.Module, Mapping[str, ParameterRule]]]:
         """The children that its code reads."""
@@ -108,24 +106,15 @@ class Block(LocalParameters):
 
     def attributes(self, module: nn.Module, tp: int) -> Mapping[str, int]:
         """Counts of this rank's heads, and the sizes that were given."""
-        counts = {name: n for name in (*self.head_counts, *GROUPS) if isinstance(n := module.__dict__.get(name), int)}
-        local = {name: max(counts[name] // tp, 1) for name in self.head_counts if name in counts}
+        known = {name: n for name, n in module.__dict__.items() if isinstance(n, int)}
+        local = {name: max(known[name] // tp, 1) for name in self.head_counts if name in known}
         if (key_heads := self.key_heads) is not None:
-            local |= {name: counts[name] * key_heads // max(tp, key_heads) for name in GROUPS if name in counts}
-        return {**local, **self.sizes}
+            local |= {name: known[name] * key_heads // max(tp, key_heads) for name in GROUPS if name in known}
+        return local | {name: size for name, size in self.sizes.items() if name in known}
 
     def communications(self) -> tuple[Communication, ...]:
         """Those of the table above."""
-        if self.output == "features":  # those of the heads, before the output projection, among them
-            forward, backward = {"all_gather": 2}, {"reduce_scatter": 1}
-            if self.sequence_parallel:
-                forward, backward = {"all_gather": 2, "all_to_all": 1}, {"reduce_scatter": 2, "all_to_all": 1}
-            else:
-                backward = {"all_reduce": 1, **backward}
-        elif self.sequence_parallel:
-            forward = backward = {"all_gather": 1, "reduce_scatter": 1}
-        else:
-            forward = backward = {"all_reduce": 1}
+        forward, backward = COUNTS[self.output, self.sequence_parallel]
         produced: Placement = Partial() if self.output == "sum" else Shard(-1)
         outside: Placement = Shard(1) if self.sequence_parallel else Replicate()
         leave = partial(_leave, produced=produced, outside=outside)
@@ -191,13 +180,8 @@ def _leave(tensor: Tensor, mesh: "DeviceMesh", *, produced: Placement, outside: 
     return summed if outside.is_shard() else summed.to_local()
 
 
-def _with_own_buffers(  # noqa: PLR0917 - a wrapper
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    pieces: Mapping[str, tuple[int, tuple[slice, ...]]],
+def _with_own_buffers(
+    module: nn.Module, call: Call, /, *args: Any, pieces: Mapping[str, tuple[int, tuple[slice, ...]]], **kwargs: Any
 ) -> Any:
     # An entry of the instance's __dict__ hides the buffer of the same name, which stays whole.
     names = [name for name in pieces if name not in module.__dict__]
@@ -213,9 +197,7 @@ def _with_own_buffers(  # noqa: PLR0917 - a wrapper
             module.__dict__.pop(name, None)
 
 
-def _as_in_evaluation(  # noqa: PLR0917 - a wrapper
-    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _as_in_evaluation(module: nn.Module, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     training = module.training
     module.training = False
     try:

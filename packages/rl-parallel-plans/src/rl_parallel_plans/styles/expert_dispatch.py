@@ -10,7 +10,7 @@ travels along, so that a rank to which no token comes has gradients too, of zero
 Axes: N tokens, K choices, H hidden, M rows that arrive.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from rl_parallel_plans.dtensor import has_numbers
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.styles.forward import Counts, wrap_forward
+from rl_parallel_plans.styles.forward import Call, Counts, wrap_forward
 from rl_parallel_plans.styles.table import ROWS, LocalParameters, ParameterRule, own_names, place_parameters
 
 if TYPE_CHECKING:
@@ -116,11 +116,9 @@ class _Way:
     """[N, K] of the choices."""
 
 
-def _on_their_experts(  # noqa: PLR0917 - a wrapper
-    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, dispatch: Dispatch
-) -> Tensor:
-    args, way = _dispatch(module, args, dispatch=dispatch)
-    return _combine(call(*args, **kwargs), way, dispatch=dispatch)
+def _on_their_experts(module: nn.Module, call: Call, /, *args: Any, dispatch: Dispatch, **kwargs: Any) -> Tensor:
+    arrived, way = _dispatch(module, args, dispatch=dispatch)
+    return _combine(call(*arrived, **kwargs), way, dispatch=dispatch)
 
 
 def _dispatch(module: nn.Module, args: tuple[Any, ...], *, dispatch: Dispatch) -> tuple[tuple[Any, ...], _Way]:

@@ -1,9 +1,9 @@
 """How a style changes what a module computes: wrappers around its forward, and nothing else.
 
-A wrapper is a function of (module, call, args, kwargs) that returns the output; `call` is the forward, or the wrapper
-inside this one. What it needs between entrance and exit are its own local variables, so nothing is left on a module
-by an exception or by a recomputation, and torch.compile traces it like the model's own code. `Communication` is a
-wrapper that changes values alone: what most modules exchange with other ranks.
+A wrapper is a function of (module, call, *args, **kwargs) that returns the output; `call` is the forward, or the
+wrapper inside this one. What it needs between entrance and exit are its own local variables, so nothing is left on a
+module by an exception or by a recomputation, and torch.compile traces it like the model's own code. `Communication` is
+a wrapper that changes values alone: what most modules exchange with other ranks.
 
 The module's class becomes a subclass, made once for each class, as FSDP2's does: hooks have ids that differ from layer
 to layer, on which torch.compile would compile each layer anew until it gives up. Hooks, FSDP2's among them, run around
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 Counts = dict[str, int]
 """How often each collective runs."""
-Exchange = Callable[[Any, "DeviceMesh"], Any]
+Call = Callable[..., Any]
+Exchange = Callable[..., Any]
+"""Of a value, and `mesh` by name."""
 
 
 class Wrapper(Protocol):
     """What runs in place of a forward, and calls it."""
 
-    def __call__(  # noqa: D102, PLR0917 - as the wrapped forward is called
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
-    ) -> Any: ...
+    def __call__(self, module: nn.Module, call: Call, /, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
@@ -87,9 +87,7 @@ def _sharded_class(cls: Any) -> type[nn.Module]:
     return made  # type: ignore[no-any-return]
 
 
-def _wrapped(  # noqa: PLR0917 - as its wrappers are called
-    module: Any, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _wrapped(module: Any, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0917
     if depth == 0:
         if "own_forward" in module.__dict__:
             return module.own_forward(*args, **kwargs)
@@ -98,7 +96,7 @@ def _wrapped(  # noqa: PLR0917 - as its wrappers are called
     def call(*inner_args: Any, **inner_kwargs: Any) -> Any:
         return _wrapped(module, depth - 1, inner_args, inner_kwargs)
 
-    return module.forward_wrappers[depth - 1](module, call, args, kwargs)
+    return module.forward_wrappers[depth - 1](module, call, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,28 +114,21 @@ class Communication:
 
     def wrap(self, module: nn.Module, mesh: "DeviceMesh") -> None:
         """Let the module communicate over `mesh` so."""
-        wrap_forward(module, partial(_communicating, mesh=mesh, enter=self.enter, leave=self.leave))
+        enter, leave = (None if each is None else partial(each, mesh=mesh) for each in (self.enter, self.leave))
+        wrap_forward(module, partial(_communicating, enter=enter, leave=leave))
 
 
 def _communicating(
-    _module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mesh: "DeviceMesh",
-    enter: Exchange | None,
-    leave: Exchange | None,
+    _module: nn.Module, call: Call, /, *args: Any, enter: Exchange | None, leave: Exchange | None, **kwargs: Any
 ) -> Any:
     if enter is not None:
-        args = tuple([enter(value, mesh) for value in args])
-        kwargs = {name: enter(value, mesh) for name, value in kwargs.items()}
+        args, kwargs = tuple([enter(each) for each in args]), {name: enter(each) for name, each in kwargs.items()}
     output = call(*args, **kwargs)
     if leave is None:
         return output
     if isinstance(output, tuple | list):  # what else is returned is left alone
-        return type(output)([leave(output[0], mesh), *output[1:]])
-    return leave(output, mesh)
+        return type(output)([leave(output[0]), *output[1:]])
+    return leave(output)
 
 
 def sum_over_ranks(term: Tensor, mesh: "DeviceMesh") -> Tensor:

@@ -4,7 +4,7 @@ Inside a block none of them communicates, unless its computation needs what othe
 do it for all (`block`). Weights are those of nn.Linear, [out, in], unless a style says otherwise.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from rl_parallel_plans.styles.forward import (
     OVER_ALL_FEATURES,
     SHARE_OUTPUT,
     SUM_INPUT_GRADIENTS,
+    Call,
     Communication,
     Counts,
     sum_over_ranks,
@@ -35,6 +36,7 @@ from rl_parallel_plans.styles.table import (
     LocalParameters,
     ParameterRule,
     Run,
+    every,
     own_names,
     uneven,
 )
@@ -55,11 +57,8 @@ class Colwise(LocalParameters):
 
     units: int | None = None
     what: str = "output features"
+    table = every(ROWS)
     in_block = True
-
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Rows: weight and bias on dim 0."""
-        return dict.fromkeys(own_names(module), ROWS)
 
     def attributes(self, module: nn.Module, tp: int) -> Mapping[str, int]:
         """A norm's groups."""
@@ -84,20 +83,15 @@ class GatheredColwise(Colwise):
     No sum is cut over ranks, so that its rounding is that of one rank, at the price of more communication.
     """
 
-    def communications(self) -> tuple[Communication, ...]:
-        """The features of the heads."""
-        return (GATHER_FEATURES,)
+    around = (GATHER_FEATURES,)
 
 
 @dataclass(eq=False, repr=False)
 class Rowwise(LocalParameters):
     """A linear layer whose input features are shared out: its output is one term of a sum; rank 0 adds the bias."""
 
+    table = every(COLUMNS, bias=FIRST_RANK_ONLY)
     in_block = True
-
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Columns of the weight; the bias whole."""
-        return {name: FIRST_RANK_ONLY if name == "bias" else COLUMNS for name in own_names(module)}
 
 
 @dataclass(eq=False, repr=False)
@@ -249,13 +243,9 @@ class ReplicatedParallel(LocalParameters):
 class OwnRules(LocalParameters):
     """A module inside a block whose own parameters each have a rule, and its sizes those of this rank."""
 
-    table: Mapping[str, ParameterRule]
+    table: Mapping[str, ParameterRule] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     in_block = True
-
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Those that were given."""
-        return self.table
 
     def attributes(self, module: nn.Module, tp: int) -> Mapping[str, int]:
         """Those that were given."""
@@ -300,11 +290,8 @@ class Experts(LocalParameters):
 class SharedIdentity(LocalParameters):
     """A module that hands its input on, in a block whose outputs are summed over ranks: each an equal share of it."""
 
+    around = (SHARE_OUTPUT,)
     in_block = True
-
-    def communications(self) -> tuple[Communication, ...]:
-        """Nothing, but the share."""
-        return (SHARE_OUTPUT,)
 
 
 @dataclass(eq=False, repr=False)
@@ -315,20 +302,14 @@ class Norm(LocalParameters):
     of [B, S, 1] forward, and backward, where DTensor sums before it cuts, a reduce-scatter of the features.
     """
 
+    table = every(ROWS)
+    around = (OVER_ALL_FEATURES,)
     in_block = True
-
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """The features of this rank."""
-        return dict.fromkeys(own_names(module), ROWS)
 
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Features that tp does not divide."""
         size = next(iter(module.parameters())).shape[0]
         return [] if size % tp == 0 else [f"spans {size} features, which tp={tp} does not divide: choose one that does"]
-
-    def communications(self) -> tuple[Communication, ...]:
-        """The mean."""
-        return (OVER_ALL_FEATURES,)
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         for name, rule in self.rules(module).items():  # DTensors inside its forward too
@@ -347,9 +328,7 @@ class VocabularyParallelEmbedding(LocalParameters):
     padding word is one on the rank that holds it and on no other.
     """
 
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """The rows of this rank."""
-        return {"weight": ROWS}
+    table = every(ROWS)
 
     def collectives(self) -> tuple[Counts, Counts]:
         """The sum."""
@@ -369,13 +348,7 @@ class VocabularyParallelEmbedding(LocalParameters):
 
 
 def _own_tokens(
-    _module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    where: VocabularySlice,
-    mesh: "DeviceMesh",
+    _module: nn.Module, call: Call, /, *args: Any, where: VocabularySlice, mesh: "DeviceMesh", **kwargs: Any
 ) -> Tensor:
     tokens, *others = args
     inside = ((tokens >= 0) & (tokens < where.total)).all()

@@ -19,9 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.styles.forward import Communication, Counts, cut_sequence, gathered, wrap_forward
+from rl_parallel_plans.styles.forward import Call, Communication, Counts, cut_sequence, gathered, wrap_forward
 from rl_parallel_plans.styles.modules import ReplicatedParallel
-from rl_parallel_plans.styles.table import REPLICATED, REPLICATED_PARTIAL, LocalParameters, ParameterRule, own_names
+from rl_parallel_plans.styles.table import (
+    REPLICATED,
+    REPLICATED_PARTIAL,
+    LocalParameters,
+    ParameterRule,
+    every,
+    own_names,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,10 +66,7 @@ class SequenceShardedParallel(LocalParameters):
     """
 
     gather: bool = False
-
-    def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """Everything whole, its gradient a sum."""
-        return dict.fromkeys(own_names(module), REPLICATED_PARTIAL)
+    table = every(REPLICATED_PARTIAL)
 
     def collectives(self) -> tuple[Counts, Counts]:
         """Where it gathers, one all-gather forward."""
@@ -169,14 +173,8 @@ def _gather(value: Any, mesh: "DeviceMesh") -> Any:
     return gathered(value, summed=False).clone() if is_dtensor(value) else value
 
 
-def _with_cut_inputs(  # noqa: PLR0917 - a wrapper
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mesh: "DeviceMesh",
-    places: Mapping[str, int],
+def _with_cut_inputs(
+    module: nn.Module, call: Call, /, *args: Any, mesh: "DeviceMesh", places: Mapping[str, int], **kwargs: Any
 ) -> Any:
     def cut(value: Any) -> Any:
         return cut_sequence(value, mesh) if isinstance(value, Tensor) and not is_dtensor(value) else value
@@ -195,14 +193,8 @@ def _with_cut_inputs(  # noqa: PLR0917 - a wrapper
             module.__dict__.pop(name, None)
 
 
-def _on_positions(  # noqa: PLR0917 - a wrapper
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mesh: "DeviceMesh",
-    gather: bool,
+def _on_positions(
+    module: nn.Module, call: Call, /, *args: Any, mesh: "DeviceMesh", gather: bool, **kwargs: Any
 ) -> Tensor:
     if not args or not is_dtensor(args[0]):
         raise PlanError(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.row_order import RowOrder, RowsOfRanks, RowsRead, set_row_order
-from rl_parallel_plans.styles.forward import Communication, Counts, gathered, wrap_forward
+from rl_parallel_plans.styles.forward import Call, Communication, Counts, gathered, wrap_forward
 from rl_parallel_plans.styles.fused_weights import keep_state_dicts_unsharded
 from rl_parallel_plans.styles.partial_gradients import sum_gradient_of
 
@@ -83,26 +84,37 @@ REPLICATED_PARTIAL = ParameterRule(placement=Replicate(), partial_gradient=True)
 FIRST_RANK_ONLY = ParameterRule(placement=Replicate(), first_rank_only=True)
 ROWS, COLUMNS = ParameterRule(placement=Shard(0)), ParameterRule(placement=Shard(1))
 """Of a weight [out, in]."""
+EVERY = "*"
+
+
+def every(rule: ParameterRule, **others: ParameterRule) -> Mapping[str, ParameterRule]:
+    """A table of one row for every parameter, but for those that have another."""
+    return MappingProxyType({EVERY: rule, **others})
 
 
 class LocalParameters(ParallelStyle):
     """Base of the styles whose module computes on plain tensors with its own part of each parameter.
 
-    A style is its table, `rules`, and what its module communicates around its forward, `communications`; the other
-    methods are for modules whose code reads more than its own parameters. Each subclass is a dataclass of what
-    determines these.
+    A style is its table and what its module communicates around its forward; what depends on the module is in methods.
+    Each subclass is a dataclass of what determines these.
     """
 
+    table: Mapping[str, ParameterRule] = MappingProxyType({})
+    """By name, the row of each of the module's own parameters; EVERY stands for all that are not named."""
+    around: tuple[Communication, ...] = ()
+    """What the module communicates around its forward, the innermost first."""
     in_block = False
     """Whether it leaves communication to the borders of the block around it."""
 
     def rules(self, module: nn.Module) -> Mapping[str, ParameterRule]:
-        """The rule of each of the module's own parameters; of none where those are left alone."""
-        return {}
+        """The row of each of the module's own parameters; of none where those are left alone."""
+        if EVERY not in self.table:
+            return self.table
+        return {name: self.table.get(name, self.table[EVERY]) for name in own_names(module)}
 
     def communications(self) -> tuple[Communication, ...]:
         """What the module communicates around its forward, the innermost first."""
-        return ()
+        return self.around
 
     def inside(self, module: nn.Module) -> Iterable[tuple[nn.Module, Mapping[str, ParameterRule]]]:
         """Modules inside this one, with their rules, whose parameters its own code reads."""
@@ -271,9 +283,7 @@ def compute_locally(module: nn.Module, parts: Parts) -> None:
         wrap_forward(module, partial(_with_local_tensors, parts=parts))
 
 
-def _with_local_tensors(  # noqa: PLR0917 - a wrapper
-    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: Parts
-) -> Any:
+def _with_local_tensors(module: nn.Module, call: Call, /, *args: Any, parts: Parts, **kwargs: Any) -> Any:
     hidden: list[tuple[nn.Module, str]] = []
     try:
         for other, views in parts:
