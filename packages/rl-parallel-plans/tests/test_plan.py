@@ -46,6 +46,17 @@ def test_largest_piece_of_an_uneven_vocabulary_is_counted():
     assert row.rank_bytes == 33 * 64 * 4
 
 
+def test_styles_read_as_what_they_do():
+    styles = plan_for(tiny_on_meta("gpt_oss"), tp=2, sequence_parallel=True).styles
+    assert repr(styles[f"{LAYER}.self_attn"]) == "Block(sequence_parallel=True, table={'sinks': Shard(dim=0)})"
+    assert repr(styles[f"{LAYER}.self_attn.q_proj"]) == "Colwise(units=4, what='query heads')"
+    assert repr(styles[f"{LAYER}.self_attn.o_proj"]) == "Rowwise()"
+    assert repr(styles[f"{LAYER}.mlp.router"]) == "ReplicatedParallel(partial_gradient=True)"
+    assert repr(styles[f"{LAYER}.mlp.experts"]) == "Experts(intermediate_size=96, transposed=True, interleaved=True)"
+    fused = plan_for(tiny_on_meta("phi3"), tp=2).styles[f"{LAYER}.self_attn.qkv_proj"]
+    assert repr(fused) == "PackedColwise(sizes=[64, 32, 32], units=[4, 2, 2], what='heads')"
+
+
 def test_explain_names_rule_placement_bytes_and_what_stays_whole():
     text = plan_for(tiny_on_meta("qwen3"), tp=2).explain()
     assert "source: structure" in text

@@ -152,8 +152,9 @@ class LocalParameters(ParallelStyle):
 
     def __repr__(self) -> str:
         """What differs reads differently: styles of a place in each layer that read alike become one."""
-        told = [(each.name, getattr(self, each.name)) for each in fields(self) if each.repr]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={_readable(value)}' for name, value in told if value)})"
+        options = [(each, getattr(self, each.name)) for each in fields(self) if each.repr]  # type: ignore[arg-type]
+        told = [f"{each.name}={_readable(value)!r}" for each, value in options if value and value != each.default]
+        return f"{type(self).__name__}({', '.join(told)})"
 
 
 def _total(counts: Iterable[Counts]) -> Counts:
@@ -165,7 +166,7 @@ def _readable(value: object) -> object:
         return value.placement
     if isinstance(value, Mapping):
         return {name: _readable(each) for name, each in value.items()}
-    return list(value) if isinstance(value, tuple) else repr(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def own_names(module: nn.Module) -> list[str]:
