@@ -48,7 +48,10 @@ def test_largest_piece_of_an_uneven_vocabulary_is_counted():
 
 def test_styles_read_as_what_they_do():
     styles = plan_for(tiny_on_meta("gpt_oss"), tp=2, sequence_parallel=True).styles
-    assert repr(styles[f"{LAYER}.self_attn"]) == "Block(sequence_parallel=True, table={'sinks': Shard(dim=0)})"
+    assert (
+        repr(styles[f"{LAYER}.self_attn"])
+        == "Block(sequence_parallel=True, attention=True, table={'sinks': Shard(dim=0)})"
+    )
     assert repr(styles[f"{LAYER}.self_attn.q_proj"]) == "Colwise(units=4, what='query heads')"
     assert repr(styles[f"{LAYER}.self_attn.o_proj"]) == "Rowwise()"
     assert repr(styles[f"{LAYER}.mlp.router"]) == "ReplicatedParallel(partial_gradient=True)"

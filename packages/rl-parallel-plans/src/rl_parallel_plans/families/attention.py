@@ -30,7 +30,6 @@ from rl_parallel_plans.families.parts import (
 )
 from rl_parallel_plans.structure import head_size
 from rl_parallel_plans.styles import Colwise, Norm, PackedColwise, ReplicatedHeads, ReplicatedParallel
-from rl_parallel_plans.styles.block import HEAD_COUNTS
 from rl_parallel_plans.styles.table import ROWS
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -61,10 +60,11 @@ def attention_block(module: nn.Module, config: object, layout: Layout) -> Styles
         raise NotRecognizedError(f"its attention ({type(module).__name__}) has no output projection among {OUTPUTS}")
     styles[output[0]] = layout.output(output[1])
     # Before transformers 5, attention read how many features its heads have together; later code infers it.
-    output_sizes = [name for name in OUTPUT_SIZES if module.__dict__.get(name) == output[1].in_features]
+    sizes = tuple(name for name in OUTPUT_SIZES if module.__dict__.get(name) == output[1].in_features)
     styles[""] = layout.block(
         table={name: ROWS for name in own_parameters(module) if name == "sinks"},
-        head_counts=(*HEAD_COUNTS, *output_sizes),
+        attention=True,
+        head_features=sizes,
         key_heads=_replicated_heads(styles, config),
     )
     refuse_unknown(module, styles, kind="attention")

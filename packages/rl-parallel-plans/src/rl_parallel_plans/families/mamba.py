@@ -12,7 +12,6 @@ gathered for it. Mamba 1 mixes all of its channels between its two layers (x_pro
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,11 +25,8 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     whole_block,
 )
-from rl_parallel_plans.styles import Colwise, Norm, Rowwise
+from rl_parallel_plans.styles import Colwise, Norm, PackedColwise, Rowwise
 from rl_parallel_plans.styles.table import ROWS
-
-if TYPE_CHECKING:
-    from rl_parallel_plans.styles import PackedColwise
 
 WHOLE_MIXERS = ({"conv1d", "x_proj", "dt_proj"}, {"conv1d", "x_proj_weight", "dt_proj_weight"})
 SEGMENTS, CONVOLVED = "gxBCd", "xBC"
@@ -67,10 +63,8 @@ class Mamba2Sizes:
             "groups_time_state_size": groups * self.states,
         }
 
-    def packed(self, tp: int, names: str) -> "PackedColwise":
+    def packed(self, tp: int, names: str) -> PackedColwise:
         """The style of a layer with the segments `names`; with fewer groups than ranks, some read the same B and C."""
-        from rl_parallel_plans.styles import PackedColwise
-
         rows = dict(zip(SEGMENTS, self.segments, strict=True))
         shared = self.groups % tp != 0 and tp % self.groups == 0
         return PackedColwise(

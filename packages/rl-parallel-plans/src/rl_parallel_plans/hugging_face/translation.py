@@ -122,9 +122,7 @@ class _Rules:
                 self._check_owner(pattern, strings)
             elif strings:
                 name = next(iter(strings))
-                raise refusal(
-                    self.model, pattern, f"it has the style {style!r}, and its own parameter {name!r} one too"
-                )
+                raise self._refusal(pattern, f"it has the style {style!r}, and its own parameter {name!r} one too")
             if strings or style != "local":
                 yield pattern, self._style(pattern, strings)
         for owner, strings in own.items():
@@ -157,13 +155,9 @@ class _Rules:
         """Inside a block nothing communicates, and outside everything does."""
         style, inside = self.plan[pattern], any(within(pattern, block) for block in self.blocks)
         if inside and style not in IN_BLOCK:
-            raise refusal(
-                self.model, pattern, f"style {style!r} communicates inside a {BLOCK!r}, which does it for all"
-            )
+            raise self._refusal(pattern, f"style {style!r} communicates inside a {BLOCK!r}, which does it for all")
         if style in IN_BLOCK and not inside:
-            raise refusal(
-                self.model, pattern, f"style {style!r} leaves the communication to a {BLOCK!r} around it: none is"
-            )
+            raise self._refusal(pattern, f"style {style!r} leaves the communication to a {BLOCK!r} around it: none is")
 
     def _check_parameter(self, pattern: str, path: str, parameter: nn.Parameter) -> None:
         """A string on a parameter alone says nothing of what its module does with its input and output."""
@@ -173,17 +167,16 @@ class _Rules:
         if rule.placement.is_replicate():
             return
         if "gate_up" in name and "packed" not in style:
-            raise refusal(self.model, pattern, f"style {style!r} would cut gate from up, which only a packed one keeps")
+            raise self._refusal(pattern, f"style {style!r} would cut gate from up, which only a packed one keeps")
         if contracts(style, parameter.ndim) and owner_style not in SUMMED and owner_style != "local":
-            raise refusal(
-                self.model,
+            raise self._refusal(
                 pattern,
                 f"each rank's output of {owner!r} would be one term of a sum, and no rule sums it ('moe_tp_experts')",
             )
         if owner_style not in OWNERS and parameter.ndim > 1:
             kind = type(self.model.get_submodule(path)).__name__
             reason = f"it cuts a parameter of {owner!r} ({kind}), and no rule says what that module does with its input"
-            raise refusal(self.model, pattern, reason)
+            raise self._refusal(pattern, reason)
 
     def _check_owner(self, pattern: str, strings: Mapping[str, str]) -> None:
         """What a summed module holds whole, each rank would put into the sum; and it must hold something cut."""
@@ -193,11 +186,9 @@ class _Rules:
             whole = [name for name, _ in module.named_parameters(recurse=False) if name not in strings]
             whole += self._unstyled_inside(path) if style in SUMMED else []
             if whole:
-                raise refusal(
-                    self.model, pattern, f"its parameter {whole[0]!r} is in no rule, and {style!r} leaves it whole"
-                )
+                raise self._refusal(pattern, f"its parameter {whole[0]!r} is in no rule, and {style!r} leaves it whole")
             if style in SUMMED and not strings:
-                raise refusal(self.model, pattern, f"style {style!r} sums the output of a module that no rule cuts")
+                raise self._refusal(pattern, f"style {style!r} sums the output of a module that no rule cuts")
 
     def _unstyled_inside(self, path: str) -> list[str]:
         styled = {other for found in self.found.values() for other in found.modules}
@@ -208,4 +199,7 @@ class _Rules:
         try:
             return make()
         except PlanError as error:
-            raise refusal(self.model, pattern, str(error)) from error
+            raise self._refusal(pattern, str(error)) from error
+
+    def _refusal(self, pattern: str, reason: str) -> PlanError:
+        return refusal(self.model, pattern, reason)

@@ -70,7 +70,8 @@ class Block(LocalParameters):
     output: "sum" where each rank's output is one term of the block's; "features" where it is a slice of its last dim
         (column-wise output projections: no sum over ranks, hence the same rounding as on one rank).
     table: rows of parameters that the block's module itself holds, such as attention sinks.
-    head_counts: attributes of an attention, and of its config, that count heads or their features.
+    attention: whether attributes of the module, and of its config, count heads (HEAD_COUNTS).
+    head_features: its attributes that count the features of all heads.
     key_heads: how many key/value heads there are, where ranks are more.
     units: what else is shared out and how many there are.
     sizes: what this rank's module must read in attributes, of which it has some.
@@ -83,13 +84,18 @@ class Block(LocalParameters):
     sequence_parallel: bool = False
     output: Literal["sum", "features"] = "sum"
     table: Mapping[str, ParameterRule] = field(default_factory=dict)
-    head_counts: tuple[str, ...] = field(default=(), repr=False)
+    attention: bool = False
+    head_features: tuple[str, ...] = ()
     key_heads: int | None = None
     units: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-    reads: Mapping[str, LocalParameters] = field(default_factory=dict, repr=False)
-    buffers: Mapping[str, tuple[int, RowsRead]] = field(default_factory=dict, repr=False)
+    reads: Mapping[str, LocalParameters] = field(default_factory=dict)
+    buffers: Mapping[str, tuple[int, RowsRead]] = field(default_factory=dict)
     unfused: bool = False
+
+    @property
+    def _head_counts(self) -> tuple[str, ...]:
+        return (*HEAD_COUNTS, *self.head_features) if self.attention else ()
 
     def inside(self, module: nn.Module) -> Iterable[tuple[nn.Module, Mapping[str, ParameterRule]]]:
         """The children that its code reads."""
@@ -98,7 +104,7 @@ class Block(LocalParameters):
     def problems(self, module: nn.Module, tp: int) -> list[str]:
         """Units and heads that tp does not divide."""
         units = [(f"{n} {what}", n) for what, n in self.units.items()]
-        for name in self.head_counts:
+        for name in self._head_counts:
             n = module.__dict__.get(name)
             if isinstance(n, int) and n % tp and not (name in KEY_HEADS and tp % n == 0):  # one for several ranks
                 units.append((f"{name}={n}", n))
@@ -107,7 +113,7 @@ class Block(LocalParameters):
     def attributes(self, module: nn.Module, tp: int) -> Mapping[str, int]:
         """Counts of this rank's heads, and the sizes that were given."""
         known = {name: n for name, n in module.__dict__.items() if isinstance(n, int)}
-        local = {name: max(known[name] // tp, 1) for name in self.head_counts if name in known}
+        local = {name: max(known[name] // tp, 1) for name in self._head_counts if name in known}
         if (key_heads := self.key_heads) is not None:
             local |= {name: known[name] * key_heads // max(tp, key_heads) for name in GROUPS if name in known}
         return local | {name: size for name, size in self.sizes.items() if name in known}
@@ -124,7 +130,7 @@ class Block(LocalParameters):
         """Across the borders; and inside them, its buffers, its config and its code path."""
         super().communicate(module, mesh)
         config = module.__dict__.get("config")
-        if self.head_counts and config is not None and not isinstance(config, LocalHeadsConfig):
+        if self.attention and config is not None and not isinstance(config, LocalHeadsConfig):
             module.__dict__["config"] = LocalHeadsConfig(config, mesh.size())
         if self.buffers:
             size, rank = mesh.size(), mesh.get_local_rank()

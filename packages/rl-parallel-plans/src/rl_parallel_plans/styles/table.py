@@ -166,7 +166,9 @@ def _readable(value: object) -> object:
         return value.placement
     if isinstance(value, Mapping):
         return {name: _readable(each) for name, each in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_readable(each) for each in value]
+    return getattr(value, "__qualname__", value)  # of a function, whose repr has an address
 
 
 def own_names(module: nn.Module) -> list[str]:
