@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rl_parallel_plans as plans
 from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
 from rl_parallel_plans.layer_stacks import fsdp_layers, stacked_layers
-from rl_parallel_plans.styles.sharded_forward import wrap_forward
+from rl_parallel_plans.styles.forward import wrap_forward
 
 MODES = ["full", "selective"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
@@ -211,7 +211,7 @@ def test_what_a_plan_puts_around_a_layer_is_recomputed_with_it_in_either_order(o
     truth = gradients(tiny("llama"), ids)
     calls = []
 
-    def noting(_module, call, args, kwargs):
+    def noting(_module, call, *args, **kwargs):
         calls.append("wrapper")
         return call(*args, **kwargs)
 
