@@ -1,17 +1,20 @@
-"""Where things are inside a model, found by shape and by name and never by class.
+"""Where things are inside a model, found by shape and by name and never by class: layers, embeddings, heads, ties.
 
-Knows nothing of plans, placements or processes. A name is the dotted path of `named_modules`; a pattern is such a path
-whose tokens may hold `*` (one token each, as in `torch.distributed.tensor.parallel.parallelize_module`).
+A name is the dotted path of `named_modules`; a pattern is such a path whose tokens may hold `*` (one token each, as in
+`torch.distributed.tensor.parallel.parallelize_module`).
 """
 
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+
+from rl_parallel_plans.errors import PlanError
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
@@ -164,3 +167,98 @@ def head_size(attention: nn.Module, config: object) -> int | None:
             return size
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def stacked_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost layers by path, in the model's order; each once, also where lists share it."""
+    layers: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in layers):
+            continue
+        for name, item in module.named_children():
+            if id(item) not in seen and _is_layer(item):
+                seen.add(id(item))
+                layers[f"{path}.{name}" if path else name] = item
+    return layers
+
+
+def fsdp_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that are FSDP units of their own: those that share no parameter with anything outside of them.
+
+    The others stay in the last unit, with the rest of the model: a parameter belongs to one unit only.
+    """
+    layers = stacked_layers(model)
+    holders = Counter(id(p) for layer in layers.values() for p in layer.parameters())
+    holders.update(_outside(model, {id(layer) for layer in layers.values()}))
+    return {path: layer for path, layer in layers.items() if all(holders[id(p)] == 1 for p in layer.parameters())}
+
+
+def fsdp_units_in_words(model: nn.Module) -> str:
+    """What `apply_fsdp` would shard as one unit."""
+    units = fsdp_layers(model)
+    stacks: dict[str, list[nn.Module]] = {}
+    for path, layer in units.items():
+        stacks.setdefault(collapsed(path), []).append(layer)
+    if not stacks:
+        return "none: no nn.ModuleList of layers"
+    listed = [f"{path} ({len(each)} x {', '.join(sorted({_name(e) for e in each}))})" for path, each in stacks.items()]
+    shared = len(stacked_layers(model)) - len(units)
+    rest = f"the rest of the model, with {shared} layers that share parameters," if shared else "the rest of the model"
+    return f"{', '.join(listed)}, then {rest} as one"
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        return False
+    parts = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+    return next(parts, None) is not None and next(parts, None) is not None
+
+
+def _outside(module: nn.Module, layers: set[int]) -> set[int]:
+    """Identities of the parameters that one reaches from `module` without entering a layer."""
+    found = {id(p) for p in module.parameters(recurse=False)}
+    for child in module.children():
+        if id(child) not in layers:
+            found |= _outside(child, layers)
+    return found
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of two or more parameter names that are one parameter."""
+    groups: dict[int, list[str]] = {}
+    for path, name, parameter in direct_parameters(model):
+        groups.setdefault(id(parameter), []).append(joined(path, name))
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie(model: nn.Module, groups: list[list[str]]) -> None:
+    """Make the names of each group one parameter again: the first name's."""
+    for first, *others in groups:
+        parameter = model.get_parameter(first)
+        for other in others:
+            path, _, name = other.rpartition(".")
+            model.get_submodule(path).register_parameter(name, parameter)
+    if tied_names(model) != groups:
+        raise PlanError(f"ties were {groups} before sharding and are {tied_names(model)} after: report this plan")
+
+
+def broken_tie(model: nn.Module) -> str | None:
+    """The sentence that says so where the config promises tied embeddings and the model's are two parameters."""
+    promised = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    embedding, head = input_embedding(model), output_head(model)
+    if not promised or embedding is None or head is None:
+        return None
+    if any("pipeline_path" in model.get_submodule(path).__dict__ for path in (embedding, head)):
+        return None  # a pipeline stage that holds one end: the pipeline keeps both equal
+    ends = [f"{path}.weight" for path in (embedding, head)]
+    if model.get_parameter(ends[0]) is model.get_parameter(ends[1]):
+        return None
+    return (
+        f"config.tie_word_embeddings is True, but {ends[1]} and {ends[0]} are two parameters: call model.tie_weights() "
+        "before planning, or set tie_word_embeddings=False"
+    )

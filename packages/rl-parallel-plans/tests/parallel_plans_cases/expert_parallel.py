@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import error, gradient_errors, total_loss
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.lookup import _own_plan
-from rl_parallel_plans.plan import Asked, make_plan
+from rl_parallel_plans.plan.parallel_plan import Asked, _own_plan, make_plan
 
 
 def parity(

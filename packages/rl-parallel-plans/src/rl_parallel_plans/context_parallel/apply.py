@@ -28,7 +28,7 @@ from rl_parallel_plans.errors import PlanError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 _OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "image_patches", "input_features", "input_values")
 _ROWS = "_context_parallel_rows"

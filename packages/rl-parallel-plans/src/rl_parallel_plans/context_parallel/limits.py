@@ -13,7 +13,7 @@ from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.structure import collapsed, decoder_layers, joined, source_of_forward
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Their frequencies depend on the longest position that a rank sees.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _stages(model: "nn.Module", plan: "ParallelPlan", arguments: argparse.Namesp
 
 
 def _plan(model: "nn.Module", arguments: argparse.Namespace) -> "ParallelPlan":
-    from rl_parallel_plans.lookup import plan_for
+    from rl_parallel_plans.plan.parallel_plan import plan_for
 
     return plan_for(
         model,

@@ -46,11 +46,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rl_parallel_plans.explain.report import Report, report
-from rl_parallel_plans.parameter_rows import ParameterRow
+from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
     from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 FORMAT = 1
 

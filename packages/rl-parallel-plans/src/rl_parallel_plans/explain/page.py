@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from rl_parallel_plans.explain.markup import Html, element
 from rl_parallel_plans.explain.report import Part, Report, report
 from rl_parallel_plans.explain.words import counts, elements, shape, share, size
-from rl_parallel_plans.parameter_rows import ParameterRow
+from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
     from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 # Share of a rank's bytes below which a part of the overview is not told by itself.
 SMALL = 0.002

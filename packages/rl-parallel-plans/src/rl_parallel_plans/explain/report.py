@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.parameter_rows import ParameterRow
+from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.collectives import CollectiveRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
+    from rl_parallel_plans.plan.rows import CollectiveRow
 
 # Rows of one module in a layer that are still told one by one.
 FEW = 4

@@ -9,12 +9,12 @@ from torch import nn
 
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.explain.words import elements, size
-from rl_parallel_plans.parameter_rows import parameter_rows
 from rl_parallel_plans.pipeline.schedule import plan_of_stage
 from rl_parallel_plans.pipeline.stages import boundary_of, split_stages
+from rl_parallel_plans.plan.rows import parameter_rows
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from rl_parallel_plans.explain.report import Part, Report, report
 from rl_parallel_plans.explain.words import counts, elements, shape, share, size
-from rl_parallel_plans.parameter_rows import ParameterRow
+from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
     from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 
 def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False, stages: "Sequence[StageRow]" = ()) -> str:

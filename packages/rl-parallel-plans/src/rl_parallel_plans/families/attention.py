@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from rl_parallel_plans.checkpoints import segments_in_order
 from rl_parallel_plans.families.parts import (
     NotRecognizedError,
     first_linear,
@@ -25,7 +26,6 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     replicated_inside,
 )
-from rl_parallel_plans.row_order import segments_in_order
 from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:

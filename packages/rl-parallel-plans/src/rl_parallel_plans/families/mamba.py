@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from rl_parallel_plans.checkpoints import segments_in_order
 from rl_parallel_plans.families.parts import (
     NotRecognizedError,
     linear,
@@ -24,13 +25,12 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     whole_block,
 )
-from rl_parallel_plans.row_order import segments_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl_parallel_plans.checkpoints import RowsOfRanks, RowsRead
     from rl_parallel_plans.families.parts import Styles
-    from rl_parallel_plans.row_order import RowsOfRanks, RowsRead
     from rl_parallel_plans.styles import LocalParameters
     from rl_parallel_plans.styles.local_parameters import Run, RunsOfRank
     from rl_parallel_plans.styles.mixers import Pieces

@@ -155,7 +155,7 @@ def _listed_experts(module: nn.Module) -> bool:
 def _split_by_counts(module: nn.Module) -> "Styles":
     from torch.distributed.tensor import Shard
 
-    from rl_parallel_plans.row_order import halves_in_order
+    from rl_parallel_plans.checkpoints import halves_in_order
     from rl_parallel_plans.styles import BlockParameters, ParameterRule
 
     fused, down = (tuple(module.get_submodule(name).get_parameter("weight").shape) for name in FUSED[1])

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
-from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast.fit import MemoryFit, fit, gpu_bytes
@@ -30,6 +28,8 @@ from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, 
 from rl_parallel_plans.forecast.torch_internals import fake_process_group
 from rl_parallel_plans.pipeline.schedule import Schedule
 from rl_parallel_plans.pipeline.stages import split_stages, stage_info
+from rl_parallel_plans.plan.registry import CustomPlan
+from rl_parallel_plans.sharding.activation_checkpointing import ActivationCheckpointing
 
 CHILD = "rl_parallel_plans.forecast.child"
 

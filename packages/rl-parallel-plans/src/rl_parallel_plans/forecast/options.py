@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
-from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
 from rl_parallel_plans.pipeline.schedule import Schedule
+from rl_parallel_plans.plan.registry import CustomPlan
+from rl_parallel_plans.sharding.activation_checkpointing import ActivationCheckpointing
 
 LmHead = Literal["gathered", "one_piece", "sharded", "linear_logp"]
 Loss = Callable[[Tensor, Tensor], Tensor]

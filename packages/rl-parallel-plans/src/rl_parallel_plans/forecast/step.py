@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.apply import parallelize
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.forecast import tracker as kinds
 from rl_parallel_plans.forecast.attention import Calls, fused_attention, nothing_packed
@@ -24,11 +23,10 @@ from rl_parallel_plans.forecast.optimizers import MAKERS, LocalOptimizer
 from rl_parallel_plans.forecast.options import MemoryOptions
 from rl_parallel_plans.forecast.torch_internals import give_pipeline_buffers, sends_hold_tensors
 from rl_parallel_plans.forecast.tracker import MemoryTracker
-from rl_parallel_plans.lookup import plan_for
 from rl_parallel_plans.pipeline.schedule import pipeline_stages
-from rl_parallel_plans.plan import ParallelPlan
-from rl_parallel_plans.structure import collapsed
-from rl_parallel_plans.ties import retie, tied_names
+from rl_parallel_plans.plan.parallel_plan import ParallelPlan, plan_for
+from rl_parallel_plans.sharding.parallelize import parallelize
+from rl_parallel_plans.structure import collapsed, retie, tied_names
 
 BETWEEN_STEPS = "between steps"
 FORWARD = "forward"

@@ -20,9 +20,9 @@ from rl_parallel_plans.structure import (
     joined,
     matching_modules,
     output_head,
+    tied_names,
 )
 from rl_parallel_plans.styles import BlockReplicated, ReplicatedParallel, VocabularyParallelEmbedding
-from rl_parallel_plans.ties import tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils._pytree import tree_map
 
+from rl_parallel_plans.checkpoints import halves_in_order, segments_read
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.row_order import halves_in_order, segments_read
 from rl_parallel_plans.styles.in_block import own_names
 from rl_parallel_plans.styles.local_parameters import (
     REPLICATED,

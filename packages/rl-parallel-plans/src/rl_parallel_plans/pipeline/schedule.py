@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans.apply import parallelize
+from rl_parallel_plans.checkpoints import entries, export_state_dict, is_first_of_its_ranks, reshard
 from rl_parallel_plans.dtensor import is_dtensor, submesh, to_local_if_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.export import entries, export_state_dict, is_first_of_its_ranks, reshard
-from rl_parallel_plans.grad_norm import device_of_group, get_grad_norm
 from rl_parallel_plans.pipeline.stages import boundary_of, split_stages
-from rl_parallel_plans.plan import ParallelPlan
+from rl_parallel_plans.plan.parallel_plan import ParallelPlan
+from rl_parallel_plans.sharding.grad_norm import device_of_group, get_grad_norm
+from rl_parallel_plans.sharding.parallelize import parallelize
 from rl_parallel_plans.structure import matching_modules
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.structure import joined, text_layers
-from rl_parallel_plans.ties import tied_names
+from rl_parallel_plans.structure import joined, text_layers, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

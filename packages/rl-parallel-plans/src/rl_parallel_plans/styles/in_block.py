@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from rl_parallel_plans.checkpoints import RowsRead, halves_in_order, segments_in_order, segments_read
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.row_order import RowsRead, halves_in_order, segments_in_order, segments_read
 from rl_parallel_plans.styles.local_parameters import REPLICATED_PARTIAL, LocalParameters, ParameterRule
 from rl_parallel_plans.styles.sharded_forward import wrap_forward
 

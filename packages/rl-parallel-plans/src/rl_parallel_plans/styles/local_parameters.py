@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from rl_parallel_plans.checkpoints import RowOrder, RowsOfRanks, RowsRead, set_row_order
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.row_order import RowOrder, RowsOfRanks, RowsRead, set_row_order
 from rl_parallel_plans.styles.fused_weights import keep_state_dicts_unsharded
 from rl_parallel_plans.styles.partial_gradients import sum_gradient_of
 from rl_parallel_plans.styles.sharded_forward import wrap_forward
@@ -55,7 +55,7 @@ class ParameterRule:
     """Whether only the first rank computes with it: a bias that is added before outputs are summed over ranks."""
     row_order: RowsOfRanks | None = None
     """Of a fused weight that is sharded over the dim of `placement`: which of its rows each rank holds; see
-    `rl_parallel_plans.row_order`. None keeps their order."""
+    `rl_parallel_plans.checkpoints`. None keeps their order."""
     reads: RowsRead | None = None
     """The rows of a replicated parameter that a rank computes with; None for all. Its gradient is one term of a sum."""
     runs: RunsOfRank | None = None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rl_parallel_plans.checkpoints import RowsOfRanks, RowsRead
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.row_order import RowsOfRanks, RowsRead
 from rl_parallel_plans.styles.blocks import BlockParallel, Counts
 from rl_parallel_plans.styles.in_block import BlockColwise, BlockNorm, BlockPackedColwise, BlockReplicated, own_names
 from rl_parallel_plans.styles.local_parameters import (

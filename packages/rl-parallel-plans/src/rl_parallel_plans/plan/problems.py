@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.placements import in_words, parameter_placements, shards_features
+from rl_parallel_plans.plan.rows import in_words, parameter_placements, shards_features
 from rl_parallel_plans.structure import (
     around_layers,
+    broken_tie,
     collapsed,
     direct_parameters,
     head_size,
@@ -24,8 +25,8 @@ from rl_parallel_plans.structure import (
     output_head,
     source_of_forward,
     text_layers,
+    tied_names,
 )
-from rl_parallel_plans.ties import broken_tie, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     Styles = Mapping[str, ParallelStyle]
     Styled = dict[str, ParallelStyle]
     Found = tuple[str, str]
-
 
 KINDS = {
     "unmatched_pattern": "a pattern matches no module",
@@ -50,10 +50,17 @@ KINDS = {
     "local_lm_head": "each rank would return its own logits as if they were all",
     "large_replicated": "a large weight of a decoder layer stays whole on every rank",
 }
+
+
 """What can be wrong with a plan, by the name under which `plan_for(allow=...)` accepts it."""
 
+
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 LARGE = 2**20
+
+
 """Elements of a weight in a decoder layer above which to leave it whole needs the caller's word: 2 MiB in bf16."""
 
 

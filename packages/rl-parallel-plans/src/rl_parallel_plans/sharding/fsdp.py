@@ -1,31 +1,194 @@
 """FSDP2 over the data-parallel axes of a mesh: each layer a unit, then the rest of the model as the last one.
 
-Comes after tensor parallelism and needs it not. Knows modules, parameters and their names; knows no plan. It moves a
-plain model to the mesh's device, loads no weights and makes no process group. What is gathered together, and what
-apart since it stays in fp32, has another dtype or lies on another mesh, `fsdp_units` decides.
+Comes after tensor parallelism and does not need it. It moves a plain model to the mesh's device, loads no weights and
+makes no process group.
 
 Gradients are SUMMED over the data-parallel ranks and not averaged, at every number of them: a loss that divides by the
 step's global count gives results that do not depend on the ranks.
+
+A unit gathers its parameters in one collective, in one dtype and over one mesh. What of a layer does not fit the most
+of it becomes a small unit of its own inside of the layer: the module that holds it, for these parameters only.
+
+Some parameters stay in fp32 when the others are gathered in half precision: those that the model's own code says must
+(`_keep_in_fp32_modules_strict`; under float16 `_keep_in_fp32_modules` too: what `from_pretrained` reads), and a few
+that decide more than their size: the decay of a state-space layer is the exponential of an exponential, and a router's
+correction bias ranks experts by differences that bfloat16 rounds away.
 """
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rl_parallel_plans.dtensor import submesh
+from rl_parallel_plans.dtensor import is_dtensor, submesh
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
-from rl_parallel_plans.fsdp_units import Unit, fsdp_units
 from rl_parallel_plans.pipeline.stages import stage_info
-from rl_parallel_plans.ties import tied_names
+from rl_parallel_plans.structure import fsdp_layers, joined, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import OffloadPolicy
 
     Meshes = dict[tuple[str, ...], DeviceMesh]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What the parameters of one unit have in common."""
+
+    taken: tuple[str, ...]
+    """Data-parallel axes that they are sharded over already, and FSDP must leave alone."""
+    fp32: bool
+    """Whether they are gathered as they are, and not in the dtype of the others."""
+    dtype: torch.dtype | None
+    """Their dtype; None where they are frozen, and any will do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered together."""
+
+    path: str
+    """The module at whose forward they are gathered; empty for the model itself."""
+    kind: Kind
+    """What they have in common."""
+    parameters: frozenset[nn.Parameter]
+    """The parameters of the unit; all others in the module are those of other units."""
+
+
+def fsdp_units(model: nn.Module, *, dp_axes: tuple[str, ...], fp32: set[str]) -> list[Unit]:
+    """The units in the order in which they must be made: layers, then the rest, each before those inside of it.
+
+    fp32: names of parameters that are gathered as they are.
+
+    Raises PlanError for a parameter without dims, or one that does not fit its unit and cannot be parted from it.
+    """
+    layers = fsdp_layers(model)
+    if not layers:
+        raise PlanError(f"{type(model).__name__} holds no nn.ModuleList of layers to shard one by one: use fully_shard")
+    slots = list(_slots(model, layers, dp_axes=dp_axes, fp32=fp32))
+    ends = Counter(slot.parameter for slot in slots)
+    units: list[Unit] = []
+    for path in (*layers, ""):
+        units += _parted(path, [slot for slot in slots if slot.unit == path], ends)
+    return units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """One place where a parameter is registered."""
+
+    unit: str
+    owner: str
+    name: str
+    parameter: nn.Parameter
+    kind: Kind
+
+
+def _slots(
+    model: nn.Module, layers: dict[str, nn.Module], *, dp_axes: tuple[str, ...], fp32: set[str]
+) -> Iterator[_Slot]:
+    homes = {id(module): path for path, layer in layers.items() for module in layer.modules()}
+    for owner, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = joined(owner, own)
+            if parameter.ndim == 0:
+                raise PlanError(
+                    f"parameter {name} has no dims and FSDP shards dim 0: make it a buffer, or a parameter of shape [1]"
+                )
+            kind = _kind(parameter, dp_axes, fp32=name in fp32)
+            yield _Slot(unit=homes.get(id(module), ""), owner=owner, name=name, parameter=parameter, kind=kind)
+
+
+def _kind(parameter: nn.Parameter, dp_axes: tuple[str, ...], *, fp32: bool) -> Kind:
+    names = (parameter.device_mesh.mesh_dim_names or ()) if is_dtensor(parameter) else ()
+    taken = tuple(axis for axis in dp_axes if axis in names)
+    return Kind(taken=taken, fp32=fp32, dtype=parameter.dtype if parameter.requires_grad else None)
+
+
+def _parted(path: str, slots: list[_Slot], ends: "Counter[nn.Parameter]") -> Iterator[Unit]:
+    """The unit at `path` with most of the slots, then one for each module that holds others."""
+    if not slots:  # a model that is nothing but layers: it is what makes them one model all the same
+        yield Unit(path=path, kind=Kind(taken=(), fp32=False, dtype=None), parameters=frozenset())
+        return
+    fits = _hosts(slots)
+    sizes = _sizes(slots)
+    main = max(fits.values(), key=lambda kind: (not kind.taken, sizes[kind]))
+    inner: dict[str, dict[Kind, set[nn.Parameter]]] = {}
+    for slot in slots:
+        if (kind := fits[slot.kind]) == main:
+            continue
+        inner.setdefault(slot.owner, {}).setdefault(kind, set()).add(slot.parameter)
+        if slot.owner == path:
+            raise PlanError(_inseparable(slot, f"the {'layer' if path else 'model'} itself holds it"))
+        if len(inner[slot.owner]) > 1:
+            raise PlanError(_inseparable(slot, f"{slot.owner} holds others that differ from both"))
+        if ends[slot.parameter] > 1:
+            raise PlanError(_inseparable(slot, "it is tied to another"))
+    apart = {p for kinds in inner.values() for parameters in kinds.values() for p in parameters}
+    yield Unit(path=path, kind=main, parameters=frozenset(slot.parameter for slot in slots) - apart)
+    for owner, kinds in inner.items():
+        for kind, parameters in kinds.items():
+            yield Unit(path=owner, kind=kind, parameters=frozenset(parameters))
+
+
+def _sizes(slots: list[_Slot]) -> Counter[Kind]:
+    sizes: Counter[Kind] = Counter()
+    for parameter, kind in {slot.parameter: slot.kind for slot in slots}.items():
+        sizes[kind] += parameter.numel()
+    return sizes
+
+
+def _hosts(slots: list[_Slot]) -> dict[Kind, Kind]:
+    """Each kind with the one that it is gathered with: frozen parameters with trainable ones of any dtype."""
+    sizes = _sizes(slots)
+    hosts = {}
+    for kind in sizes:
+        alike = [k for k in sizes if k.dtype is not None and (k.taken, k.fp32) == (kind.taken, kind.fp32)]
+        hosts[kind] = kind if kind.dtype is not None else max(alike, key=sizes.__getitem__, default=kind)
+    return hosts
+
+
+def _inseparable(slot: _Slot, why: str) -> str:
+    return (
+        f"parameter {slot.name} differs in dtype, precision or mesh from most of its FSDP unit and cannot be gathered "
+        f"apart from it, since {why}: give all of them one dtype, or leave it out of fp32_parameters"
+    )
+
+
+FP32_PARAMETERS = ("A_log", "e_score_correction_bias")
+
+
+"""Names that stay in fp32 in every model."""
+
+
+def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None, names: Iterable[str]) -> set[str]:
+    """Names of the parameters that are not cast to `param_dtype`: none where it is not a half precision.
+
+    names: parameters or modules, as one or more whole tokens of a dotted name (`A_log`, `gate.weight`).
+    """
+    if param_dtype not in (torch.bfloat16, torch.float16):
+        return set()
+    attributes = ["_keep_in_fp32_modules_strict"]
+    attributes += ["_keep_in_fp32_modules"] if param_dtype == torch.float16 else []
+    kept: set[str] = set()
+    for path, module in model.named_modules():
+        wanted = {name for attribute in attributes for name in getattr(module, attribute, None) or ()}
+        wanted |= set(names) if not path else set()
+        kept |= {joined(path, name) for name in _matching(module, wanted)}
+    return kept
+
+
+def _matching(module: nn.Module, wanted: set[str]) -> Iterable[str]:
+    if not wanted:
+        return ()
+    tokens = "|".join(map(re.escape, sorted(wanted)))
+    pattern = re.compile(rf"(?:^|\.)(?:{tokens})(?:\.|$)")
+    return (name for name, _ in module.named_parameters(remove_duplicate=False) if pattern.search(name))
 
 
 def apply_fsdp(

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.layer_stacks import stacked_layers
+from rl_parallel_plans.structure import stacked_layers
 
 ActivationCheckpointing = Literal["full", "selective"]
 
