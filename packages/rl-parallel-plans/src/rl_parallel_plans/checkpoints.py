@@ -36,17 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 RowsOfRanks = Callable[[int, int], Tensor]
-
-
 """(tp, rows) to the index [rows] of the row that stands at each place when rank 0's rows come first, then rank 1's."""
-
-
 RowsRead = Callable[[int, int], Sequence[slice]]
-
-
 """(tp, rank) to the rows of a replicated parameter that the rank computes with."""
-
-
 ATTRIBUTE = "row_orders"
 
 
@@ -129,8 +121,6 @@ def set_row_order(module: nn.Module, name: str, order: RowOrder) -> None:
 
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-
-
 """Tokens of dotted names that wrappers of torch put in."""
 
 

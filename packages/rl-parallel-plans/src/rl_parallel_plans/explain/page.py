@@ -6,17 +6,16 @@ Without the script it reads the same; with it, the table of parameters is search
 
 import base64
 import hashlib
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from rl_parallel_plans.explain.markup import Html, element
-from rl_parallel_plans.explain.report import Part, Report, report
-from rl_parallel_plans.explain.words import counts, elements, shape, share, size
+from rl_parallel_plans.explain import report as counted
+from rl_parallel_plans.explain.report import Part, Report, StageRow, counts, elements, report, shape, share, size
 from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 # Share of a rank's bytes below which a part of the overview is not told by itself.
@@ -24,15 +23,15 @@ SMALL = 0.002
 NUMBERS = frozenset({"times", "count", "shape", "on a tp rank", "bytes a rank", "bytes a token, forward", "backward "})
 
 
-def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" = ()) -> str:
+def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: Sequence[StageRow] = ()) -> str:
     """The plan over `dp` ranks of FSDP as one self-contained page.
 
-    stages: those of a pipeline, by `explain.stages.stage_rows`.
+    stages: those of a pipeline, by `explain.report.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
     told = report(plan, dp=dp)
-    script = _resource("page.js")
+    script, style = (resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = element(
@@ -41,8 +40,8 @@ def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" =
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{_short_name(told)}, tp={plan.tp}: parallel plan"),
-        element("style", Html(_resource("page.css"))),
+        element("title", f"{told.plan.model_name.rpartition('.')[2]}, tp={plan.tp}: parallel plan"),
+        element("style", Html(style)),
     )
     body = element(
         "body",
@@ -50,6 +49,31 @@ def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" =
         element("script", Html(script)),
     )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+class Html(str):
+    """Text that is HTML already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
+    """An element with its children. Every string is escaped, except the elements made here: nothing can be injected.
+
+    Attributes named like words of Python end in `_`; any other `_` becomes `-`; None leaves an attribute out.
+
+    >>> element("p", "1 < 2", class_="note")
+    '<p class="note">1 &lt; 2</p>'
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in {"input", "meta", "wbr"}:
+        return Html(f"<{name}{written}>")
+    inner = "".join(child if isinstance(child, Html) else html.escape(child) for child in children if child is not None)
+    return Html(f"<{name}{written}>{inner}</{name}>")
 
 
 def _sections(told: Report) -> Iterator[Html]:
@@ -67,10 +91,6 @@ def _sections(told: Report) -> Iterator[Html]:
     yield _rest(told)
 
 
-def _short_name(told: Report) -> str:
-    return told.plan.model_name.rpartition(".")[2]
-
-
 def _masthead(told: Report) -> Html:
     plan = told.plan
     axes = [f"tp {plan.tp}", f"dp {told.dp}", *(["sequence parallel"] if plan.sequence_parallel else [])]
@@ -79,7 +99,7 @@ def _masthead(told: Report) -> Html:
     return element(
         "header",
         element("p", "parallel plan", class_="kicker"),
-        element("h1", _short_name(told)),
+        element("h1", plan.model_name.rpartition(".")[2]),
         element("p", _path(plan.model_name), class_="quiet"),
         element("p", *(element("span", axis, class_="chip") for axis in axes)),
         element("p", element("span", "source ", class_="quiet"), plan.source),
@@ -95,11 +115,9 @@ def _cards(told: Report) -> Html:
     if plan.tp > 1:
         note = f"{share(told.whole_bytes, told.tp_rank_bytes)} of what a tp rank holds"
         cards.append(_card(size(told.whole_bytes), "whole on every tp rank", note))
-    if told.layers:
-        forward, backward = (
-            max(sum(each.values()) for each in direction)
-            for direction in ([row.forward for row in told.layers], [row.backward for row in told.layers])
-        )
+    if layers := [row for row in told.collectives if row.in_layers]:
+        forward = max(sum(row.forward.values()) for row in layers)
+        backward = max(sum(row.backward.values()) for row in layers)
         note = f"{size(told.sent_bytes)} sent a token"
         cards.append(_card(f"{forward} + {backward}", "collectives a layer, forward + backward", note))
     return element("section", *cards, class_="cards")
@@ -173,15 +191,13 @@ def _collectives(told: Report) -> Html:
     )
 
 
-def _stages(stages: "Sequence[StageRow]") -> Html:
-    from rl_parallel_plans.explain.stages import HEADER, stage_cells, stage_notes
-
-    rows = [_table_row(*(element("td", cell) for cell in cells)) for cells in stage_cells(stages)]
+def _stages(stages: Sequence[StageRow]) -> Html:
+    rows = [_table_row(*(element("td", cell) for cell in cells)) for cells in counted.stage_cells(stages)]
     return element(
         "section",
         element("h2", "Pipeline stages"),
-        element("div", _table(HEADER, rows), class_="wide"),
-        *(element("p", note, class_="quiet") for note in stage_notes(stages)),
+        element("div", _table(counted.STAGE_HEADER, rows), class_="wide"),
+        *(element("p", note, class_="quiet") for note in counted.stage_notes(stages)),
     )
 
 
@@ -285,7 +301,3 @@ def _path(name: str) -> Html:
     first, *others = name.split(".")
     breaks = (piece for token in others for piece in (".", element("wbr"), token))
     return element("code", first, *breaks)
-
-
-def _resource(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

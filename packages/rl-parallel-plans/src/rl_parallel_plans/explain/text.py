@@ -1,42 +1,34 @@
-"""A plan as text: aligned columns, about 120 wide, for a terminal or a log.
-
-Many whole parameters under one module (a vision tower) are one line, unless every row is asked for.
-"""
+"""A plan as text: aligned columns, about 120 wide, for a terminal or a log."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rl_parallel_plans.explain.report import Part, Report, report
-from rl_parallel_plans.explain.words import counts, elements, shape, share, size
+from rl_parallel_plans.explain import report as counted
+from rl_parallel_plans.explain.report import Report, StageRow, elements, report, shape, share, size
 from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.explain.stages import StageRow
     from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 
-def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False, stages: "Sequence[StageRow]" = ()) -> str:
+def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False, stages: Sequence[StageRow] = ()) -> str:
     """The plan over `dp` ranks of FSDP, for people.
 
-    every_row: also one line for each parameter of a module that stays whole, such as a vision tower.
-    stages: those of a pipeline, by `explain.stages.stage_rows`.
+    every_row: one line for each parameter. By default many whole parameters under one module, such as a vision tower,
+        are one line.
+    stages: those of a pipeline, by `explain.report.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
     told = report(plan, dp=dp)
-    table = _parameters(told, every_row=every_row)
-    blocks = [_problems(told), _head(told), table, _totals(told), _collectives(told), _rest(told)]
+    blocks = [_head(told), _parameters(told, every_row=every_row), _totals(told), _collectives(told), _rest(told)]
+    if told.problems:  # first, since nothing below is applied as long as there is one
+        count = f"{len(told.problems)} problem(s): this plan is refused where it is applied"
+        blocks.insert(0, iter([count, *(f"PROBLEM: {_one_line(problem)}" for problem in told.problems)]))
     if stages:
-        blocks.append(_stages(stages))
+        table = _aligned([list(counted.STAGE_HEADER), *counted.stage_cells(stages)], right={2, 3})
+        blocks.append(iter([*table, *counted.stage_notes(stages)]))
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := list(block)))
-
-
-def _problems(told: Report) -> Iterator[str]:
-    """First, since nothing below is applied as long as there is one."""
-    if told.problems:
-        yield f"{len(told.problems)} problem(s): this plan is refused where it is applied"
-    for problem in told.problems:
-        yield f"PROBLEM: {_one_line(problem)}"
 
 
 def _head(told: Report) -> Iterator[str]:
@@ -55,12 +47,15 @@ def _parameters(told: Report, *, every_row: bool) -> Iterator[str]:
     lines = [["parameter", "count", "placement", "shape", "on a tp rank", "bytes a rank", "dtype", "rule"]]
     heading, shown = "", set()
     for row in told.plan.parameters:
-        part = towers.get(row)
-        if part is None:
-            name, cells = row.name, _cells(row, told.dp)
+        if (part := towers.get(row)) is None:
+            marks = f"{', summed' if row.partial_gradient else ''}{', reordered' if row.reordered else ''}"
+            name, cells = row.name, [f"{row.count}", f"{row.placement}{marks}", shape(row.shape)]
+            cells += [shape(row.local_shape), f"{row.rank_bytes_over(told.dp):,}", row.dtype, _rule(row)]
         elif part.where not in shown:
             shown.add(part.where)
-            name, cells = f"{part.where}.*", _tower_cells(part, told.dp)
+            dtypes, rules = (", ".join(dict.fromkeys(map(each, part.rows))) for each in (lambda r: r.dtype, _rule))
+            name, cells = f"{part.where}.*", [f"{part.count}", part.rows[0].placement, "", ""]
+            cells += [f"{part.rank_bytes_over(told.dp):,}", dtypes, rules]
         else:
             continue
         before, star, after = name.partition(".*.")
@@ -71,26 +66,6 @@ def _parameters(told: Report, *, every_row: bool) -> Iterator[str]:
     if len({row.dtype for row in told.plan.parameters}) == 1:
         lines = [[cell for i, cell in enumerate(line) if i != lines[0].index("dtype")] for line in lines]
     yield from _aligned(lines, right={1, 5})
-
-
-def _tower_cells(part: Part, dp: int) -> list[str]:
-    dtypes, rules = (
-        ", ".join(dict.fromkeys(each)) for each in zip(*((r.dtype, _rule(r)) for r in part.rows), strict=True)
-    )
-    return [f"{part.count}", part.rows[0].placement, "", "", f"{part.rank_bytes_over(dp):,}", dtypes, rules]
-
-
-def _cells(row: ParameterRow, dp: int) -> list[str]:
-    marks = f"{row.placement}{', summed' if row.partial_gradient else ''}{', reordered' if row.reordered else ''}"
-    return [
-        f"{row.count}",
-        marks,
-        shape(row.shape),
-        shape(row.local_shape),
-        f"{row.rank_bytes_over(dp):,}",
-        row.dtype,
-        _rule(row),
-    ]
 
 
 def _rule(row: ParameterRow) -> str:
@@ -128,10 +103,9 @@ def _collectives(told: Report) -> Iterator[str]:
         return
     lines = [["collectives over tp", "times", "forward", "backward", "bytes a token"]]
     for row in told.collectives:
-        blocks = ", ".join(row.blocks)
-        where = f"{row.where} ({blocks})" if blocks else row.where
-        told_bytes = f"{row.forward_bytes:,} + {row.backward_bytes:,}"
-        lines.append([where, f"{row.count}", counts(row.forward), counts(row.backward), told_bytes])
+        where = f"{row.where} ({', '.join(row.blocks)})" if row.blocks else row.where
+        each = f"{row.forward_bytes:,} + {row.backward_bytes:,}"
+        lines.append([where, f"{row.count}", counted.counts(row.forward), counted.counts(row.backward), each])
     yield from _aligned(lines, right={1, 4})
     yield f"a rank sends {size(told.sent_bytes)} a token in forward and backward, where collectives are rings"
     for style in dict.fromkeys(style for row in told.collectives for style in row.untold):
@@ -139,23 +113,15 @@ def _collectives(told: Report) -> Iterator[str]:
 
 
 def _rest(told: Report) -> Iterator[str]:
-    plan = told.plan
-    for names in plan.ties:
+    for names in told.plan.ties:
         yield f"tied: {' = '.join(names)}"
-    yield f"FSDP units: {plan.fsdp_units}"
+    yield f"FSDP units: {told.plan.fsdp_units}"
     for problem in told.allowed:
         yield f"allowed: {_one_line(problem)}"
 
 
-def _stages(stages: "Sequence[StageRow]") -> Iterator[str]:
-    from rl_parallel_plans.explain.stages import HEADER, stage_cells, stage_notes
-
-    yield from _aligned([list(HEADER), *stage_cells(stages)], right={2, 3})
-    yield from stage_notes(stages)
-
-
 def _aligned(lines: Sequence[Sequence[str]], *, right: set[int]) -> Iterator[str]:
-    """Columns two spaces apart; the last may be as long as it likes, and a line with one cell spans them all."""
+    """Columns two spaces apart; the last may have any length, and a line with one cell spans them all."""
     columns = max(map(len, lines))
     widths = [max(len(line[i]) for line in lines if i < len(line) and len(line) > 1) for i in range(columns)]
     for line in lines:

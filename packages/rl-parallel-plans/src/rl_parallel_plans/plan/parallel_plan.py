@@ -18,19 +18,19 @@ from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.explain.text import as_text
 from rl_parallel_plans.plan.adapters import has_adapters, with_adapters, without_adapters
 from rl_parallel_plans.plan.problems import KINDS, Problem, find_problems
-from rl_parallel_plans.plan.registry import CustomPlan, built, qualified_name, registered_plan, resolve
+from rl_parallel_plans.plan.registry import CustomPlan, build_styles, qualified_name, registered_plan, resolve
 from rl_parallel_plans.plan.rows import CollectiveRow, ParameterRow, collective_rows, parameter_rows
 from rl_parallel_plans.structure import fsdp_units_in_words, matching_modules, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    Made = tuple[dict[str, ParallelStyle], tuple[str, ...]]
+    BuiltStyles = tuple[dict[str, ParallelStyle], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a plan was asked for, beside the model."""
+class PlanRequest:
+    """The arguments of `plan_for` that decide what the plan does."""
 
     tp: int
     """Ranks that one layer is split over."""
@@ -68,7 +68,7 @@ class ParallelPlan:
     """`module.qualname` of the class that the plan was made for."""
     source: str
     """Which rule made the plan, and at tp=1 why there is nothing to do."""
-    asked: Asked
+    asked: PlanRequest
     """What the plan was asked for."""
     styles: "Mapping[str, ParallelStyle]"
     """Pattern of module names to the style applied to each match; empty at tp=1."""
@@ -126,7 +126,7 @@ def make_plan(
     model: nn.Module,
     styles: "Mapping[str, ParallelStyle]",
     *,
-    asked: Asked,
+    asked: PlanRequest,
     source: str,
     passed_over: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
@@ -186,33 +186,28 @@ def plan_for(
         raise PlanError(
             f"model is a {type(model).__name__}: plan_for takes an nn.Module, on the meta device if need be"
         )
-    asked = Asked(tp=tp, sequence_parallel=sequence_parallel, output_projections=output_projections, ep=ep)
+    asked = PlanRequest(tp=tp, sequence_parallel=sequence_parallel, output_projections=output_projections, ep=ep)
     brought = resolve(custom) if custom is not None else None
     if tp == 1 and ep == 1:
         return make_plan(model, {}, asked=asked, source="nothing to shard at tp=1", allow=allow)
     if brought is not None:
         name = custom if isinstance(custom, str) else getattr(custom, "__qualname__", type(custom).__name__)
-        styles, notes = built(brought, model, asked=asked)
+        styles, notes = build_styles(brought, model, asked=asked)
         return make_plan(model, styles, asked=asked, source=f"custom: {name}", notes=notes, allow=allow)
-    return _found(model, asked, allow)
-
-
-def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPlan:
-    name = qualified_name(type(model))
     if (registered := registered_plan(type(model))) is not None:
-        styles, notes = built(registered[1], model, asked=asked)
-        source = f"registered: {registered[0]}"
-        return make_plan(model, styles, asked=asked, source=source, notes=notes, allow=allow)
-    passed_over: tuple[str, ...] = (f"registered: no plan for {name} or a class that it derives from",)
-    for source, builder in (("structure", _by_structure), ("Hugging Face tp_plan", _own_plan)):
+        styles, notes = build_styles(registered[1], model, asked=asked)
+        return make_plan(model, styles, asked=asked, source=f"registered: {registered[0]}", notes=notes, allow=allow)
+
+    name = qualified_name(type(model))
+    passed_over = [f"registered: no plan for {name} or a class that it derives from"]
+    for source, build in (("structure", _by_structure), ("Hugging Face tp_plan", _own_plan)):
         try:
-            styles, notes = builder(model, asked)
+            styles, notes = build(model, asked)
         except PlanError as refusal:
-            passed_over += (f"{source}: {refusal}",)
-        else:
-            return make_plan(
-                model, styles, asked=asked, source=source, passed_over=passed_over, notes=notes, allow=allow
-            )
+            passed_over.append(f"{source}: {refusal}")
+            continue
+        rejected = tuple(passed_over)
+        return make_plan(model, styles, asked=asked, source=source, passed_over=rejected, notes=notes, allow=allow)
     reasons = "\n".join(f"  - {reason}" for reason in passed_over)
     raise PlanError(
         f"no plan for {name} at {asked}:\n{reasons}\npass custom= (a mapping of module patterns to parallel styles), "
@@ -220,19 +215,23 @@ def _found(model: nn.Module, asked: Asked, allow: Collection[str]) -> ParallelPl
     )
 
 
-def _by_structure(model: nn.Module, asked: Asked) -> "Made":
+def _by_structure(model: nn.Module, asked: PlanRequest) -> "BuiltStyles":
     from rl_parallel_plans.families.decoder import decoder_plan, departures
 
-    sequence_parallel = asked.sequence_parallel and asked.tp > 1
     adapted = has_adapters(model)
-    bare = without_adapters(model) if adapted else model
-    styles = decoder_plan(bare, tp=asked.tp, sequence_parallel=sequence_parallel, projections=asked.output_projections)
-    styles = with_adapters(model, styles) if adapted else styles
+    styles = decoder_plan(
+        without_adapters(model) if adapted else model,
+        tp=asked.tp,
+        sequence_parallel=asked.sequence_parallel and asked.tp > 1,
+        projections=asked.output_projections,
+    )
+    if adapted:
+        styles = with_adapters(model, styles)
     notes = tuple(departures(model, styles)) if asked.tp > 1 else ()
-    return (styles if asked.ep == 1 else with_expert_parallel(model, styles, ep=asked.ep, tp=asked.tp)), notes
+    return with_expert_parallel(model, styles, ep=asked.ep, tp=asked.tp), notes
 
 
-def _own_plan(model: nn.Module, asked: Asked) -> "Made":
+def _own_plan(model: nn.Module, asked: PlanRequest) -> "BuiltStyles":
     from rl_parallel_plans.hugging_face import own_plan
 
     if has_adapters(model):
@@ -242,38 +241,37 @@ def _own_plan(model: nn.Module, asked: Asked) -> "Made":
     if asked.output_projections != "rowwise":
         raise PlanError("a tp_plan says itself how its output projections are sharded: rowwise is all it can be asked")
     plan = own_plan(model)
-    if asked.ep == 1:
-        return plan.styles, plan.notes
-    return with_expert_parallel(model, plan.styles, ep=asked.ep, tp=asked.tp), plan.notes if asked.tp > 1 else ()
+    styles = with_expert_parallel(model, plan.styles, ep=asked.ep, tp=asked.tp)
+    return styles, plan.notes if asked.tp > 1 else ()
 
 
 def with_expert_parallel(
-    model: nn.Module, styles: "Mapping[str, ParallelStyle]", *, ep: int, tp: int
+    model: nn.Module, styles: "dict[str, ParallelStyle]", *, ep: int, tp: int
 ) -> "dict[str, ParallelStyle]":
-    """The styles of a plan by structure, or of Hugging Face's, with the experts' ones made expert-parallel.
+    """The styles of a plan by structure, or of Hugging Face's, with the experts' ones made expert-parallel if ep > 1.
 
     At tp=1 these alone. Raises PlanError where there are no stacked experts.
     """
+    if ep == 1:
+        return styles
+    from rl_parallel_plans.hugging_face.styles import SummedModule
     from rl_parallel_plans.styles.expert_dispatch import ExpertParallel
+    from rl_parallel_plans.styles.in_block import BlockExperts
     from rl_parallel_plans.styles.local_parameters import LocalParameters
+
+    def shards_experts(pattern: str, style: "ParallelStyle") -> bool:
+        if isinstance(style, BlockExperts):
+            return True
+        # Hugging Face's style does not tell: stacked experts have weights of three dims.
+        parameters = [each for _, module in matching_modules(model, pattern) for each in module.named_parameters()]
+        weights = [parameter for name, parameter in parameters if not name.endswith("bias")]
+        return isinstance(style, SummedModule) and bool(weights) and all(weight.ndim == 3 for weight in weights)
 
     experts = {
         pattern: ExpertParallel(ep=ep, features=style if tp > 1 else None)
         for pattern, style in styles.items()
-        if isinstance(style, LocalParameters)
-        and _shards_experts(style, [module for _, module in matching_modules(model, pattern)])
+        if isinstance(style, LocalParameters) and shards_experts(pattern, style)
     }
     if not experts:
         raise PlanError(f"ep={ep} was asked for and the model has no stacked experts: plan it with ep=1")
     return {**(styles if tp > 1 else {}), **experts}
-
-
-def _shards_experts(style: "ParallelStyle", modules: list[nn.Module]) -> bool:
-    """Whether `style` is one of stacked experts: in Hugging Face's plans, of a module whose weights have three dims."""
-    from rl_parallel_plans.hugging_face.styles import SummedModule
-    from rl_parallel_plans.styles.in_block import BlockExperts
-
-    if isinstance(style, BlockExperts):
-        return True
-    weights = [p for module in modules for name, p in module.named_parameters() if not name.endswith("bias")]
-    return isinstance(style, SummedModule) and bool(weights) and all(weight.ndim == 3 for weight in weights)

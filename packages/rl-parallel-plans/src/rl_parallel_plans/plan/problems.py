@@ -50,17 +50,9 @@ KINDS = {
     "local_lm_head": "each rank would return its own logits as if they were all",
     "large_replicated": "a large weight of a decoder layer stays whole on every rank",
 }
-
-
 """What can be wrong with a plan, by the name under which `plan_for(allow=...)` accepts it."""
-
-
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 LARGE = 2**20
-
-
 """Elements of a weight in a decoder layer above which to leave it whole needs the caller's word: 2 MiB in bf16."""
 
 

@@ -21,25 +21,13 @@ from rl_parallel_plans.errors import PlanError
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from rl_parallel_plans.plan.parallel_plan import Asked
-
-    Made = tuple[dict[str, ParallelStyle], tuple[str, ...]]
+    from rl_parallel_plans.plan.parallel_plan import PlanRequest
 
 PlanBuilder = Callable[..., Any]
-
-
 Builder = TypeVar("Builder", bound=PlanBuilder)
-
-
 _builders: dict[str, PlanBuilder] = {}
-
-
 _loaded_entry_points: set[str] = set()
-
-
 ENTRY_POINT_GROUP = "rl_parallel_plans"
-
-
 REMOTE_CODE = "transformers_modules."
 
 
@@ -60,10 +48,10 @@ def register_plan(model_name: str) -> Callable[[Builder], Builder]:
 
     def register(builder: Builder) -> Builder:
         holder = _builders.get(model_name)
-        if holder is not None and _where(holder) != _where(builder):
+        if holder is not None and _function_name(holder) != _function_name(builder):
             raise PlanError(
-                f"{model_name} has two plans, {_where(holder)} and {_where(builder)}: remove one, or pass the one you "
-                "want as custom="
+                f"{model_name} has two plans, {_function_name(holder)} and {_function_name(builder)}: remove one, or "
+                "pass the one you want as custom="
             )
         _builders[model_name] = builder
         return builder
@@ -82,19 +70,17 @@ def registered_plan(cls: type) -> tuple[str, PlanBuilder] | None:
         name = qualified_name(ancestor)
         if name in _builders:
             return name, _builders[name]
-        if name.startswith(REMOTE_CODE) and (found := _by_bare_name(name, ancestor.__qualname__)) is not None:
-            return found, _builders[found]
+        if not name.startswith(REMOTE_CODE):
+            continue
+        found = sorted(key for key in _builders if key.rpartition(".")[2] == ancestor.__qualname__)
+        if len(found) > 1:
+            raise PlanError(
+                f"{name} was downloaded with its model and is known by its bare name only, under which {len(found)} "
+                f"plans are registered: {found}; pass the right one as custom="
+            )
+        if found:
+            return found[0], _builders[found[0]]
     return None
-
-
-def _by_bare_name(name: str, bare: str) -> str | None:
-    found = sorted(key for key in _builders if key.rpartition(".")[2] == bare)
-    if len(found) > 1:
-        raise PlanError(
-            f"{name} was downloaded with its model and is known by its bare name only, under which {len(found)} plans "
-            f"are registered: {found}; pass the right one as custom="
-        )
-    return found[0] if found else None
 
 
 def _load_entry_points() -> None:
@@ -113,38 +99,52 @@ def _load_entry_points() -> None:
         _loaded_entry_points.add(key)
 
 
-def _where(builder: PlanBuilder) -> str:
-    return f"{builder.__module__}.{getattr(builder, '__qualname__', type(builder).__qualname__)}"
-
+# -- Plans passed as custom= -------------------------------------------------------------------------
 
 CustomPlan = str | Mapping[str, Any] | Callable[..., Any]
 
 
 def resolve(custom: CustomPlan) -> Mapping[str, Any] | Callable[..., Any]:
     """Import `custom` where it is a path (`pkg.mod:name` or `pkg.mod.name`); PlanError where it fails."""
-    found = _imported(custom) if isinstance(custom, str) else custom
+    found: object = custom
+    if isinstance(custom, str):
+        module, _, name = custom.partition(":") if ":" in custom else custom.rpartition(".")
+        if not module or not name:
+            raise PlanError(f"custom plan {custom!r} is not an import path: write it as 'package.module:name'")
+        try:
+            found = getattr(import_module(module), name)
+        except Exception as error:
+            raise PlanError(f"custom plan {custom!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping) and not callable(found):
         raise PlanError(f"custom plan {custom!r} is a {type(found).__name__}: it must be a mapping or a function")
     return found
 
 
-def built(plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, asked: "Asked") -> "Made":
+def build_styles(
+    plan: Mapping[str, Any] | Callable[..., Any], model: nn.Module, *, asked: "PlanRequest"
+) -> "tuple[dict[str, ParallelStyle], tuple[str, ...]]":
     """The styles of a mapping, or of what a function returns for `model`, and notes.
 
     Hugging Face strings are translated, and the notes say where that departs from their letter.
     """
-    if isinstance(plan, Mapping):
-        _refuse_unheard(plan, asked)
-    mapping = plan if isinstance(plan, Mapping) else _called(plan, model, asked)
-    if not isinstance(mapping, Mapping):
-        name = plan if isinstance(plan, Mapping) else qualified(plan)
-        raise PlanError(f"plan function {name} returned a {type(mapping).__name__}: it must return a mapping")
-    return _made(mapping, model)
-
-
-def _made(mapping: Mapping[str, Any], model: nn.Module) -> "Made":
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from rl_parallel_plans.plan.rows import cuts_sequence
+
+    if isinstance(plan, Mapping):
+        mapping = plan
+        cut = any(map(cuts_sequence, mapping.values()))
+        if asked.ep > 1 or asked.output_projections != "rowwise" or (asked.sequence_parallel and not cut):
+            raise PlanError(
+                f"a mapping of styles has no arguments, so {asked} has no effect on it; pass a function that accepts "
+                f"these options, or request fewer"
+            )
+    else:
+        returned = _call(plan, model, asked)
+        if not isinstance(returned, Mapping):
+            what = f"plan function {_function_name(plan)} returned a {type(returned).__name__}"
+            raise PlanError(f"{what}: it must return a mapping")
+        mapping = returned
     if mapping and all(isinstance(style, str) for style in mapping.values()):
         from rl_parallel_plans.hugging_face import translate_plan
 
@@ -159,59 +159,36 @@ def _made(mapping: Mapping[str, Any], model: nn.Module) -> "Made":
     return dict(mapping), ()
 
 
-def _refuse_unheard(mapping: Mapping[str, Any], asked: "Asked") -> None:
-    """Refuse options for a mapping: it is fixed and takes none."""
-    from rl_parallel_plans.plan.rows import cuts_sequence
-
-    cut = any(map(cuts_sequence, mapping.values()))
-    if asked.ep > 1 or asked.output_projections != "rowwise" or (asked.sequence_parallel and not cut):
-        raise PlanError(
-            f"a mapping of styles has no arguments, so {asked} has no effect on it; pass a function that accepts these "
-            f"options, or request fewer"
-        )
-
-
-def _called(function: Callable[..., object], model: nn.Module, asked: "Asked") -> object:
-    """Pass what the function has a parameter for; refuse to ask for what it cannot hear."""
+def _call(function: Callable[..., object], model: nn.Module, asked: "PlanRequest") -> object:
+    """Call a plan function with the options that it has a parameter for; refuse it if one was asked for that is not."""
+    name = _function_name(function)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise PlanError(f"{qualified(function)} is no plan function: {error}") from error
-    hears_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    options = {field.name: getattr(asked, field.name) for field in fields(asked)}
-    unheard = [
-        field.name
-        for field in fields(asked)
-        if field.default is not MISSING and options[field.name] != field.default and field.name not in parameters
-    ]
-    if unheard and not hears_all:
-        raise PlanError(
-            f"plan function {qualified(function)} has no parameter {unheard[0]!r}, and {asked} was asked for: give it "
-            "one, or do not ask"
-        )
+        raise PlanError(f"{name} is no plan function: {error}") from error
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    options = {}
+    for field in fields(asked):
+        value = getattr(asked, field.name)
+        if takes_all or field.name in parameters:
+            options[field.name] = value
+        elif field.default is not MISSING and value != field.default:
+            raise PlanError(
+                f"plan function {name} has no parameter {field.name!r}, and {asked} was asked for: give it one, or do "
+                "not ask"
+            )
     try:
-        return function(model, **{name: value for name, value in options.items() if hears_all or name in parameters})
+        return function(model, **options)
     except PlanError:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise PlanError(
-            f"plan function {qualified(function)} raised {type(error).__name__}: {error} ({last.filename}, line "
-            f"{last.lineno}); it is called with the model"
+            f"plan function {name} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); it is "
+            "called with the model"
         ) from error
 
 
-def qualified(function: Callable[..., object]) -> str:
-    """`module.name` of a function, as messages say it."""
+def _function_name(function: Callable[..., object]) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None)}.{name}"
-
-
-def _imported(path: str) -> object:
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module or not name:
-        raise PlanError(f"custom plan {path!r} is not an import path: write it as 'package.module:name'")
-    try:
-        return getattr(import_module(module), name)
-    except Exception as error:
-        raise PlanError(f"custom plan {path!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     Rule = tuple[str, ParallelStyle]
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 
 def parameter_placements(style: "ParallelStyle", module: nn.Module) -> "Mapping[str, Placement] | None":
@@ -149,17 +148,31 @@ def parameter_rows(model: nn.Module, styles: "Mapping[str, ParallelStyle]", tp: 
 def _parameter_row(model: nn.Module, path: str, name: str, *, rule: "Rule | None", tp: int) -> ParameterRow:
     module = model.get_submodule(path)
     parameter = module.get_parameter(name)
-    decision = _decision(rule, module, name) if tp > 1 else _Decision()
+    pattern: str | None = None
+    style: str | None = None
+    placement: Placement | None = None
+    words, details = "whole", None
+    if tp > 1:
+        from torch.distributed.tensor import Replicate
+
+        placement = Replicate()  # what no rule names is whole on the mesh
+        placements = {} if rule is None else parameter_placements(rule[1], module)
+        if rule is not None and (placements is None or name in placements):
+            pattern, style = rule[0], type(rule[1]).__name__
+            placement = None if placements is None else placements[name]
+            if placements is not None and hasattr(rule[1], "rules"):
+                details = rule[1].rules(module).get(name)
+        words = f"told by {style}" if placement is None else in_words(placement)
     shape = tuple(parameter.shape)
-    local = local_shape(shape, decision.placement, tp)
+    local = local_shape(shape, placement, tp)
     return ParameterRow(
         name=collapsed(joined(path, name)),
         count=1,
-        pattern=decision.pattern,
-        style=decision.style,
-        placement=decision.words,
-        partial_gradient=decision.partial_gradient,
-        reordered=decision.reordered,
+        pattern=pattern,
+        style=style,
+        placement=words,
+        partial_gradient=details is not None and details.gradient.is_partial(),
+        reordered=details is not None and details.row_order is not None,
         sharded=local != shape,
         shape=shape,
         local_shape=local,
@@ -169,48 +182,9 @@ def _parameter_row(model: nn.Module, path: str, name: str, *, rule: "Rule | None
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
-    """What was decided over one parameter, and by which rule."""
-
-    pattern: str | None = None
-    style: str | None = None
-    placement: "Placement | None" = None
-    partial_gradient: bool = False
-    reordered: bool = False
-
-    @property
-    def words(self) -> str:
-        if self.placement is not None:
-            return in_words(self.placement)
-        return "whole" if self.style is None else f"told by {self.style}"
-
-
-def _decision(rule: "Rule | None", module: nn.Module, name: str) -> _Decision:
-    from torch.distributed.tensor import Replicate
-
-    left_out = _Decision(placement=Replicate())  # what no rule names lies whole on the mesh
-    if rule is None:
-        return left_out
-    pattern, style = rule
-    placements = parameter_placements(style, module)
-    if placements is None:
-        return _Decision(pattern=pattern, style=type(style).__name__)
-    if name not in placements:
-        return left_out
-    details = style.rules(module).get(name) if hasattr(style, "rules") else None
-    return _Decision(
-        pattern=pattern,
-        style=type(style).__name__,
-        placement=placements[name],
-        partial_gradient=details is not None and details.gradient.is_partial(),
-        reordered=details is not None and details.row_order is not None,
-    )
-
+# -- Collectives -------------------------------------------------------------------------------------
 
 Counts = Mapping[str, int]
-
-
 Sized = list[tuple[str, int]]
 
 
@@ -288,15 +262,15 @@ def _communications(model: nn.Module, styles: "Mapping[str, ParallelStyle]") -> 
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     matches = [(name, module, style) for p, style in styles.items() for name, module in matching_modules(model, p)]
     for name, module, style in sorted(matches, key=lambda match: order[match[0]]):
-        told = _told(style, module, hidden)
-        if told is None:
+        described = _collectives_of(style, module, hidden)
+        if described is None:
             yield _Communication(name=name, style=type(style).__name__, told=False)
-        elif any(told):
-            forward, backward = (tuple((what, size * itemsize) for what, size in each) for each in told)
+        elif any(described):
+            forward, backward = (tuple((what, size * itemsize) for what, size in each) for each in described)
             yield _Communication(name=name, style=type(style).__name__, forward=forward, backward=backward)
 
 
-def _told(style: "ParallelStyle", module: nn.Module, hidden: int) -> tuple[Sized, Sized] | None:
+def _collectives_of(style: "ParallelStyle", module: nn.Module, hidden: int) -> tuple[Sized, Sized] | None:
     """The collectives of a style, forward and backward, with elements per token; None where it does not tell."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -307,28 +281,18 @@ def _told(style: "ParallelStyle", module: nn.Module, hidden: int) -> tuple[Sized
     features_in = getattr(module, "in_features", 0)  # an embedding has none: its indices have no gradient
     features_out = getattr(module, "out_features", getattr(module, "embedding_dim", 0))
     if isinstance(style, ColwiseParallel):
-        return _of_colwise(style, features_in, features_out)
+        whole_input = style.input_layouts[0].is_replicate()
+        gathered = [("all_gather", features_in)] if features_in and not whole_input else []
+        joined_output = [("all_gather", features_out)] if style.output_layouts[0].is_replicate() else []
+        summed = [("all_reduce" if whole_input else "reduce_scatter", features_in)] if features_in else []
+        return gathered + joined_output, summed
     if isinstance(style, RowwiseParallel):
-        return _of_rowwise(style, features_in, features_out)
+        whole_output = style.output_layouts[0].is_replicate()
+        summed = [("all_reduce" if whole_output else "reduce_scatter", features_out)]
+        spread = [] if whole_output else [("all_gather", features_out)]
+        split = [("all_gather", features_in)] if features_in and style.input_layouts[0].is_replicate() else []
+        return summed, spread + split
     return ([], []) if hasattr(style, "rules") else None  # those of ours that communicate have collectives()
-
-
-def _of_colwise(style: "ColwiseParallel", features_in: int, features_out: int) -> tuple[Sized, Sized]:
-    """Of torch's column-wise linear layer or embedding."""
-    whole_input = style.input_layouts[0].is_replicate()
-    gathered = [("all_gather", features_in)] if features_in and not whole_input else []
-    joined = [("all_gather", features_out)] if style.output_layouts[0].is_replicate() else []
-    summed = [("all_reduce" if whole_input else "reduce_scatter", features_in)] if features_in else []
-    return gathered + joined, summed
-
-
-def _of_rowwise(style: "RowwiseParallel", features_in: int, features_out: int) -> tuple[Sized, Sized]:
-    """Of torch's row-wise linear layer or embedding."""
-    whole_output = style.output_layouts[0].is_replicate()
-    summed = [("all_reduce" if whole_output else "reduce_scatter", features_out)]
-    spread = [] if whole_output else [("all_gather", features_out)]
-    split = [("all_gather", features_in)] if features_in and style.input_layouts[0].is_replicate() else []
-    return summed, spread + split
 
 
 def _collective_row(
@@ -336,6 +300,11 @@ def _collective_row(
 ) -> CollectiveRow:
     forward = [run for each in kind for run in each.forward]
     backward = [run for each in kind for run in each.backward]
+
+    def sent(what: str, size: int) -> float:
+        share = size * (tp - 1) / tp
+        return {"all_reduce": 2 * share, "all_to_all": share / tp}.get(what, share)
+
     return CollectiveRow(
         where=where,
         parts=tuple(dict.fromkeys(each.name for each in kind)) if in_layers else (),
@@ -345,14 +314,9 @@ def _collective_row(
         backward=dict(Counter(what for what, _ in backward)),
         forward_bytes=sum(size for _, size in forward),
         backward_bytes=sum(size for _, size in backward),
-        sent_bytes=round(sum(_sent(what, size, tp) for what, size in (*forward, *backward))),
+        sent_bytes=round(sum(sent(what, size) for what, size in (*forward, *backward))),
         untold=tuple(dict.fromkeys(each.style for each in kind if not each.told)),
     )
-
-
-def _sent(what: str, size: int, tp: int) -> float:
-    share = size * (tp - 1) / tp
-    return {"all_reduce": 2 * share, "all_to_all": share / tp}.get(what, share)
 
 
 def _activation(model: nn.Module) -> tuple[int, int]:

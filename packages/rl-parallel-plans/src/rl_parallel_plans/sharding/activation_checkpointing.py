@@ -28,7 +28,6 @@ from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.structure import stacked_layers
 
 ActivationCheckpointing = Literal["full", "selective"]
-
 SAVED = frozenset(
     {
         "aten::mm",
@@ -51,10 +50,8 @@ SAVED = frozenset(
     }
 )
 """Operators whose results "selective" keeps. Not batched products: eager attention makes [heads, S, S] of them."""
-
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments of a layer that hold what earlier tokens left, and that a second forward would write to once more."""
-
 MARK = "_rl_activation_checkpointing"
 
 

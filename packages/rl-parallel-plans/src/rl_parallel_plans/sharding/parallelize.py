@@ -13,7 +13,7 @@ Parameters that no pattern of a plan names become whole DTensors too, so that ev
 that fuse parameters, and torch's own gradient norm, take no mixture.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +34,6 @@ from rl_parallel_plans.sharding.fsdp import (
 from rl_parallel_plans.structure import matching_modules, retie, tied_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import OffloadPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -62,18 +60,20 @@ def parallelize(
     offload_policy: "OffloadPolicy | None" = None,
     reshard_after_forward: bool | int = True,
 ) -> nn.Module:
-    """Experts, tensors, rows, recomputed activations and FSDP, each where it is asked for.
+    """Apply the functions `apply_*` to `model` in the order that works, each where it is asked for.
 
-    The functions `apply_*` in the order of this file's first lines, with their arguments and errors.
+    Their arguments and errors are the same here. What FSDP would refuse is refused before anything has changed.
 
-    `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is above 1; an axis of one rank is well. Axes whose
+    `mesh` has the axes `dp_axis`, and `tp_axis` too where `plan.tp` is above 1; an axis may have one rank. Axes whose
     ranks have tokens of their own are data-parallel too: with experts over "ep", or rows over "cp", `dp_axis` is
-    `("dp", "ep")` or `("dp", "cp")`. What FSDP would refuse is refused
-    before anything has changed.
+    `("dp", "ep")` or `("dp", "cp")`.
 
     cp_axis: axis that rows are cut over; None cuts none.
     """
-    _check(mesh, plan, cp_axis=cp_axis, dp_axis=dp_axis, dp_replicate_axis=dp_replicate_axis)
+    _require_plan(plan)
+    if cp_axis is not None and submesh(mesh, cp_axis).size() > 1:
+        axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
+        check_tokens_are_summed(cp_axis, axes, dp_replicate_axis)
     fsdp_layout(
         model,
         mesh,
@@ -103,19 +103,9 @@ def parallelize(
     )
 
 
-def _check(
-    mesh: "DeviceMesh",
-    plan: ParallelPlan,
-    *,
-    cp_axis: str | None,
-    dp_axis: str | tuple[str, ...],
-    dp_replicate_axis: str | None,
-) -> None:
+def _require_plan(plan: object) -> None:
     if not isinstance(plan, ParallelPlan):
         raise PlanError(f"plan is a {type(plan).__name__}: make one with plan_for(model, tp=..., custom=...)")
-    if cp_axis is not None and submesh(mesh, cp_axis).size() > 1:
-        axes = (dp_axis,) if isinstance(dp_axis, str) else tuple(dp_axis)
-        check_tokens_are_summed(cp_axis, axes, dp_replicate_axis)
 
 
 def apply_expert_parallel(
@@ -151,15 +141,6 @@ def apply_expert_parallel(
     return model
 
 
-def refuse_whole_experts(model: nn.Module, plan: ParallelPlan) -> None:
-    """PlanError where experts that the plan shares out are not shared out yet."""
-    if any(not is_dtensor(p) for _, module in experts_of(model, plan) for p in module.parameters(recurse=False)):
-        raise PlanError(
-            f"the plan is for ep={plan.asked.ep} and the experts are whole: call apply_expert_parallel first, or "
-            "parallelize, which does both"
-        )
-
-
 def experts_of(model: nn.Module, plan: ParallelPlan) -> "list[tuple[ParallelStyle, nn.Module]]":
     """The modules of stacked experts that the plan shares out, each with its style."""
     if plan.asked.ep == 1:
@@ -186,8 +167,9 @@ def apply_tensor_parallel(
     At tp=1 the model stays as it is. Raises PlanError where the axis is missing or has another size than the plan's
     tp, and, before any weight is touched, for every problem of the plan with the model.
     """
-    if not isinstance(plan, ParallelPlan):
-        raise PlanError(f"plan is a {type(plan).__name__}: make one with plan_for(model, tp=..., custom=...)")
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    _require_plan(plan)
     if plan.tp == 1 and tp_axis not in (mesh.mesh_dim_names or ()):
         return model
     tp_mesh = submesh(mesh, tp_axis)
@@ -197,28 +179,25 @@ def apply_tensor_parallel(
             f"with tp={tp_mesh.size()} or make a mesh whose {tp_axis!r} axis is {plan.tp}"
         )
     plan.check(model)
-    refuse_whole_experts(model, plan)
-    if plan.tp > 1:
-        shard(model, tp_mesh, plan.styles, src_data_rank=src_data_rank)
-    return model
-
-
-def shard(
-    model: nn.Module, tp_mesh: "DeviceMesh", styles: "Mapping[str, ParallelStyle]", *, src_data_rank: int | None
-) -> None:
-    """Apply `styles`, then keep whole what they leave out. The plan has been checked."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
+    if any(not is_dtensor(p) for _, module in experts_of(model, plan) for p in module.parameters(recurse=False)):
+        raise PlanError(
+            f"the plan is for ep={plan.asked.ep} and the experts are whole: call apply_expert_parallel first, or "
+            "parallelize, which does both"
+        )
+    if plan.tp == 1:
+        return model
     ties = tied_names(model)
-    if any("experts" in pattern and type(style).__name__.startswith("Block") for pattern, style in styles.items()):
+    if any("experts" in pattern and type(style).__name__.startswith("Block") for pattern, style in plan.styles.items()):
         model.register_forward_pre_hook(_refuse_router_loss, with_kwargs=True)
-    for pattern, style in styles.items():
+    for pattern, style in plan.styles.items():
         for _, module in matching_modules(model, pattern):
             if getattr(style, "ep", 1) == 1:  # experts that are shared out over another axis are sharded already
                 parallelize_module(module, tp_mesh, style, src_data_rank=src_data_rank)
+    # Each end of a tie was sharded by itself and is a parameter of its own until here.
     retie(model, ties)
     _replicate_the_rest(model, tp_mesh, src_data_rank=src_data_rank)
     retie(model, ties)
+    return model
 
 
 def _refuse_router_loss(model: nn.Module, _args: object, kwargs: dict[str, object]) -> None:
