@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_parallel_plans.checkpoints import Box, NamedShard, export_state_dict, local_boxes, named_shards
-    from rl_parallel_plans.context_parallel.apply import apply_context_parallel
+    from rl_parallel_plans.context_parallel.apply import apply_context_parallel, check_context_parallel
     from rl_parallel_plans.context_parallel.layout import sequence_positions, shard_sequence, unshard_sequence
-    from rl_parallel_plans.context_parallel.limits import check_context_parallel
     from rl_parallel_plans.dtensor import to_local_if_dtensor
     from rl_parallel_plans.errors import PlanError
     from rl_parallel_plans.explain.document import as_json
@@ -58,7 +57,7 @@ _HOMES = {
     "as_html": "explain.page",
     "assert_plan_is_exact": "verification.api",
     "as_json": "explain.document",
-    "check_context_parallel": "context_parallel.limits",
+    "check_context_parallel": "context_parallel.apply",
     "clip_grad_by_total_norm_": "sharding.grad_norm",
     "export_state_dict": "checkpoints",
     "get_grad_norm": "sharding.grad_norm",

@@ -23,17 +23,15 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.pipeline.stages import stage_info
 from rl_parallel_plans.structure import joined
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
 
 RowsOfRanks = Callable[[int, int], Tensor]
 """(tp, rows) to the index [rows] of the row that stands at each place when rank 0's rows come first, then rank 1's."""
@@ -120,6 +118,8 @@ def set_row_order(module: nn.Module, name: str, order: RowOrder) -> None:
     module.__dict__.setdefault(ATTRIBUTE, {})[name] = order
 
 
+# -- Tensors of the unsharded model ------------------------------------------------------------------
+
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Tokens of dotted names that wrappers of torch put in."""
 
@@ -151,15 +151,18 @@ def export_state_dict(
     """
     reshard(model)
     stage = stage_info(model)
-    yields = every_rank or (_is_first_rank() if stage is None else is_first_of_its_ranks(model))
+    if stage is not None:
+        is_first = is_first_of_its_ranks(model)
+    else:
+        is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
     copies = frozenset() if stage is None else stage.copies
     seen: set[int] = set()
     for name, tensor, order in entries(model):
         if (id(tensor) in seen or name in copies) and not tied_names:
             continue
         seen.add(id(tensor))
-        if yields:  # nothing here keeps what is yielded alive while the next one is gathered
-            yield name, _moved(_whole(tensor, order), device=device, dtype=dtype)
+        if every_rank or is_first:  # no variable keeps what is yielded alive while the next one is gathered
+            yield name, _whole(tensor, order).to(device=device, dtype=dtype if tensor.is_floating_point() else None)
         else:
             _whole(tensor, order)
 
@@ -183,17 +186,14 @@ def is_first_of_its_ranks(stage: nn.Module) -> bool:
 def entries(model: nn.Module) -> Iterator[tuple[str, Tensor, RowOrder | None]]:
     """Name, tensor and order of rows of everything that a state dict has, in its order."""
     for path, module in model.named_modules(remove_duplicate=False):
+        unwrapped = ".".join(token for token in path.split(".") if token not in WRAPPERS)
         orders = row_orders(module)
         transient = module._non_persistent_buffers_set  # noqa: SLF001 - no public one
         own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
         own += [(name, buffer) for name, buffer in buffers if name not in transient]
         for name, tensor in own:
-            yield joined(_unwrapped(path), name), tensor, orders.get(name)
-
-
-def _unwrapped(path: str) -> str:
-    return ".".join(token for token in path.split(".") if token not in WRAPPERS)
+            yield joined(unwrapped, name), tensor, orders.get(name)
 
 
 def _whole(tensor: Tensor, order: RowOrder | None) -> Tensor:
@@ -204,13 +204,7 @@ def _whole(tensor: Tensor, order: RowOrder | None) -> Tensor:
     return whole if order is None else order.undealt(whole)
 
 
-def _moved(tensor: Tensor, *, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-
-
-def _is_first_rank() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+# -- Coordinates of the unsharded model --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,26 +303,23 @@ def _local_indices(tensor: Tensor, dim: int) -> Tensor:
     whole = torch.arange(tensor.shape[dim])
     if not is_dtensor(tensor):
         return whole
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+    along: list[Placement] = []  # each placement as it cuts this dim alone
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise ValueError(f"a tensor with the placement {placement} is a term of a sum: redistribute it first")
+        if placement.is_replicate() or getattr(placement, "dim", dim) % tensor.ndim != dim:
+            along.append(Replicate())
+        elif (split_factor := getattr(placement, "split_factor", None)) is not None:
+            strided: Any = type(placement)
+            along.append(strided(0, split_factor=split_factor))
+        else:
+            along.append(Shard(0))
+    # DTensor itself cuts, since how it cuts uneven and strided dims is its own affair; without a source rank it sends
+    # nothing.
     mesh = tensor.device_mesh
-    along = [_along(placement, dim, tensor.ndim) for placement in tensor.placements]
-    # Asking DTensor, whose uneven and strided cuts are its own affair; without a source rank it sends nothing.
     return distribute_tensor(whole.to(mesh.device_type), mesh, along, src_data_rank=None).to_local().cpu()
-
-
-def _along(placement: "Placement", dim: int, ndim: int) -> "Placement":
-    """The placement as it cuts this dim alone."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    if placement.is_partial():
-        raise ValueError(f"a tensor with the placement {placement} is a term of a sum: redistribute it first")
-    if placement.is_replicate() or getattr(placement, "dim", dim) % ndim != dim:
-        return Replicate()
-    if (split_factor := getattr(placement, "split_factor", None)) is not None:
-        strided: Any = type(placement)
-        return strided(0, split_factor=split_factor)  # type: ignore[no-any-return]
-    return Shard(0)
 
 
 def _runs(indices: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -20,18 +20,16 @@ from rl_parallel_plans.errors import PlanError
 def matching_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """Every module whose path matches `pattern` token by token, with its path.
 
-    What stands in a pipeline stage for a module of another stage matches nothing.
+    A pipeline stage's stand-in for a module of another stage matches nothing.
     """
     tokens = pattern.split(".")
     return [
         (name, module)
         for name, module in model.named_modules()
-        if _matches(name.split("."), tokens) and "pipeline_path" not in module.__dict__
+        if name.count(".") + 1 == len(tokens)
+        and all(map(fnmatchcase, name.split("."), tokens))
+        and "pipeline_path" not in module.__dict__
     ]
-
-
-def _matches(path: list[str], tokens: list[str]) -> bool:
-    return len(path) == len(tokens) and all(map(fnmatchcase, path, tokens))
 
 
 def collapsed(name: str) -> str:
@@ -124,14 +122,20 @@ def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
         tree = ast.parse(textwrap.dedent(source_of_forward(module)))
     except SyntaxError:
         return None
+
+    def child(node: ast.AST) -> str | None:  # the name in `self.<name>`
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            return node.attr
+        return None
+
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    of_layers = [loop for loop in loops if any(_is_child(node, layers) for node in ast.walk(loop))]
+    of_layers = [loop for loop in loops if any(child(node) == layers for node in ast.walk(loop))]
     if not of_layers:
         return None
     calls = [
-        (node.func.attr if isinstance(node.func, ast.Attribute) else "", node.lineno)
+        (name, node.lineno)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _is_child(node.func)
+        if isinstance(node, ast.Call) and (name := child(node.func)) is not None
     ]
     begin = min(loop.lineno for loop in of_layers)
     end = max(loop.end_lineno or loop.lineno for loop in of_layers)
@@ -139,16 +143,6 @@ def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
         before=frozenset(name for name, line in calls if line < begin),
         inside=frozenset(name for name, line in calls if begin <= line <= end and name != layers),
         repeated=len(of_layers) > 1,
-    )
-
-
-def _is_child(node: ast.AST, name: str | None = None) -> bool:
-    """Whether `node` is `self.<name>`, or `self.` anything."""
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-        and name in {None, node.attr}
     )
 
 
@@ -169,8 +163,16 @@ def head_size(attention: nn.Module, config: object) -> int | None:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
+# -- Layers ------------------------------------------------------------------------------------------
+
+
 def stacked_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost layers by path, in the model's order; each once, also where lists share it."""
+    """The outermost layers of every stack by path, in the model's order; each once, also where lists share it.
+
+    A layer is what FSDP shards as one unit and what activation checkpointing recomputes as one piece: an item of an
+    `nn.ModuleList`, in a text, vision or audio tower, an encoder or a decoder, that has a forward and more than one
+    module with parameters. A list of linear layers, or of experts inside a layer, is not a stack.
+    """
     layers: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -190,7 +192,13 @@ def fsdp_layers(model: nn.Module) -> dict[str, nn.Module]:
     """
     layers = stacked_layers(model)
     holders = Counter(id(p) for layer in layers.values() for p in layer.parameters())
-    holders.update(_outside(model, {id(layer) for layer in layers.values()}))
+    entered = {id(layer) for layer in layers.values()}
+
+    def outside(module: nn.Module) -> set[int]:  # parameters that one reaches without entering a layer
+        found = {id(p) for p in module.parameters(recurse=False)}
+        return found.union(*(outside(child) for child in module.children() if id(child) not in entered))
+
+    holders.update(outside(model))
     return {path: layer for path, layer in layers.items() if all(holders[id(p)] == 1 for p in layer.parameters())}
 
 
@@ -202,7 +210,8 @@ def fsdp_units_in_words(model: nn.Module) -> str:
         stacks.setdefault(collapsed(path), []).append(layer)
     if not stacks:
         return "none: no nn.ModuleList of layers"
-    listed = [f"{path} ({len(each)} x {', '.join(sorted({_name(e) for e in each}))})" for path, each in stacks.items()]
+    kinds = {path: ", ".join(sorted({type(layer).__name__ for layer in each})) for path, each in stacks.items()}
+    listed = [f"{path} ({len(each)} x {kinds[path]})" for path, each in stacks.items()]
     shared = len(stacked_layers(model)) - len(units)
     rest = f"the rest of the model, with {shared} layers that share parameters," if shared else "the rest of the model"
     return f"{', '.join(listed)}, then {rest} as one"
@@ -215,17 +224,7 @@ def _is_layer(module: nn.Module) -> bool:
     return next(parts, None) is not None and next(parts, None) is not None
 
 
-def _outside(module: nn.Module, layers: set[int]) -> set[int]:
-    """Identities of the parameters that one reaches from `module` without entering a layer."""
-    found = {id(p) for p in module.parameters(recurse=False)}
-    for child in module.children():
-        if id(child) not in layers:
-            found |= _outside(child, layers)
-    return found
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
+# -- Ties: parameters that two modules share (`lm_head` and `embed_tokens`) --------------------------
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -237,7 +236,11 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def retie(model: nn.Module, groups: list[list[str]]) -> None:
-    """Make the names of each group one parameter again: the first name's."""
+    """Make the names of each group one parameter again: the first name's.
+
+    Sharding makes each end a parameter of its own. Without this, half of the embedding's gradient is lost, and the two
+    ends differ after one optimizer step.
+    """
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for other in others:

@@ -112,9 +112,9 @@ def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[Found]]":
 
 def _quantized(model: nn.Module) -> "Iterator[Found]":
     config = getattr(model, "config", None)
-    told = getattr(config, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None)
     name = next((name for name, p in model.named_parameters() if p.dtype not in PLAIN), None)
-    if name is not None or told:
+    if name is not None or quantization:
         what = (
             "its config has a quantization_config" if name is None else f"{name} is {model.get_parameter(name).dtype}"
         )

@@ -62,7 +62,7 @@ def register_plan(model_name: str) -> Callable[[Builder], Builder]:
 def registered_plan(cls: type) -> tuple[str, PlanBuilder] | None:
     """The first class of the method resolution order that has a plan: its name and the plan's function.
 
-    Code that Hugging Face downloaded with a model lies in `transformers_modules`, under a folder named after a commit:
+    Code that Hugging Face downloaded with a model is in `transformers_modules`, under a folder named after a commit:
     there alone the class's own name is enough. Raises PlanError where several plans are registered under it.
     """
     _load_entry_points()

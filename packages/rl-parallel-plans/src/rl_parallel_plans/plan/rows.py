@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 def parameter_placements(style: "ParallelStyle", module: nn.Module) -> "Mapping[str, Placement] | None":
-    """The placement of each of the module's own parameters under `style`; None where that cannot be told."""
+    """The placement of each of the module's own parameters under `style`; None where the style does not say."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as torch_styles
 
     if hasattr(style, "parameter_placements"):
-        told: Mapping[str, Placement] = style.parameter_placements(module)
-        return told
+        placements: Mapping[str, Placement] = style.parameter_placements(module)
+        return placements
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if isinstance(style, torch_styles.ColwiseParallel):
         return dict.fromkeys(names, Shard(1) if isinstance(module, nn.Embedding) else Shard(0))
@@ -220,7 +220,7 @@ class CollectiveRow:
 
 
 def collective_rows(model: nn.Module, styles: "Mapping[str, ParallelStyle]", *, tp: int) -> tuple[CollectiveRow, ...]:
-    """The rows of a plan: kinds of decoder layers first, then what lies outside, each in the model's order."""
+    """The rows of a plan: kinds of decoder layers first, then what is outside of them, each in the model's order."""
     if tp == 1:
         return ()
     stack = text_layers(model)

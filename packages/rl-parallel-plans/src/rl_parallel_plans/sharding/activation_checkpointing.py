@@ -1,8 +1,8 @@
 """Recompute a layer's activations in backward instead of keeping them: less memory for more work (arXiv:1604.06174).
 
 Works on the layers of every stack, whatever they are made of, in training and in eval mode, before FSDP or after it.
-Names do not change: no wrapper stands around a layer, only its `forward` is another; a copy of the model checkpoints
-as well. Knows nothing of plans, meshes or ranks.
+Names do not change: there is no wrapper around a layer, only its `forward` is replaced. A copy of the model checkpoints
+as well.
 
 What is kept of one layer, B·S tokens, from its input `hidden`:
 

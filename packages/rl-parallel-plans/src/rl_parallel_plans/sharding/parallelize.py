@@ -9,7 +9,7 @@ makes a process group.
 The ep axis is data-parallel for everything but experts: each of its ranks has tokens of its own. FSDP takes it among
 its axes (`dp_axis=("dp", "ep")`), and leaves the experts to the others.
 
-Parameters that no pattern of a plan names become whole DTensors too, so that everything lies on one mesh: optimizers
+Parameters that no pattern of a plan names become whole DTensors too, so that everything is on one mesh: optimizers
 that fuse parameters, and torch's own gradient norm, take no mixture.
 """
 
