@@ -1,7 +1,7 @@
 """Shard a model over ranks by a plan that can be read, checked and refused, and train with what is left on each rank.
 
-Knows module names, shapes, placements and torch's DTensor and FSDP2. Knows no model code: Hugging Face models are
-recognised by their parts. Importing it imports nothing beyond torch; each name loads its module when first used.
+Built on torch's DTensor and FSDP2. Hugging Face models are recognised by their parts, not by their code. Importing this
+package imports nothing beyond torch; each name loads its module when it is first used.
 """
 
 from importlib import import_module
@@ -38,53 +38,34 @@ if TYPE_CHECKING:
     from rl_parallel_plans.verification.api import assert_plan_is_exact, verify
     from rl_parallel_plans.verification.report import VerifyReport
 
-_HOMES = {
-    "Box": "checkpoints",
-    "MemoryReport": "forecast.report",
-    "NamedShard": "checkpoints",
-    "ParallelPlan": "plan.parallel_plan",
-    "Pipeline": "pipeline.schedule",
-    "PlanError": "errors",
-    "ReplicatedParallel": "styles",
-    "StageInfo": "pipeline.stages",
-    "TopKLogp": "logp",
-    "VerifyReport": "verification.report",
-    "apply_activation_checkpointing": "sharding.activation_checkpointing",
-    "apply_context_parallel": "context_parallel.apply",
-    "apply_expert_parallel": "sharding.parallelize",
-    "apply_fsdp": "sharding.fsdp",
-    "apply_tensor_parallel": "sharding.parallelize",
-    "as_html": "explain.page",
-    "assert_plan_is_exact": "verification.api",
-    "as_json": "explain.document",
-    "check_context_parallel": "context_parallel.apply",
-    "clip_grad_by_total_norm_": "sharding.grad_norm",
-    "export_state_dict": "checkpoints",
-    "get_grad_norm": "sharding.grad_norm",
-    "get_hf_tp_plan": "hugging_face",
-    "get_logprobs_from_vocab_parallel_logits": "logp",
-    "linear_logp": "logp",
-    "local_boxes": "checkpoints",
-    "logp_of_token_ids": "logp",
-    "memory": "forecast.memory",
-    "memory_table": "forecast.report",
-    "named_shards": "checkpoints",
-    "parallelize": "sharding.parallelize",
-    "pipeline_stages": "pipeline.schedule",
-    "plan_for": "plan.parallel_plan",
-    "qualified_name": "plan.registry",
-    "register_plan": "plan.registry",
-    "sequence_positions": "context_parallel.layout",
-    "shard_sequence": "context_parallel.layout",
-    "split_stages": "pipeline.stages",
-    "stage_info": "pipeline.stages",
-    "to_local_if_dtensor": "dtensor",
-    "top_k_logp": "logp",
-    "top_k_logp_from_logits": "logp",
-    "translate_parallel_style": "hugging_face",
-    "unshard_sequence": "context_parallel.layout",
-    "verify": "verification.api",
+_NAMES = {
+    "checkpoints": "Box export_state_dict local_boxes named_shards NamedShard",
+    "context_parallel.apply": "apply_context_parallel check_context_parallel",
+    "context_parallel.layout": "sequence_positions shard_sequence unshard_sequence",
+    "dtensor": "to_local_if_dtensor",
+    "errors": "PlanError",
+    "explain.document": "as_json",
+    "explain.page": "as_html",
+    "forecast.memory": "memory",
+    "forecast.report": "memory_table MemoryReport",
+    "hugging_face": "get_hf_tp_plan translate_parallel_style",
+    "logp": (
+        "get_logprobs_from_vocab_parallel_logits linear_logp logp_of_token_ids "
+        "top_k_logp top_k_logp_from_logits TopKLogp"
+    ),
+    "pipeline.schedule": "Pipeline pipeline_stages",
+    "pipeline.stages": "split_stages stage_info StageInfo",
+    "plan.parallel_plan": "ParallelPlan plan_for",
+    "plan.registry": "qualified_name register_plan",
+    "sharding.activation_checkpointing": "apply_activation_checkpointing",
+    "sharding.fsdp": "apply_fsdp",
+    "sharding.grad_norm": "clip_grad_by_total_norm_ get_grad_norm",
+    "sharding.parallelize": "apply_expert_parallel apply_tensor_parallel parallelize",
+    "styles": "ReplicatedParallel",
+    "verification.api": "assert_plan_is_exact verify",
+    "verification.report": "VerifyReport",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Box",
