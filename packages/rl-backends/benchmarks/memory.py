@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import Examples, Model, make_examples, mean_loss, plain_forward_backward
 
 from rl_backends import DTensorBackend, DTensorConfig
-from rl_parallel_plans.forecast.ledger import Ledger
-from rl_parallel_plans.forecast.tracker import PARAMETERS, MemoryTracker
+from rl_parallel_plans.forecast.tracker import PARAMETERS, Ledger, MemoryTracker
 
 MODEL = Model(vocabulary=32_768, hidden=128, layers=2, heads=4, tied=False)
 ROWS, SHORTEST, LONGEST = 16, 8, 96

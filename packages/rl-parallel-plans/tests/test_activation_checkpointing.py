@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_parallel_plans as plans
-from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
-from rl_parallel_plans.layer_stacks import fsdp_layers, stacked_layers
+from rl_parallel_plans.sharding.activation_checkpointing import apply_activation_checkpointing
+from rl_parallel_plans.structure import fsdp_layers, stacked_layers
 from rl_parallel_plans.styles.forward import wrap_forward
 
 MODES = ["full", "selective"]

@@ -8,14 +8,13 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import rl_parallel_plans as plans
-from rl_parallel_plans.context_parallel.attention import attention_of_runs
+from rl_parallel_plans.context_parallel.apply import attention_of_runs, attention_window, check_context_parallel
 from rl_parallel_plans.context_parallel.layout import (
     document_lengths,
     in_order,
     layout_of_documents,
     layout_of_positions,
 )
-from rl_parallel_plans.context_parallel.limits import attention_window, check_context_parallel
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 CASES = "context_parallel:"

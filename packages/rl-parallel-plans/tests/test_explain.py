@@ -18,7 +18,7 @@ from rl_parallel_plans.__main__ import main
 from rl_parallel_plans.explain import document
 from rl_parallel_plans.explain.document import as_json
 from rl_parallel_plans.explain.page import as_html
-from rl_parallel_plans.explain.stages import stage_rows
+from rl_parallel_plans.explain.report import stage_rows
 from rl_parallel_plans.explain.text import as_text
 
 LAYER = "model.layers.*"

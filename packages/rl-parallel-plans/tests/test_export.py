@@ -5,8 +5,7 @@ import torch
 from parallel_plans_cases.models import tiny
 from torch import nn
 
-from rl_parallel_plans.export import export_state_dict
-from rl_parallel_plans.row_order import RowOrder, set_row_order
+from rl_parallel_plans.checkpoints import RowOrder, export_state_dict, set_row_order
 
 pytest.importorskip("safetensors")
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from rl_parallel_plans import PlanError, plan_for
 from rl_parallel_plans.__main__ import main
-from rl_parallel_plans.forecast.attention import fused_attention
-from rl_parallel_plans.forecast.ledger import Ledger
+from rl_parallel_plans.forecast.fake import fused_attention
 from rl_parallel_plans.forecast.memory import memory
 from rl_parallel_plans.forecast.report import memory_table, report_from_dict
+from rl_parallel_plans.forecast.tracker import Ledger
 from rl_parallel_plans.model_source import build, read_config
 
 VOCABULARY = 4000  # so many that linear_logp does not keep the logits of one chunk

@@ -6,7 +6,8 @@ import pytest
 from parallel_plans_cases.models import tiny_on_meta
 from torch import nn
 
-from rl_parallel_plans import PlanError, plan_for, qualified_name, register_plan, registry
+from rl_parallel_plans import PlanError, plan_for, qualified_name, register_plan
+from rl_parallel_plans.plan import registry
 
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parallel_plans_cases.models import tiny
 
-from rl_parallel_plans.shards import local_boxes, named_shards
+from rl_parallel_plans.checkpoints import local_boxes, named_shards
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,22 @@
 """Shard a model over ranks by a plan that can be read, checked and refused, and train with what is left on each rank.
 
-Knows module names, shapes, placements and torch's DTensor and FSDP2. Knows no model code: Hugging Face models are
-recognised by their parts. Importing it imports nothing beyond torch; each name loads its module when first used.
+Built on torch's DTensor and FSDP2. Hugging Face models are recognised by their parts, not by their code. Importing this
+package imports nothing beyond torch; each name loads its module when it is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
-    from rl_parallel_plans.apply import parallelize
-    from rl_parallel_plans.context_parallel.apply import apply_context_parallel
+    from rl_parallel_plans.checkpoints import Box, NamedShard, export_state_dict, local_boxes, named_shards
+    from rl_parallel_plans.context_parallel.apply import apply_context_parallel, check_context_parallel
     from rl_parallel_plans.context_parallel.layout import sequence_positions, shard_sequence, unshard_sequence
-    from rl_parallel_plans.context_parallel.limits import check_context_parallel
     from rl_parallel_plans.dtensor import to_local_if_dtensor
     from rl_parallel_plans.errors import PlanError
-    from rl_parallel_plans.expert_parallel import apply_expert_parallel
     from rl_parallel_plans.explain.document import as_json
     from rl_parallel_plans.explain.page import as_html
-    from rl_parallel_plans.export import export_state_dict
     from rl_parallel_plans.forecast.memory import memory
     from rl_parallel_plans.forecast.report import MemoryReport, memory_table
-    from rl_parallel_plans.fsdp import apply_fsdp
-    from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_, get_grad_norm
     from rl_parallel_plans.hugging_face import get_hf_tp_plan, translate_parallel_style
     from rl_parallel_plans.logp import (
         TopKLogp,
@@ -32,64 +26,46 @@ if TYPE_CHECKING:
         top_k_logp,
         top_k_logp_from_logits,
     )
-    from rl_parallel_plans.lookup import plan_for
     from rl_parallel_plans.pipeline.schedule import Pipeline, pipeline_stages
     from rl_parallel_plans.pipeline.stages import StageInfo, split_stages, stage_info
-    from rl_parallel_plans.plan import ParallelPlan
-    from rl_parallel_plans.registry import qualified_name, register_plan
-    from rl_parallel_plans.shards import Box, NamedShard, local_boxes, named_shards
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan, plan_for
+    from rl_parallel_plans.plan.registry import qualified_name, register_plan
+    from rl_parallel_plans.sharding.activation_checkpointing import apply_activation_checkpointing
+    from rl_parallel_plans.sharding.fsdp import apply_fsdp
+    from rl_parallel_plans.sharding.grad_norm import clip_grad_by_total_norm_, get_grad_norm
+    from rl_parallel_plans.sharding.parallelize import apply_expert_parallel, apply_tensor_parallel, parallelize
     from rl_parallel_plans.styles import ReplicatedParallel
-    from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
     from rl_parallel_plans.verification.api import assert_plan_is_exact, verify
     from rl_parallel_plans.verification.report import VerifyReport
 
-_HOMES = {
-    "Box": "shards",
-    "MemoryReport": "forecast.report",
-    "NamedShard": "shards",
-    "ParallelPlan": "plan",
-    "Pipeline": "pipeline.schedule",
-    "PlanError": "errors",
-    "ReplicatedParallel": "styles",
-    "StageInfo": "pipeline.stages",
-    "TopKLogp": "logp",
-    "VerifyReport": "verification.report",
-    "apply_activation_checkpointing": "activation_checkpointing",
-    "apply_context_parallel": "context_parallel.apply",
-    "apply_expert_parallel": "expert_parallel",
-    "apply_fsdp": "fsdp",
-    "apply_tensor_parallel": "tensor_parallel",
-    "as_html": "explain.page",
-    "assert_plan_is_exact": "verification.api",
-    "as_json": "explain.document",
-    "check_context_parallel": "context_parallel.limits",
-    "clip_grad_by_total_norm_": "grad_norm",
-    "export_state_dict": "export",
-    "get_grad_norm": "grad_norm",
-    "get_hf_tp_plan": "hugging_face",
-    "get_logprobs_from_vocab_parallel_logits": "logp",
-    "linear_logp": "logp",
-    "local_boxes": "shards",
-    "logp_of_token_ids": "logp",
-    "memory": "forecast.memory",
-    "memory_table": "forecast.report",
-    "named_shards": "shards",
-    "parallelize": "apply",
-    "pipeline_stages": "pipeline.schedule",
-    "plan_for": "lookup",
-    "qualified_name": "registry",
-    "register_plan": "registry",
-    "sequence_positions": "context_parallel.layout",
-    "shard_sequence": "context_parallel.layout",
-    "split_stages": "pipeline.stages",
-    "stage_info": "pipeline.stages",
-    "to_local_if_dtensor": "dtensor",
-    "top_k_logp": "logp",
-    "top_k_logp_from_logits": "logp",
-    "translate_parallel_style": "hugging_face",
-    "unshard_sequence": "context_parallel.layout",
-    "verify": "verification.api",
+_NAMES = {
+    "checkpoints": "Box export_state_dict local_boxes named_shards NamedShard",
+    "context_parallel.apply": "apply_context_parallel check_context_parallel",
+    "context_parallel.layout": "sequence_positions shard_sequence unshard_sequence",
+    "dtensor": "to_local_if_dtensor",
+    "errors": "PlanError",
+    "explain.document": "as_json",
+    "explain.page": "as_html",
+    "forecast.memory": "memory",
+    "forecast.report": "memory_table MemoryReport",
+    "hugging_face": "get_hf_tp_plan translate_parallel_style",
+    "logp": (
+        "get_logprobs_from_vocab_parallel_logits linear_logp logp_of_token_ids "
+        "top_k_logp top_k_logp_from_logits TopKLogp"
+    ),
+    "pipeline.schedule": "Pipeline pipeline_stages",
+    "pipeline.stages": "split_stages stage_info StageInfo",
+    "plan.parallel_plan": "ParallelPlan plan_for",
+    "plan.registry": "qualified_name register_plan",
+    "sharding.activation_checkpointing": "apply_activation_checkpointing",
+    "sharding.fsdp": "apply_fsdp",
+    "sharding.grad_norm": "clip_grad_by_total_norm_ get_grad_norm",
+    "sharding.parallelize": "apply_expert_parallel apply_tensor_parallel parallelize",
+    "styles": "ReplicatedParallel",
+    "verification.api": "assert_plan_is_exact verify",
+    "verification.report": "VerifyReport",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Box",

@@ -1,8 +1,7 @@
-"""The one door to transformers: a configuration from wherever it lies, and a model of it without its weights.
+"""Read a model's configuration with transformers, and build a model of it without its weights.
 
-Knows how transformers names configurations and classes, and that it may not be installed; imports it when called, and
-never before. Knows nothing of plans. Reads `config.json` and no weights; runs code that comes with a model only where
-the caller says so.
+transformers is imported when a function is called, and never before: it may not be installed. Only `config.json` is
+read, and code that comes with a model runs only where the caller says so.
 """
 
 import copy
@@ -41,15 +40,22 @@ def read_config(source: str | Path, *, revision: str | None = None, trust_remote
     release of transformers does not know its type.
     """
     transformers = _transformers()
-    path = Path(source).expanduser()
+    path, name = Path(source).expanduser(), str(source)
+    options = {"revision": revision} if revision is not None else {}
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = sorted(entry.name for entry in path.iterdir())
+        shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
+        raise PlanError(f"folder {path} holds no config.json, but {shown or 'nothing'}: pass the folder that does")
     if path.exists():
-        return _loaded(transformers, str(_config_file(path)), revision=None, trust_remote_code=trust_remote_code)
-    name = str(source)
-    if name in transformers.CONFIG_MAPPING:
+        name, options = str(path), {}
+    elif name in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(name)
-    if name.startswith(("/", ".", "~")) or path.suffix == ".json" or name.count("/") > 1:
+    elif name.startswith(("/", ".", "~")) or path.suffix == ".json" or name.count("/") > 1:
         raise PlanError(f"{name} does not exist: pass a folder with a config.json, a Hub name or a type of model")
-    return _loaded(transformers, name, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:
+        raise PlanError(_unreadable(transformers, name, error)) from error
 
 
 def build(
@@ -101,23 +107,6 @@ def _transformers() -> ModuleType:
         ) from error
 
 
-def _config_file(path: Path) -> Path:
-    """The folder or the file to read, once it is sure that a configuration lies there."""
-    if path.is_dir() and not (path / "config.json").is_file():
-        found = sorted(entry.name for entry in path.iterdir())
-        shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
-        raise PlanError(f"folder {path} holds no config.json, but {shown or 'nothing'}: pass the folder that does")
-    return path
-
-
-def _loaded(transformers: ModuleType, name: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    options = {"revision": revision} if revision is not None else {}
-    try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:
-        raise PlanError(_unreadable(transformers, name, error)) from error
-
-
 def _unreadable(transformers: ModuleType, name: str, error: Exception) -> str:
     """Why `name` gave no configuration, in one sentence, and what to do."""
     release, said = f"transformers {transformers.__version__}", str(error)
@@ -144,43 +133,35 @@ def _nearest(transformers: ModuleType, model_type: str) -> str:
 
 def _factory(transformers: ModuleType, config: Any, *, trust_remote_code: bool) -> Any:
     """What builds a model of `config`: a class of transformers, an auto class, or a class of the model's own code."""
-    remote = getattr(config, "auto_map", None) or {}
+    release, remote = f"transformers {transformers.__version__}", getattr(config, "auto_map", None) or {}
     for auto in AUTO_CLASSES:
         if trust_remote_code and auto in remote:
             return _Remote(getattr(transformers, auto))
     architecture = next(iter(getattr(config, "architectures", None) or ()), None)
-    if architecture is not None:
-        return _named(transformers, config, architecture)
-    for auto in AUTO_CLASSES:
-        mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
-        found = mapping.get(type(config), ())
-        # A class of the language model alone may stand beside the configuration of the whole (Llama 4).
-        for factory in found if isinstance(found, tuple) else (found,):
-            if factory.config_class is type(config):
-                return factory
-    raise PlanError(
-        f"transformers {transformers.__version__} has no model class for {_described(config)}: name one in "
-        "config.architectures"
-    )
-
-
-def _named(transformers: ModuleType, config: Any, architecture: str) -> Any:
+    if architecture is None:
+        for auto in AUTO_CLASSES:
+            mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
+            found = mapping.get(type(config), ())
+            # A class of the language model alone may stand beside the configuration of the whole (Llama 4).
+            for factory in found if isinstance(found, tuple) else (found,):
+                if factory.config_class is type(config):
+                    return factory
+        raise PlanError(f"{release} has no model class for {_described(config)}: name one in config.architectures")
     try:
-        found = getattr(transformers, architecture)
+        factory = getattr(transformers, architecture)
     except (AttributeError, ImportError, RuntimeError) as error:
-        if getattr(config, "auto_map", None):
+        if remote:
             advice = "its code comes with the model: read it, then pass --trust-remote-code (trust_remote_code=True)"
         else:
             near = get_close_matches(architecture, [name for name in dir(transformers) if "For" in name], n=3)
             nearest = f"the nearest of its classes: {', '.join(near)}; " if near else ""
             advice = f"{nearest}install a release that has it"
         raise PlanError(
-            f"config.architectures names {architecture}, which transformers {transformers.__version__} does not have: "
-            f"{advice}"
+            f"config.architectures names {architecture}, which {release} does not have: {advice}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if not (isinstance(factory, type) and issubclass(factory, nn.Module)):
         raise PlanError(f"config.architectures names {architecture}, which is no torch model")
-    return found
+    return factory
 
 
 class _Remote:

@@ -1,34 +1,35 @@
-"""Where things are inside a model, found by shape and by name and never by class.
+"""Where things are inside a model, found by shape and by name and never by class: layers, embeddings, heads, ties.
 
-Knows nothing of plans, placements or processes. A name is the dotted path of `named_modules`; a pattern is such a path
-whose tokens may hold `*` (one token each, as in `torch.distributed.tensor.parallel.parallelize_module`).
+A name is the dotted path of `named_modules`; a pattern is such a path whose tokens may hold `*` (one token each, as in
+`torch.distributed.tensor.parallel.parallelize_module`).
 """
 
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from rl_parallel_plans.errors import PlanError
+
 
 def matching_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """Every module whose path matches `pattern` token by token, with its path.
 
-    What stands in a pipeline stage for a module of another stage matches nothing.
+    A pipeline stage's stand-in for a module of another stage matches nothing.
     """
     tokens = pattern.split(".")
     return [
         (name, module)
         for name, module in model.named_modules()
-        if _matches(name.split("."), tokens) and "pipeline_path" not in module.__dict__
+        if name.count(".") + 1 == len(tokens)
+        and all(map(fnmatchcase, name.split("."), tokens))
+        and "pipeline_path" not in module.__dict__
     ]
-
-
-def _matches(path: list[str], tokens: list[str]) -> bool:
-    return len(path) == len(tokens) and all(map(fnmatchcase, path, tokens))
 
 
 def collapsed(name: str) -> str:
@@ -121,14 +122,20 @@ def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
         tree = ast.parse(textwrap.dedent(source_of_forward(module)))
     except SyntaxError:
         return None
+
+    def child(node: ast.AST) -> str | None:  # the name in `self.<name>`
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            return node.attr
+        return None
+
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    of_layers = [loop for loop in loops if any(_is_child(node, layers) for node in ast.walk(loop))]
+    of_layers = [loop for loop in loops if any(child(node) == layers for node in ast.walk(loop))]
     if not of_layers:
         return None
     calls = [
-        (node.func.attr if isinstance(node.func, ast.Attribute) else "", node.lineno)
+        (name, node.lineno)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _is_child(node.func)
+        if isinstance(node, ast.Call) and (name := child(node.func)) is not None
     ]
     begin = min(loop.lineno for loop in of_layers)
     end = max(loop.end_lineno or loop.lineno for loop in of_layers)
@@ -136,16 +143,6 @@ def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
         before=frozenset(name for name, line in calls if line < begin),
         inside=frozenset(name for name, line in calls if begin <= line <= end and name != layers),
         repeated=len(of_layers) > 1,
-    )
-
-
-def _is_child(node: ast.AST, name: str | None = None) -> bool:
-    """Whether `node` is `self.<name>`, or `self.` anything."""
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-        and name in {None, node.attr}
     )
 
 
@@ -164,3 +161,107 @@ def head_size(attention: nn.Module, config: object) -> int | None:
             return size
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+# -- Layers ------------------------------------------------------------------------------------------
+
+
+def stacked_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost layers of every stack by path, in the model's order; each once, also where lists share it.
+
+    A layer is what FSDP shards as one unit and what activation checkpointing recomputes as one piece: an item of an
+    `nn.ModuleList`, in a text, vision or audio tower, an encoder or a decoder, that has a forward and more than one
+    module with parameters. A list of linear layers, or of experts inside a layer, is not a stack.
+    """
+    layers: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in layers):
+            continue
+        for name, item in module.named_children():
+            if id(item) not in seen and _is_layer(item):
+                seen.add(id(item))
+                layers[f"{path}.{name}" if path else name] = item
+    return layers
+
+
+def fsdp_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that are FSDP units of their own: those that share no parameter with anything outside of them.
+
+    The others stay in the last unit, with the rest of the model: a parameter belongs to one unit only.
+    """
+    layers = stacked_layers(model)
+    holders = Counter(id(p) for layer in layers.values() for p in layer.parameters())
+    entered = {id(layer) for layer in layers.values()}
+
+    def outside(module: nn.Module) -> set[int]:  # parameters that one reaches without entering a layer
+        found = {id(p) for p in module.parameters(recurse=False)}
+        return found.union(*(outside(child) for child in module.children() if id(child) not in entered))
+
+    holders.update(outside(model))
+    return {path: layer for path, layer in layers.items() if all(holders[id(p)] == 1 for p in layer.parameters())}
+
+
+def fsdp_units_in_words(model: nn.Module) -> str:
+    """What `apply_fsdp` would shard as one unit."""
+    units = fsdp_layers(model)
+    stacks: dict[str, list[nn.Module]] = {}
+    for path, layer in units.items():
+        stacks.setdefault(collapsed(path), []).append(layer)
+    if not stacks:
+        return "none: no nn.ModuleList of layers"
+    kinds = {path: ", ".join(sorted({type(layer).__name__ for layer in each})) for path, each in stacks.items()}
+    listed = [f"{path} ({len(each)} x {kinds[path]})" for path, each in stacks.items()]
+    shared = len(stacked_layers(model)) - len(units)
+    rest = f"the rest of the model, with {shared} layers that share parameters," if shared else "the rest of the model"
+    return f"{', '.join(listed)}, then {rest} as one"
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        return False
+    parts = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+    return next(parts, None) is not None and next(parts, None) is not None
+
+
+# -- Ties: parameters that two modules share (`lm_head` and `embed_tokens`) --------------------------
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of two or more parameter names that are one parameter."""
+    groups: dict[int, list[str]] = {}
+    for path, name, parameter in direct_parameters(model):
+        groups.setdefault(id(parameter), []).append(joined(path, name))
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie(model: nn.Module, groups: list[list[str]]) -> None:
+    """Make the names of each group one parameter again: the first name's.
+
+    Sharding makes each end a parameter of its own. Without this, half of the embedding's gradient is lost, and the two
+    ends differ after one optimizer step.
+    """
+    for first, *others in groups:
+        parameter = model.get_parameter(first)
+        for other in others:
+            path, _, name = other.rpartition(".")
+            model.get_submodule(path).register_parameter(name, parameter)
+    if tied_names(model) != groups:
+        raise PlanError(f"ties were {groups} before sharding and are {tied_names(model)} after: report this plan")
+
+
+def broken_tie(model: nn.Module) -> str | None:
+    """The sentence that says so where the config promises tied embeddings and the model's are two parameters."""
+    promised = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    embedding, head = input_embedding(model), output_head(model)
+    if not promised or embedding is None or head is None:
+        return None
+    if any("pipeline_path" in model.get_submodule(path).__dict__ for path in (embedding, head)):
+        return None  # a pipeline stage that holds one end: the pipeline keeps both equal
+    ends = [f"{path}.weight" for path in (embedding, head)]
+    if model.get_parameter(ends[0]) is model.get_parameter(ends[1]):
+        return None
+    return (
+        f"config.tie_word_embeddings is True, but {ends[1]} and {ends[0]} are two parameters: call model.tie_weights() "
+        "before planning, or set tie_word_embeddings=False"
+    )

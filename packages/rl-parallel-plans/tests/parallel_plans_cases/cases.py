@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import rl_parallel_plans as plans
 from parallel_plans_cases.models import tiny, tiny_on_meta, token_ids
-from rl_parallel_plans.row_order import row_orders
+from rl_parallel_plans.checkpoints import row_orders
 
 
 def whole(tensor):

@@ -20,7 +20,7 @@ import rl_parallel_plans as plans
 from parallel_plans_cases import hybrids, models
 from parallel_plans_cases.cases import total_loss
 from parallel_plans_cases.models import token_ids
-from rl_parallel_plans.row_order import row_orders
+from rl_parallel_plans.checkpoints import row_orders
 from rl_parallel_plans.styles.fused_weights import FusedTensor
 
 FULL = StateDictOptions(full_state_dict=True)

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import error, gradient_errors, whole
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.context_parallel.apply import apply_context_parallel
-from rl_parallel_plans.context_parallel.attention import gathered_attention
+from rl_parallel_plans.context_parallel.apply import apply_context_parallel, gathered_attention
 from rl_parallel_plans.context_parallel.layout import sequence_positions, shard_sequence, unshard_sequence
 
 IGNORED = -100

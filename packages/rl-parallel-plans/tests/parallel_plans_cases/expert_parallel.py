@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import error, gradient_errors, total_loss
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.lookup import _own_plan
-from rl_parallel_plans.plan import Asked, make_plan
+from rl_parallel_plans.plan.parallel_plan import _own_plan, make_plan
 
 
 def parity(
@@ -32,7 +31,7 @@ def parity(
         ids = ids[:1, :1].expand_as(ids)
     reference, model = tiny(architecture, **changes), tiny(architecture, **changes)
     if own_plan:  # Hugging Face's, also where the structure has one
-        asked = Asked(tp=tp, ep=ep)
+        asked = PlanRequest(tp=tp, ep=ep)
         styles, notes = _own_plan(model, asked)
         plan = make_plan(model, styles, asked=asked, source="Hugging Face tp_plan", notes=notes)
     else:

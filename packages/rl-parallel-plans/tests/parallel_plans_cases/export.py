@@ -15,9 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rl_parallel_plans as plans
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.apply import parallelize
-from rl_parallel_plans.export import export_state_dict
-from rl_parallel_plans.fsdp import apply_fsdp
+from rl_parallel_plans.checkpoints import export_state_dict
+from rl_parallel_plans.sharding.fsdp import apply_fsdp
+from rl_parallel_plans.sharding.parallelize import parallelize
 
 
 def sharded(architecture, *, tied=False, **options):

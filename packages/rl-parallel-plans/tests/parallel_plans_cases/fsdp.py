@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import gradient_errors, kinds, total_loss
 from parallel_plans_cases.models import SHAPE, tiny, token_ids
-from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
-from rl_parallel_plans.apply import parallelize
-from rl_parallel_plans.fsdp import apply_fsdp
+from rl_parallel_plans.sharding.activation_checkpointing import apply_activation_checkpointing
+from rl_parallel_plans.sharding.fsdp import apply_fsdp
+from rl_parallel_plans.sharding.parallelize import parallelize
 
 ROWS = 8
 

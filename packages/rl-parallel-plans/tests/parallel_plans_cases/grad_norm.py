@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_, get_grad_norm
+from rl_parallel_plans.sharding.grad_norm import clip_grad_by_total_norm_, get_grad_norm
 
 SHAPE = (6, 5)
 

@@ -16,7 +16,7 @@ import rl_parallel_plans as plans
 from parallel_plans_cases import models
 from parallel_plans_cases.cases import error, gradient_errors, total_loss, whole
 from parallel_plans_cases.models import VOCABULARY, token_ids
-from rl_parallel_plans.collectives import collective_rows
+from rl_parallel_plans.plan.rows import collective_rows
 from rl_parallel_plans.styles import WholeParallel
 
 SHAPE = models.SHAPE | {"tie_word_embeddings": False}

@@ -6,8 +6,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel_plans_cases.export import sharded
 from parallel_plans_cases.models import tiny
-from rl_parallel_plans.row_order import RowOrder
-from rl_parallel_plans.shards import local_boxes, named_shards
+from rl_parallel_plans.checkpoints import RowOrder, local_boxes, named_shards
 
 
 def boxes(architecture, *, tied=False):

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import error, total_loss, whole
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.apply import parallelize
-from rl_parallel_plans.export import export_state_dict
-from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
+from rl_parallel_plans.checkpoints import export_state_dict
+from rl_parallel_plans.sharding.parallelize import apply_tensor_parallel, parallelize
 
 TP = 2
 ROWS = 4

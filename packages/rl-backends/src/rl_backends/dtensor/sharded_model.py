@@ -48,8 +48,8 @@ from rl_parallel_plans import (
     apply_tensor_parallel,
     plan_for,
 )
-from rl_parallel_plans.export import reshard
-from rl_parallel_plans.layer_stacks import stacked_layers
+from rl_parallel_plans.checkpoints import reshard
+from rl_parallel_plans.structure import stacked_layers
 
 __all__ = ["ShardedModel"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.ties import retie, tied_names
+from rl_parallel_plans.structure import retie, tied_names
 
 __all__ = ["materialize"]
 

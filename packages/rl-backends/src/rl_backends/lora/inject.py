@@ -16,7 +16,7 @@ from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.layers import A_TAIL, ADAPTER, B_TAIL, adapted_layers
 from rl_backends.lora.targets import find_targets, find_trained_whole
 from rl_parallel_plans import named_shards
-from rl_parallel_plans.fp32_parameters import FP32_PARAMETERS, kept_in_fp32
+from rl_parallel_plans.sharding.fsdp import FP32_PARAMETERS, kept_in_fp32
 
 __all__ = ["add_lora", "fill_with_adapters", "initialise_adapters", "require_peft"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_parallel_plans.export import WRAPPERS, reshard
+from rl_parallel_plans.checkpoints import WRAPPERS, reshard
 
 __all__ = [
     "ADAPTER",

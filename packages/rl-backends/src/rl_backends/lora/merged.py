@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rl_backends.lora.layers import A_TAIL, B_TAIL, AdaptedLayer, adapted_layers, base_name, named_places
 from rl_parallel_plans import NamedShard, export_state_dict, named_shards, to_local_if_dtensor
+from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.export import reshard
 
 __all__ = ["MergedWeights", "export_merged", "merged_weight"]
 

@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from rl_backends.errors import ModelError
-from rl_parallel_plans.structure import collapsed, text_layers
-from rl_parallel_plans.ties import tied_names
+from rl_parallel_plans.structure import collapsed, text_layers, tied_names
 
 __all__ = ["find_targets", "find_trained_whole"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rl_backends.metrics.storages import held_storages, named_parameters, optimizer_tensors
-from rl_parallel_plans.export import reshard
+from rl_parallel_plans.checkpoints import reshard
 
 __all__ = ["CATEGORIES", "MemoryUse", "memory_by_category"]
 

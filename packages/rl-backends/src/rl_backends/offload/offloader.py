@@ -23,7 +23,7 @@ from rl_backends.offload.report import OffloadReport
 from rl_backends.offload.resizable import make_resizable
 from rl_backends.offload.stand_ins import Refusals, StandIns
 from rl_backends.offload.stores import DiskStore, HostStore, Store
-from rl_parallel_plans.export import reshard
+from rl_parallel_plans.checkpoints import reshard
 
 __all__ = ["PARTS", "Offloader", "Part"]
 

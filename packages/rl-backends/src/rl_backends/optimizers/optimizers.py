@@ -30,7 +30,7 @@ from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.groups import ParameterGroup, group_parameters
 from rl_backends.optimizers.report import explain_optimizers, state_bytes
 from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
-from rl_parallel_plans.export import reshard
+from rl_parallel_plans.checkpoints import reshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

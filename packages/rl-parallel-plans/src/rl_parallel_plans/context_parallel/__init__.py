@@ -1,5 +1,4 @@
 """Context parallelism: one sequence over the ranks of a mesh axis, exact, for models that call torch's SDPA.
 
-`layout`: which tokens a rank holds. `attention`: its queries against every rank's keys. `limits`: what is refused.
-`apply`: the hooks that put it into a model.
+`layout` cuts sequences and tells which tokens a rank holds; `apply` puts the attention over all ranks into a model.
 """

@@ -1,39 +1,65 @@
 """Put context parallelism into a model: hooks on its decoder and on the attention of each layer.
 
 The decoder's hook finds out from `position_ids` where documents begin; the hooks of the attention modules let
-`scaled_dot_product_attention` see the keys of all ranks. Arguments of `forward` have the names that Hugging Face
-decoders give them. No parameter changes.
+`scaled_dot_product_attention` see the keys of all ranks. They are hooks on modules and not a context manager around the
+call, since recomputed activations run again inside backward. No parameter changes. Modules, attributes, config fields
+and arguments of `forward` have the names that Hugging Face decoders give them, and whatever is not recognised there as
+causal attention over torch's SDPA is refused before anything has changed.
 
-These are hooks on modules and not a context manager around the call, since recomputed activations run again inside
-backward.
+Each rank gathers the keys and values of the others in one all-gather, before they are repeated for grouped queries,
+and runs one attention for each run of consecutive tokens that it holds, over the keys of its document up to the run's
+end. That is a causal mask aligned to the lower right, for which torch has a flash kernel, so no mask of T² entries
+exists on a GPU; documents of a packed row never meet in a call. Under a sliding window of w tokens a run is computed
+w queries at a time over at most 2·w - 1 keys, with a mask of that size. In backward one reduce-scatter sums the
+gradients of keys and values. This is the all-gather method of Llama 3 (arXiv:2407.21783, 3.3.2).
+
+Axes: [B, heads, T / cp, D]; heads are this rank's where tensor parallelism shards them.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_parallel_plans.context_parallel.attention import GatheredAttention
-from rl_parallel_plans.context_parallel.layout import RowLayout, layout_of_positions
-from rl_parallel_plans.context_parallel.limits import (
-    attention_modules,
-    attention_window,
-    check_context_parallel,
-    decoder_path,
+from rl_parallel_plans.context_parallel.layout import (
+    RowLayout,
+    Run,
+    gather_tokens,
+    in_order,
+    layout_of_documents,
+    layout_of_positions,
 )
-from rl_parallel_plans.dtensor import has_numbers, submesh
+from rl_parallel_plans.dtensor import has_numbers, is_dtensor, submesh
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.structure import collapsed, decoder_layers, joined, source_of_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 _OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "image_patches", "input_features", "input_values")
 _ROWS = "_context_parallel_rows"
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Their frequencies depend on the longest position that a rank sees.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_OTHER_CONFIGS = ("vision_config", "audio_config", "speech_config", "text_encoder")
+# Config field to what it does.
+_SCORE_CHANGES = {
+    "attn_logit_softcapping": "caps attention scores, which SDPA cannot",
+    "alibi": "adds a bias to attention scores by distance",
+    "attn_temperature_tuning": "scales queries by their position among this rank's tokens",
+    "attention_chunk_size": "attends within chunks",
+    "use_bidirectional_attention": "attends to later tokens",
+}
+_POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def apply_context_parallel(
@@ -205,3 +231,284 @@ def _check_documents(name: str, cu_seqlens: Tensor, rows: tuple[RowLayout, ...] 
             f"{name} is {given} and the position_ids restart at {documents[:-1]} of {length} tokens: pass where the "
             "documents of the whole row end, over all ranks and with their padding, or leave it out"
         )
+
+
+# -- Attention over the keys of all ranks -----------------------------------------------------------
+
+
+class GatheredAttention(TorchFunctionMode):
+    """While entered, scaled_dot_product_attention sees the keys and values of every rank of `cp_mesh`.
+
+    rows: where documents begin and end, for packed rows; None where each row is one document.
+    window: how many tokens a query attends to, itself included; None: all before it.
+    """
+
+    def __init__(
+        self, cp_mesh: "DeviceMesh", *, rows: tuple[RowLayout, ...] | None = None, window: int | None = None
+    ) -> None:
+        super().__init__()
+        self.cp_mesh, self.rows, self.window = cp_mesh, rows, window
+        self.calls = 0
+
+    def __torch_function__(  # noqa: PLR0917 - torch's protocol
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Replace the one function and pass on every other."""
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        named = dict(zip(_POSITIONAL, args, strict=False))
+        return gathered_attention(cp_mesh=self.cp_mesh, rows=self.rows, window=self.window, **named, **(kwargs or {}))
+
+
+def gathered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cp_mesh: "DeviceMesh",
+    rows: tuple[RowLayout, ...] | None = None,
+    window: int | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` of this rank's queries [B, heads, T / cp, D] over the whole sequence.
+
+    rows, window: as of `GatheredAttention`.
+
+    Raises PlanError for anything but causal self-attention without a mask on plain tensors.
+    """
+    _refuse_other_than_causal(query, key, attn_mask, is_causal=is_causal)
+    from torch.distributed.tensor import Partial
+
+    # [T, B, heads, D of keys and values]
+    both = gather_tokens(torch.cat([key, value], -1), cp_mesh, dim=-2, gradient=Partial())
+    options: dict[str, Any] = {"window": window, "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    if rows is None:
+        rows = (layout_of_documents([query.shape[-2] // 2], cp_mesh.get_local_rank(), cp_mesh.size()),)
+    outputs = []
+    # Rows of one layout are computed together.
+    batches = [slice(None)] if len(rows) == 1 else [slice(row, row + 1) for row in range(len(rows))]
+    for layout, batch in zip(rows, batches, strict=True):
+        ordered = in_order(both[:, batch], layout).movedim(0, -2)
+        keys, values = ordered[..., : key.shape[-1]], ordered[..., key.shape[-1] :]
+        outputs.append(attention_of_runs(query[batch], keys, values, runs=layout.runs, **options))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attention_of_runs(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    runs: Sequence[Run],
+    window: int | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Causal attention of the runs of tokens that are joined in `query`, each over its document in `keys`, `values`.
+
+    options: those of `scaled_dot_product_attention`.
+    """
+    if window is not None and enable_gqa:
+        # The kernels that take a mask take no grouped queries: on a GPU torch would compute all scores.
+        groups = query.shape[-3] // keys.shape[-3]
+        keys, values, enable_gqa = keys.repeat_interleave(groups, -3), values.repeat_interleave(groups, -3), False
+    outputs = []
+    for queries, run in zip(torch.split(query, [run.length for run in runs], -2), runs, strict=True):
+        stop = run.end - run.length
+        for block in (queries,) if window is None else torch.split(queries, window, -2):
+            tokens = block.shape[-2]
+            stop += tokens
+            start = run.first if window is None else max(run.first, stop - tokens - window + 1)
+            mask: Any
+            if window is not None and stop - start > window:
+                mask = _window_mask(tokens, stop - start, window=window, device=query.device)
+            else:
+                with _disable_current_modes():  # torch cannot make it under one, as in selective checkpointing
+                    mask = causal_lower_right(tokens, stop - start)
+            seen = keys[..., start:stop, :], values[..., start:stop, :]
+            outputs.append(scaled_dot_product_attention(block, *seen, attn_mask=mask, enable_gqa=enable_gqa, **options))
+    return torch.cat(outputs, -2)
+
+
+def _window_mask(queries: int, keys: int, *, window: int, device: torch.device) -> Tensor:
+    """Whether each query attends to each key, where queries are the last of the keys' tokens: bool [queries, keys]."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _refuse_other_than_causal(query: Tensor, key: Tensor, attn_mask: Tensor | None, *, is_causal: bool) -> None:
+    if attn_mask is not None:
+        raise PlanError(
+            f"scaled_dot_product_attention was given a mask of shape {tuple(attn_mask.shape)}, which knows only this "
+            "rank's tokens: context parallelism does causal attention without a mask"
+        )
+    if not is_causal:
+        raise PlanError("scaled_dot_product_attention was called with is_causal=False: context parallelism is causal")
+    if query.shape[-2] != key.shape[-2]:
+        raise PlanError(
+            f"{query.shape[-2]} queries attend to {key.shape[-2]} keys of this rank: context parallelism is for whole "
+            "sequences, without cached keys"
+        )
+    if is_dtensor(query) or is_dtensor(key):
+        raise PlanError(
+            "scaled_dot_product_attention was called with DTensors: use a plan whose attention sees this rank's heads "
+            "as plain tensors"
+        )
+
+
+# -- What is refused, found before anything is changed ----------------------------------------------
+
+
+def check_context_parallel(model: nn.Module, *, plan: "ParallelPlan | None" = None) -> None:
+    """Raise one PlanError that lists all that stands against context parallelism for `model`; touch nothing.
+
+    plan: the tensor-parallel plan that the model is under or shall be. Every plan is taken.
+
+    It takes causal decoders whose every layer mixes tokens only by attention over torch's SDPA, full or with a sliding
+    window (Gemma 3, Mistral). Refused by name: attention other than "sdpa", windows that the config and the model
+    disagree about, attention in chunks (Llama 4), attention sinks (gpt-oss), soft-capped (Gemma 2) or biased scores,
+    sparse indexers, linear attention, Mamba and convolutions, encoders, vision and audio, position embeddings that
+    depend on the length seen, and sequence classifiers.
+    """
+    del plan
+    found = list(dict.fromkeys(_findings(model)))
+    if found:
+        listed = "\n".join(f"  {i}. {finding}" for i, finding in enumerate(found, 1))
+        raise PlanError(f"{type(model).__name__} cannot be context parallel, {len(found)} problem(s):\n{listed}")
+
+
+def decoder_path(model: nn.Module) -> str:
+    """Path of the module that owns the decoder layers; PlanError where there are none."""
+    stack = decoder_layers(model)
+    if stack is None:
+        raise PlanError(f"{type(model).__name__} holds no nn.ModuleList of decoder layers")
+    return stack[0].rpartition(".")[0]
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module of a decoder layer that says whether it is causal, as Hugging Face's attentions do, by path."""
+    return [
+        (joined(where, path), module)
+        for where, layer in _decoder_layers(model)
+        for path, module in layer.named_modules()
+        if "is_causal" in vars(module)  # not hasattr: wrappers pass it on
+    ]
+
+
+def attention_window(model: nn.Module, path: str) -> int | None:
+    """How many tokens a query of the attention at `path` attends to, itself included; None: all before it.
+
+    Hugging Face's decoders make the mask, by the config's `layer_types` where it has some and else by its
+    `sliding_window`; most attention modules tell their window too. Raises PlanError where these disagree.
+    """
+    attention = model.get_submodule(path)
+    decoder = model.get_submodule(decoder_path(model))
+    config = getattr(decoder, "config", None)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    where = f"{collapsed(path)} ({type(attention).__name__})"
+    if kinds is not None:
+        index = getattr(attention, "layer_idx", None)
+        if not isinstance(index, int) or not 0 <= index < len(kinds):
+            raise PlanError(f"{where} has no layer_idx that tells which of the config's layer_types it is")
+        window = window if kinds[index] == SLIDING else None
+    elif window is not None and not getattr(config, "use_sliding_window", True):
+        raise PlanError(f"its config has sliding_window={window} and use_sliding_window=False: set the former to None")
+    elif window is not None and "sliding_window" not in source_of_forward(decoder):
+        raise PlanError(
+            f"its config has sliding_window={window} and {type(decoder).__name__}.forward does not read it: set it to "
+            "None if the model has no window"
+        )
+    if "sliding_window" in vars(attention) and attention.sliding_window != window:
+        raise PlanError(
+            f"{where} has sliding_window={attention.sliding_window} and the config of its decoder says {window}: "
+            "not supported"
+        )
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise PlanError(f"{where} has a sliding window of {window!r} tokens: not supported")
+    return window
+
+
+def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    stack = decoder_layers(model)
+    return [] if stack is None else [(joined(stack[0], number), layer) for number, layer in stack[1].named_children()]
+
+
+def _findings(model: nn.Module) -> Iterator[str]:
+    if decoder_layers(model) is None:
+        yield "it holds no nn.ModuleList of decoder layers"
+        return
+    if "SequenceClassification" in type(model).__name__:
+        yield "it pools the last token, and each rank would take its own: score all tokens and pick after unsharding"
+    owners = (model, model.get_submodule(decoder_path(model)))
+    configs = [config for owner in owners if (config := getattr(owner, "config", None)) is not None]
+
+    for config in configs:
+        for field in _OTHER_CONFIGS:
+            if getattr(config, field, None) is not None:
+                yield f"its config has a {field}: images and sound are not tokens that can be cut; use the text model"
+        if getattr(config, "is_encoder_decoder", False):
+            yield "it is an encoder and a decoder: only decoders are causal"
+
+    for place, layer in _decoder_layers(model):
+        if not any("is_causal" in vars(module) for module in layer.modules()):
+            yield (
+                f"{collapsed(place)} ({type(layer).__name__}) has no attention that says by an attribute is_causal "
+                "whether it is causal: linear attention, Mamba and whatever else mixes tokens are not supported"
+            )
+        for path, module in layer.named_modules():
+            where = collapsed(joined(place, path))
+            if isinstance(module, nn.Conv1d):
+                yield f"{where} is a convolution over tokens, whose neighbours lie on another rank"
+            if path.rpartition(".")[2] == "indexer":
+                yield f"{where} chooses the keys of each query from this rank's tokens alone: sparse attention"
+
+    inside = dict(attention_modules(model))
+    for path, module in model.named_modules():
+        if path in inside:
+            yield from _attention_findings(collapsed(path), module)
+            try:
+                attention_window(model, path)
+            except PlanError as unclear:
+                yield str(unclear)
+        elif "is_causal" in vars(module):
+            yield f"{collapsed(path)} ({type(module).__name__}) is attention outside the decoder layers: not supported"
+
+    for config in configs:
+        for field, effect in _SCORE_CHANGES.items():
+            if value := getattr(config, field, None):
+                yield f"its config has {field}={value}, which {effect}: not supported"
+        if others := sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING}):
+            yield f"its layer_types hold {', '.join(others)}: only {FULL} and {SLIDING} are supported"
+
+    for path, module in model.named_modules():
+        rope = vars(module).get("rope_type")
+        for kind in rope.values() if isinstance(rope, dict) else (rope,):
+            if kind in _LENGTH_DEPENDENT_ROPE:
+                yield (
+                    f"{collapsed(path)} has rope_type={kind!r}, whose frequencies depend on the longest position that "
+                    "a rank sees: ranks would disagree"
+                )
+
+
+def _attention_findings(where: str, attention: nn.Module) -> Iterator[str]:
+    kind = type(attention).__name__
+    implementation = getattr(getattr(attention, "config", None), "_attn_implementation", "sdpa")
+    if implementation != "sdpa":
+        yield (
+            f'{where} ({kind}) runs with attn_implementation={implementation!r}: load the model with "sdpa", whose '
+            "keys and values can be gathered"
+        )
+    if not attention.is_causal:
+        yield f"{where} ({kind}) is not causal: encoders and cross attention are not supported"
+    if sinks := [name for name, _ in attention.named_parameters(recurse=False) if "sink" in name]:
+        yield f"{where} ({kind}) has attention sinks ({', '.join(sinks)}), which SDPA cannot add to the softmax"

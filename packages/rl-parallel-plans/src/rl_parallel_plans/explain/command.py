@@ -1,19 +1,9 @@
-"""`python -m rl_parallel_plans explain`: a plan for a model that is nowhere loaded.
-
-Builds the model on the meta device from its configuration alone: no weights, no GPU, no process group.
-"""
+"""`rl-parallel-plans explain`: the plan of a model, built on the meta device from its configuration alone."""
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rl_parallel_plans.errors import PlanError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,64 +38,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 where the plan fits, 1 where it has problems, 2 where there is none; the reasons are printed."""
-    from rl_parallel_plans.explain.document import refusal_as_json
+    from rl_parallel_plans.explain.document import as_json, refusal_as_json
+    from rl_parallel_plans.explain.page import as_html
+    from rl_parallel_plans.explain.report import StageRow, stage_rows
+    from rl_parallel_plans.explain.text import as_text
+    from rl_parallel_plans.model_source import build, read_config
+    from rl_parallel_plans.plan.parallel_plan import plan_for
 
+    dp, trust = arguments.dp, arguments.trust_remote_code
     try:
-        model = _model(arguments)
-        plan = _plan(model, arguments)
-        stages = _stages(model, plan, arguments)
+        config = read_config(arguments.model, revision=arguments.revision, trust_remote_code=trust)
+        model = build(config, trust_remote_code=trust)
+        plan = plan_for(
+            model,
+            tp=arguments.tp,
+            sequence_parallel=arguments.sequence_parallel,
+            output_projections=arguments.output_projections,
+            custom=arguments.plan,
+            allow=arguments.allow,
+        )
+        stages: list[StageRow] = []
+        if arguments.pp > 1 or arguments.stages_per_rank > 1:
+            stages = stage_rows(model, plan, pp=arguments.pp, stages_per_rank=arguments.stages_per_rank, dp=dp)
     except PlanError as refusal:
         if arguments.json:
             print(refusal_as_json(str(refusal)))
         raise
-    _write(plan, stages, arguments)
-    return 1 if any(problem.kind not in plan.allow for problem in plan.problems) else 0
-
-
-def _model(arguments: argparse.Namespace) -> "nn.Module":
-    from rl_parallel_plans.model_source import build, read_config
-
-    trust = arguments.trust_remote_code
-    config = read_config(arguments.model, revision=arguments.revision, trust_remote_code=trust)
-    return build(config, trust_remote_code=trust)
-
-
-def _stages(model: "nn.Module", plan: "ParallelPlan", arguments: argparse.Namespace) -> "list[StageRow]":
-    if arguments.pp == arguments.stages_per_rank == 1:
-        return []
-    from rl_parallel_plans.explain.stages import stage_rows
-
-    return stage_rows(model, plan, pp=arguments.pp, stages_per_rank=arguments.stages_per_rank, dp=arguments.dp)
-
-
-def _plan(model: "nn.Module", arguments: argparse.Namespace) -> "ParallelPlan":
-    from rl_parallel_plans.lookup import plan_for
-
-    return plan_for(
-        model,
-        tp=arguments.tp,
-        sequence_parallel=arguments.sequence_parallel,
-        output_projections=arguments.output_projections,
-        custom=arguments.plan,
-        allow=arguments.allow,
-    )
-
-
-def _write(plan: "ParallelPlan", stages: "list[StageRow]", arguments: argparse.Namespace) -> None:
-    from rl_parallel_plans.explain.document import as_json
-    from rl_parallel_plans.explain.page import as_html
-    from rl_parallel_plans.explain.text import as_text
-
     if arguments.json:
-        print(as_json(plan, dp=arguments.dp, stages=stages))
+        print(as_json(plan, dp=dp, stages=stages))
     elif arguments.html is None:
-        print(as_text(plan, dp=arguments.dp, every_row=arguments.all, stages=stages))
+        print(as_text(plan, dp=dp, every_row=arguments.all, stages=stages))
     else:
         try:
-            arguments.html.write_text(as_html(plan, dp=arguments.dp, stages=stages), encoding="utf-8")
+            arguments.html.write_text(as_html(plan, dp=dp, stages=stages), encoding="utf-8")
         except OSError as error:
             raise PlanError(f"{arguments.html} cannot be written: {error.strerror}") from error
         print(f"{arguments.html}: {plan.model_name}, tp={plan.tp}, {len(plan.problems)} problem(s)")
+    return 1 if any(problem.kind not in plan.allow for problem in plan.problems) else 0
 
 
 def _ranks(text: str) -> int:

@@ -45,46 +45,50 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rl_parallel_plans.explain.report import Report, report
-from rl_parallel_plans.parameter_rows import ParameterRow
+from rl_parallel_plans.explain.report import StageRow, report
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 FORMAT = 1
 
 
-def as_json(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" = ()) -> str:
+def as_json(plan: "ParallelPlan", *, dp: int = 1, stages: Sequence[StageRow] = ()) -> str:
     """The plan over `dp` ranks of FSDP as a JSON document, whose keys `explain.document` lists.
 
-    stages: those of a pipeline, by `explain.stages.stage_rows`.
+    stages: those of a pipeline, by `explain.report.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
-    return _written({**_document(report(plan, dp=dp)), "stages": [asdict(stage) for stage in stages]})
-
-
-def refusal_as_json(why: str) -> str:
-    """The document of a model that has no plan."""
-    return _written({"format": FORMAT, "refused": why})
-
-
-def _written(document: dict[str, Any]) -> str:
-    return json.dumps(document, indent=1, ensure_ascii=False)
-
-
-def _document(told: Report) -> dict[str, Any]:
-    plan = told.plan
-    return {
+    told = report(plan, dp=dp)
+    document = {
         "format": FORMAT,
         "model": plan.model_name,
         "source": plan.source,
         "tp": plan.tp,
-        "dp": told.dp,
+        "dp": dp,
         "sequence_parallel": plan.sequence_parallel,
         "output_projections": plan.asked.output_projections,
-        "parameters": [_row(row, told.dp) for row in plan.parameters],
+        "parameters": [
+            {
+                "name": row.name,
+                "count": row.count,
+                "pattern": row.pattern,
+                "style": row.style,
+                "placement": row.placement,
+                "partial_gradient": row.partial_gradient,
+                "reordered": row.reordered,
+                "sharded": row.sharded,
+                "shape": list(row.shape),
+                "tp_rank_shape": list(row.local_shape),
+                "rank_shape": list(row.shape_over(dp)),
+                "dtype": row.dtype,
+                "global_bytes": row.global_bytes,
+                "tp_rank_bytes": row.rank_bytes,
+                "rank_bytes": row.rank_bytes_over(dp),
+            }
+            for row in plan.parameters
+        ],
         "total": {
             "elements": told.elements,
             "global_bytes": told.global_bytes,
@@ -98,7 +102,7 @@ def _document(told: Report) -> dict[str, Any]:
                 "where": part.where,
                 "count": part.count,
                 "tp_rank_bytes": part.rank_bytes,
-                "rank_bytes": part.rank_bytes_over(told.dp),
+                "rank_bytes": part.rank_bytes_over(dp),
             }
             for part in told.whole
         ],
@@ -108,24 +112,15 @@ def _document(told: Report) -> dict[str, Any]:
         "passed_over": list(plan.passed_over),
         "notes": list(plan.notes),
         "problems": [{**asdict(problem), "allowed": problem.kind in plan.allow} for problem in plan.problems],
+        "stages": [asdict(stage) for stage in stages],
     }
+    return _written(document)
 
 
-def _row(row: ParameterRow, dp: int) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "count": row.count,
-        "pattern": row.pattern,
-        "style": row.style,
-        "placement": row.placement,
-        "partial_gradient": row.partial_gradient,
-        "reordered": row.reordered,
-        "sharded": row.sharded,
-        "shape": list(row.shape),
-        "tp_rank_shape": list(row.local_shape),
-        "rank_shape": list(row.shape_over(dp)),
-        "dtype": row.dtype,
-        "global_bytes": row.global_bytes,
-        "tp_rank_bytes": row.rank_bytes,
-        "rank_bytes": row.rank_bytes_over(dp),
-    }
+def refusal_as_json(why: str) -> str:
+    """The document of a model that has no plan."""
+    return _written({"format": FORMAT, "refused": why})
+
+
+def _written(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False)

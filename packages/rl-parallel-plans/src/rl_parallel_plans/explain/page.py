@@ -6,33 +6,44 @@ Without the script it reads the same; with it, the table of parameters is search
 
 import base64
 import hashlib
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from rl_parallel_plans.explain.markup import Html, element
-from rl_parallel_plans.explain.report import Part, Report, report
-from rl_parallel_plans.explain.words import counts, elements, shape, share, size
-from rl_parallel_plans.parameter_rows import ParameterRow
+from rl_parallel_plans.explain.report import (
+    STAGE_HEADER,
+    Part,
+    Report,
+    StageRow,
+    counts,
+    elements,
+    report,
+    shape,
+    share,
+    size,
+    stage_cells,
+    stage_notes,
+)
+from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.explain.stages import StageRow
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
-# Share of a rank's bytes below which a part of the overview is not told by itself.
+# Share of a rank's bytes below which a part of the overview is not facts by itself.
 SMALL = 0.002
 NUMBERS = frozenset({"times", "count", "shape", "on a tp rank", "bytes a rank", "bytes a token, forward", "backward "})
 
 
-def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" = ()) -> str:
+def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: Sequence[StageRow] = ()) -> str:
     """The plan over `dp` ranks of FSDP as one self-contained page.
 
-    stages: those of a pipeline, by `explain.stages.stage_rows`.
+    stages: those of a pipeline, by `explain.report.stage_rows`.
 
     Raises PlanError where dp is no number of ranks.
     """
-    told = report(plan, dp=dp)
-    script = _resource("page.js")
+    facts = report(plan, dp=dp)
+    script, style = (resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = element(
@@ -41,66 +52,89 @@ def as_html(plan: "ParallelPlan", *, dp: int = 1, stages: "Sequence[StageRow]" =
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{_short_name(told)}, tp={plan.tp}: parallel plan"),
-        element("style", Html(_resource("page.css"))),
+        element("title", f"{facts.plan.model_name.rpartition('.')[2]}, tp={plan.tp}: parallel plan"),
+        element("style", Html(style)),
     )
     body = element(
         "body",
-        element("main", *_sections(told), *([_stages(stages)] if stages else [])),
+        element("main", *_sections(facts), *([_stages(stages)] if stages else [])),
         element("script", Html(script)),
     )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _sections(told: Report) -> Iterator[Html]:
-    yield _masthead(told)
-    if told.problems:
-        items = [element("li", problem) for problem in told.problems]
+class Html(str):
+    """Text that is HTML already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
+    """An element with its children. Every string is escaped, except the elements made here: nothing can be injected.
+
+    Attributes named like words of Python end in `_`; any other `_` becomes `-`; None leaves an attribute out.
+
+    >>> element("p", "1 < 2", class_="note")
+    '<p class="note">1 &lt; 2</p>'
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in {"input", "meta", "wbr"}:
+        return Html(f"<{name}{written}>")
+    inner = "".join(child if isinstance(child, Html) else html.escape(child) for child in children if child is not None)
+    return Html(f"<{name}{written}>{inner}</{name}>")
+
+
+def _sections(facts: Report) -> Iterator[Html]:
+    yield _masthead(facts)
+    if facts.problems:
+        items = [element("li", problem) for problem in facts.problems]
         yield element("section", element("h2", "Problems"), element("ul", *items), class_="problems")
-    yield _cards(told)
-    yield _overview(told)
-    if told.collectives:
-        yield _collectives(told)
-    if told.whole:
-        yield _whole(told)
-    yield _parameters(told)
-    yield _rest(told)
+    yield _cards(facts)
+    yield _overview(facts)
+    if facts.collectives:
+        yield _collectives(facts)
+    if facts.whole:
+        yield _whole(facts)
+    yield _parameters(facts)
+    yield _rest(facts)
 
 
-def _short_name(told: Report) -> str:
-    return told.plan.model_name.rpartition(".")[2]
-
-
-def _masthead(told: Report) -> Html:
-    plan = told.plan
-    axes = [f"tp {plan.tp}", f"dp {told.dp}", *(["sequence parallel"] if plan.sequence_parallel else [])]
+def _masthead(facts: Report) -> Html:
+    plan = facts.plan
+    axes = [f"tp {plan.tp}", f"dp {facts.dp}", *(["sequence parallel"] if plan.sequence_parallel else [])]
     if plan.asked.output_projections != "rowwise":
         axes.append(f"{plan.asked.output_projections} output projections")
     return element(
         "header",
         element("p", "parallel plan", class_="kicker"),
-        element("h1", _short_name(told)),
+        element("h1", plan.model_name.rpartition(".")[2]),
         element("p", _path(plan.model_name), class_="quiet"),
         element("p", *(element("span", axis, class_="chip") for axis in axes)),
         element("p", element("span", "source ", class_="quiet"), plan.source),
     )
 
 
-def _cards(told: Report) -> Html:
-    plan = told.plan
+def _cards(facts: Report) -> Html:
+    plan = facts.plan
     cards = [
-        _card(size(told.rank_bytes), "a rank holds", f"{share(told.rank_bytes, told.global_bytes)} of the parameters"),
-        _card(size(told.global_bytes), "the model", elements(told.elements)),
+        _card(
+            size(facts.rank_bytes),
+            "a rank holds",
+            f"{share(facts.rank_bytes, facts.global_bytes)} of the parameters",
+        ),
+        _card(size(facts.global_bytes), "the model", elements(facts.elements)),
     ]
     if plan.tp > 1:
-        note = f"{share(told.whole_bytes, told.tp_rank_bytes)} of what a tp rank holds"
-        cards.append(_card(size(told.whole_bytes), "whole on every tp rank", note))
-    if told.layers:
-        forward, backward = (
-            max(sum(each.values()) for each in direction)
-            for direction in ([row.forward for row in told.layers], [row.backward for row in told.layers])
-        )
-        note = f"{size(told.sent_bytes)} sent a token"
+        note = f"{share(facts.whole_bytes, facts.tp_rank_bytes)} of what a tp rank holds"
+        cards.append(_card(size(facts.whole_bytes), "whole on every tp rank", note))
+    if layers := [row for row in facts.collectives if row.in_layers]:
+        forward = max(sum(row.forward.values()) for row in layers)
+        backward = max(sum(row.backward.values()) for row in layers)
+        note = f"{size(facts.sent_bytes)} sent a token"
         cards.append(_card(f"{forward} + {backward}", "collectives a layer, forward + backward", note))
     return element("section", *cards, class_="cards")
 
@@ -115,22 +149,22 @@ def _card(figure: str, label: str, note: str) -> Html:
     )
 
 
-def _overview(told: Report) -> Html:
+def _overview(facts: Report) -> Html:
     """Where a rank's bytes are, one bar for each part of the model."""
-    largest = max((part.rank_bytes_over(told.dp) for part in told.parts), default=0)
-    small = [part for part in told.parts if part.rank_bytes_over(told.dp) < SMALL * told.rank_bytes]
-    lines = [_bar(part, told, largest) for part in told.parts if part not in small]
+    largest = max((part.rank_bytes_over(facts.dp) for part in facts.parts), default=0)
+    small = [part for part in facts.parts if part.rank_bytes_over(facts.dp) < SMALL * facts.rank_bytes]
+    lines = [_bar(part, facts, largest) for part in facts.parts if part not in small]
     if small:
         rows = tuple(row for part in small for row in part.rows)
-        lines.append(_bar(Part(where=f"{len(small)} smaller ones", rows=rows), told, largest))
+        lines.append(_bar(Part(where=f"{len(small)} smaller ones", rows=rows), facts, largest))
     legend = [element("span", text, class_=f"key {kind}") for kind, text in (("cut", "cut"), ("whole", "whole"))]
-    note = element("p", *legend, "over the tp axis", class_="quiet legend") if told.plan.tp > 1 else None
+    note = element("p", *legend, "over the tp axis", class_="quiet legend") if facts.plan.tp > 1 else None
     return element("section", element("h2", "Where a rank’s bytes are"), element("div", *lines, class_="bars"), note)
 
 
-def _bar(part: Part, told: Report, largest: int) -> Html:
-    held = part.rank_bytes_over(told.dp)
-    whole = sum(row.rank_bytes_over(told.dp) for row in part.rows if not row.sharded) if told.plan.tp > 1 else 0
+def _bar(part: Part, facts: Report, largest: int) -> Html:
+    held = part.rank_bytes_over(facts.dp)
+    whole = sum(row.rank_bytes_over(facts.dp) for row in part.rows if not row.sharded) if facts.plan.tp > 1 else 0
     pieces = [
         element("span", class_=kind, style=f"width:{100 * amount / max(largest, 1):.3f}%")
         for kind, amount in (("cut", held - whole), ("whole", whole))
@@ -141,12 +175,12 @@ def _bar(part: Part, told: Report, largest: int) -> Html:
         "div",
         _path(part.where),
         element("span", *pieces, class_="track", title=f"{held:,} bytes{of_them}"),
-        element("span", f"{size(held)} · {share(held, told.rank_bytes)}", class_="number"),
+        element("span", f"{size(held)} · {share(held, facts.rank_bytes)}", class_="number"),
         class_="line",
     )
 
 
-def _collectives(told: Report) -> Html:
+def _collectives(facts: Report) -> Html:
     rows = [
         _table_row(
             element("td", _path(row.where), f" {', '.join(row.blocks)}", title=", ".join(row.parts)),
@@ -156,13 +190,13 @@ def _collectives(told: Report) -> Html:
             element("td", f"{row.forward_bytes:,}", class_="number"),
             element("td", f"{row.backward_bytes:,}", class_="number"),
         )
-        for row in told.collectives
+        for row in facts.collectives
     ]
     header = ("where", "times", "forward", "backward", "bytes a token, forward", "backward ")
     notes = ["Bytes are those of the tensors, per token; the tp axis only."]
-    if told.partial_gradient_bytes:
+    if facts.partial_gradient_bytes:
         notes.append(
-            f"Then one all-reduce at the end of a backward sums {size(told.partial_gradient_bytes)} of gradients of "
+            f"Then one all-reduce at the end of a backward sums {size(facts.partial_gradient_bytes)} of gradients of "
             "which a rank has one term."
         )
     return element(
@@ -173,14 +207,12 @@ def _collectives(told: Report) -> Html:
     )
 
 
-def _stages(stages: "Sequence[StageRow]") -> Html:
-    from rl_parallel_plans.explain.stages import HEADER, stage_cells, stage_notes
-
+def _stages(stages: Sequence[StageRow]) -> Html:
     rows = [_table_row(*(element("td", cell) for cell in cells)) for cells in stage_cells(stages)]
     return element(
         "section",
         element("h2", "Pipeline stages"),
-        element("div", _table(HEADER, rows), class_="wide"),
+        element("div", _table(STAGE_HEADER, rows), class_="wide"),
         *(element("p", note, class_="quiet") for note in stage_notes(stages)),
     )
 
@@ -189,7 +221,7 @@ def _run(kinds: Mapping[str, int], untold: tuple[str, ...]) -> str:
     return counts(kinds) + (f", and what {', '.join(untold)} does not tell" if untold else "")
 
 
-def _whole(told: Report) -> Html:
+def _whole(facts: Report) -> Html:
     """What every tp rank holds, each part to be opened."""
     details = [
         element(
@@ -201,7 +233,7 @@ def _whole(told: Report) -> Html:
             ),
             element("ul", *(element("li", _path(row.name), f" {shape(row.shape)}") for row in part.rows)),
         )
-        for part in told.whole
+        for part in facts.whole
     ]
     return element(
         "section",
@@ -210,10 +242,10 @@ def _whole(told: Report) -> Html:
     )
 
 
-def _parameters(told: Report) -> Html:
+def _parameters(facts: Report) -> Html:
     header = ("parameter", "count", "placement", "shape", "on a tp rank", "dtype", "bytes a rank", "rule")
-    largest = max((row.rank_bytes_over(told.dp) for row in told.plan.parameters), default=0)
-    rows = [_parameter(row, told.dp, largest) for row in told.plan.parameters]
+    largest = max((row.rank_bytes_over(facts.dp) for row in facts.plan.parameters), default=0)
+    rows = [_parameter(row, facts.dp, largest) for row in facts.plan.parameters]
     controls = element(
         "p",
         element("input", type="search", id="search", placeholder="Search name, placement, rule", aria_label="Search"),
@@ -269,12 +301,12 @@ def _table_row(*cells: Html, whole: bool = False) -> Html:
     return element("tr", *cells, data_whole="" if whole else None)
 
 
-def _rest(told: Report) -> Html:
-    plan = told.plan
+def _rest(facts: Report) -> Html:
+    plan = facts.plan
     entries = [("FSDP units", plan.fsdp_units)]
     entries += [("Tied", " = ".join(names)) for names in plan.ties]
     entries += [("Note", " ".join(note.split())) for note in plan.notes]
-    entries += [("Allowed", problem) for problem in told.allowed]
+    entries += [("Allowed", problem) for problem in facts.allowed]
     entries += [("Passed over", " ".join(reason.split())) for reason in plan.passed_over]
     items = [child for name, text in entries for child in (element("dt", name), element("dd", text))]
     return element("section", element("h2", "Also"), element("dl", *items))
@@ -285,7 +317,3 @@ def _path(name: str) -> Html:
     first, *others = name.split(".")
     breaks = (piece for token in others for piece in (".", element("wbr"), token))
     return element("code", first, *breaks)
-
-
-def _resource(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from rl_parallel_plans.checkpoints import segments_read
 from rl_parallel_plans.families.parts import (
     Layout,
     NotRecognizedError,
@@ -28,7 +29,6 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     replicated_inside,
 )
-from rl_parallel_plans.row_order import segments_read
 from rl_parallel_plans.styles import Colwise, Norm, OwnRules, PackedColwise, ParameterRule, ReplicatedParallel, Rowwise
 from rl_parallel_plans.styles.table import ROWS
 

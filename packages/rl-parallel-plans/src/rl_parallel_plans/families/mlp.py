@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from rl_parallel_plans.checkpoints import halves_in_order
 from rl_parallel_plans.families.parts import (
     Layout,
     NotRecognizedError,
@@ -21,7 +22,6 @@ from rl_parallel_plans.families.parts import (
     under,
     whole_block,
 )
-from rl_parallel_plans.row_order import halves_in_order
 from rl_parallel_plans.styles import Colwise, Experts, Norm, OwnRules, PackedColwise, ParameterRule, SharedIdentity
 from rl_parallel_plans.styles.table import REPLICATED_PARTIAL
 

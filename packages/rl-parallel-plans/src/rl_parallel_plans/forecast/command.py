@@ -7,11 +7,10 @@ from typing import get_args
 
 import torch
 
-from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.forecast.optimizers import OptimizerName
-from rl_parallel_plans.forecast.options import Attention, LmHead, MemoryOptions
+from rl_parallel_plans.forecast.options import Attention, LmHead, MemoryOptions, OptimizerName
 from rl_parallel_plans.pipeline.schedule import Schedule
+from rl_parallel_plans.sharding.activation_checkpointing import ActivationCheckpointing
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -1,7 +1,9 @@
 """`memory`: the peak memory of a training step on each rank, before anything is loaded or started.
 
-For a model in hand it runs in this process, which must have no process group; for a configuration (a folder, a
-config.json, a name on the Hub) in an interpreter of its own.
+A model in hand is predicted in this process, which must have no process group. A configuration (a folder, a
+config.json, a name on the Hub) is predicted in another interpreter: one JSON request on its stdin, one line of JSON
+from it. That keeps the caller's process free of a process group, of transformers and of everything that DTensor
+remembers.
 """
 
 import copy
@@ -11,7 +13,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
-from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.forecast.fit import MemoryFit, fit, gpu_bytes
-from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
-from rl_parallel_plans.forecast.options import Attention, LmHead, Loss, MemoryOptions
+from rl_parallel_plans.forecast.fake import fake_process_group
+from rl_parallel_plans.forecast.fit import fit, gpu_bytes
+from rl_parallel_plans.forecast.options import (
+    Attention,
+    LmHead,
+    Loss,
+    MakeOptimizer,
+    MemoryOptions,
+    OptimizerName,
+    options_from_dict,
+)
 from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, report_from_dict
-from rl_parallel_plans.forecast.torch_internals import fake_process_group
 from rl_parallel_plans.pipeline.schedule import Schedule
-from rl_parallel_plans.pipeline.stages import split_stages, stage_info
-
-CHILD = "rl_parallel_plans.forecast.child"
+from rl_parallel_plans.pipeline.stages import boundary_of, split_stages
+from rl_parallel_plans.plan.registry import CustomPlan
+from rl_parallel_plans.sharding.activation_checkpointing import ActivationCheckpointing
 
 
 def memory(
@@ -89,36 +96,24 @@ def forecast(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[MemoryReport]:
-    """A report for each of `options`; with one of them, also what to change so that it fits the GPU."""
+    """A report for each of `options`; if there is one of them, also what to change so that it fits the GPU."""
     if gpu is not None:
-        gpu_bytes(gpu)  # a name that is not known is refused before the work
-    if isinstance(model, nn.Module):
-        reports = [_in_process(model, each) for each in options]
-        if gpu is None:
-            return reports
-        return [
-            dataclasses.replace(report, fit=_fit(model, each, report, gpu=gpu, search=len(options) == 1))
-            for each, report in zip(options, reports, strict=True)
-        ]
-    request = {
-        "gpu": gpu,
-        "source": str(model),
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-        "options": [_without_functions(each) for each in options],
-    }
-    return [report_from_dict(report) for report in _asked_of_child(request)]
+        gpu_bytes(gpu)  # an unknown name is refused before the work
+    if not isinstance(model, nn.Module):
+        return _in_another_process(model, options, gpu=gpu, revision=revision, trust_remote_code=trust_remote_code)
+    reports = []
+    for each in options:
+        report = _predict(model, each)
+        if gpu is not None:
+            lasting = report.phase("between steps").num_bytes
+            search = (lambda changed: _predict(model, changed).peak.num_bytes) if len(options) == 1 else None
+            found = fit(each, gpu, peak=report.peak.num_bytes, lasting=lasting, predict=search)
+            report = dataclasses.replace(report, fit=found)
+        reports.append(report)
+    return reports
 
 
-def _fit(model: nn.Module, options: MemoryOptions, report: MemoryReport, *, gpu: str | int, search: bool) -> MemoryFit:
-    def predict(changed: MemoryOptions) -> int:
-        return _in_process(model, changed).peak.num_bytes
-
-    peak, lasting = report.peak.num_bytes, report.phase("between steps").num_bytes
-    return fit(options, gpu, peak=peak, lasting=lasting, predict=predict if search else None)
-
-
-def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
+def _predict(model: nn.Module, options: MemoryOptions) -> MemoryReport:
     from rl_parallel_plans.forecast.step import run_step
 
     if any(is_dtensor(parameter) for parameter in model.parameters()):
@@ -129,7 +124,13 @@ def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
             "before init_process_group, or pass the model's configuration (a folder, a config.json or a Hub name), "
             "which is predicted in another process"
         )
-    name, count = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    # A copy on the meta device, ties and hooks kept; no number is copied.
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    without_weights = copy.deepcopy(model, memo)
     # A thread of its own: DTensor remembers per thread what it did over which mesh, and a mesh of real ranks would meet
     # what it did over fake ones: every gradient wrong, without a word.
     each = options.tp * options.dp
@@ -139,10 +140,10 @@ def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views changed in place: there are none
-        plan, ledger, calls = thread.submit(run_step, _without_weights(model), options).result()
+        plan, ledger, calls = thread.submit(run_step, without_weights, options).result()
     return MemoryReport(
-        model_name=name,
-        num_parameters=count,
+        model_name=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         plan_source=plan.source,
         options=options.as_dict(),
         phases=tuple(
@@ -154,66 +155,70 @@ def _in_process(model: nn.Module, options: MemoryOptions) -> MemoryReport:
             )
             for phase, peak in ledger.peaks().items()
         ),
-        assumptions=(*_assumptions(options, calls), *(_stages(model, options) if options.pp > 1 else ())),
+        assumptions=tuple(_assumptions(model, options, num_attention_calls=len(calls))),
     )
 
 
-def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, ties and hooks kept; no number is copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
-
-
-def _assumptions(options: MemoryOptions, calls: Sequence[object]) -> Iterable[str]:
+def _assumptions(model: nn.Module, options: MemoryOptions, *, num_attention_calls: int) -> Iterable[str]:
     yield "storages of rank 0 in a step that is not the first; without context, NCCL, kernel workspace, fragmentation"
     yield "gradients are set to None between steps, and the model's output is held until backward has ended"
-    if options.attention == "flash" and calls:
-        yield f"attention costs what fused kernels cost: {len(calls)} calls of scaled_dot_product_attention"
+    if options.attention == "flash" and num_attention_calls:
+        yield f"attention costs what fused kernels cost: {num_attention_calls} calls of scaled_dot_product_attention"
     elif options.attention == "flash":
         yield "attention costs what the model's own code costs: it never calls scaled_dot_product_attention"
     else:
         yield "attention costs what it costs on a CPU, with scores [B, heads, S, S] where there is a mask"
-
-
-def _stages(model: nn.Module, options: MemoryOptions) -> Iterable[str]:
+    if options.pp == 1:
+        return
     per_rank = 2 if options.schedule == "interleaved_1f1b" else 1
     for stage in split_stages(model, options.pp * per_rank)[options.pp_rank :: options.pp]:
-        info = stage_info(stage)
-        yield f"pipeline rank {options.pp_rank} holds stage {info.index} of {info.num_stages}: {info}"  # type: ignore[union-attr]
+        info = boundary_of(stage).info
+        yield f"pipeline rank {options.pp_rank} holds stage {info.index} of {info.num_stages}: {info}"
     count = options.microbatches or 2 * options.pp
     yield f"{options.schedule} with {count} microbatches: forwards and backwards take turns, so that they are one phase"
 
 
-def _without_functions(options: MemoryOptions) -> dict[str, Any]:
-    for name in ("loss", "optimizer", "custom"):
-        value = getattr(options, name)
-        if value is not None and not isinstance(value, str):
-            raise PlanError(
-                f"{name} is a {type(value).__name__}, which another process cannot be given: pass the model itself "
-                "(rl_parallel_plans.model_source.build), or a plan by its import path"
-            )
-    return options.as_dict()
-
-
-def _asked_of_child(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = [os.environ.get("PYTHONPATH", ""), *sys.path]
+def _in_another_process(source: str | Path, options: Sequence[MemoryOptions], **request: Any) -> list[MemoryReport]:
+    for each in options:
+        for name in ("loss", "optimizer", "custom"):
+            value = getattr(each, name)
+            if value is not None and not isinstance(value, str):
+                raise PlanError(
+                    f"{name} is a {type(value).__name__}, which another process cannot be given: pass the model itself "
+                    "(rl_parallel_plans.model_source.build), or a plan by its import path"
+                )
+    request |= {"source": str(source), "options": [each.as_dict() for each in options]}
+    paths = [os.environ.get("PYTHONPATH", ""), *sys.path]
     child = subprocess.run(  # noqa: S603 - this interpreter, this package
-        [sys.executable, "-m", CHILD],
+        [sys.executable, "-c", f"from {__name__} import answer_request; answer_request()"],
         input=json.dumps(request),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         check=False,
     )
-    answer = child.stdout.splitlines()[-1] if child.returncode == 0 and child.stdout else None
-    if answer is None:
+    if child.returncode or not child.stdout:
         raise RuntimeError(f"the process that predicts ended with status {child.returncode}:\n{child.stderr[-4000:]}")
-    values = json.loads(answer)
-    if "refused" in values:
-        raise PlanError(values["refused"])
-    reports: list[dict[str, Any]] = values["reports"]
-    return reports
+    answer = json.loads(child.stdout.splitlines()[-1])
+    if "refused" in answer:
+        raise PlanError(answer["refused"])
+    return [report_from_dict(report) for report in answer["reports"]]
+
+
+def answer_request() -> None:
+    """Answer the request on stdin; nothing else reaches stdout."""
+    from rl_parallel_plans.model_source import build, read_config
+
+    stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    trust = request["trust_remote_code"]
+    try:
+        config = read_config(request["source"], revision=request["revision"], trust_remote_code=trust)
+        model = build(config, trust_remote_code=trust)
+        options = [options_from_dict(each) for each in request["options"]]
+        answer: dict[str, Any] = {"reports": [each.as_dict() for each in forecast(model, options, gpu=request["gpu"])]}
+    except PlanError as refusal:
+        answer = {"refused": str(refusal)}
+    stdout.write(f"{json.dumps(answer)}\n")
+    stdout.flush()

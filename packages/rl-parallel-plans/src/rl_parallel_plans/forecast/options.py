@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rl_parallel_plans.activation_checkpointing import ActivationCheckpointing
-from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.forecast.optimizers import MakeOptimizer, OptimizerName
 from rl_parallel_plans.pipeline.schedule import Schedule
+from rl_parallel_plans.plan.registry import CustomPlan
+from rl_parallel_plans.sharding.activation_checkpointing import ActivationCheckpointing
 
+OptimizerName = Literal["adamw", "adamw_fused", "sgd", "none"]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 LmHead = Literal["gathered", "one_piece", "sharded", "linear_logp"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Attention = Literal["flash", "model"]
@@ -80,9 +81,9 @@ class MemoryOptions:
                 f"microbatches={self.microbatches} with pp={self.pp}: microbatches, 1 or more, are for pp > 1"
             )
         choices = (("lm_head", LmHead), ("attention", Attention), ("schedule", Schedule))
-        for name, known in ((name, get_args(choice)) for name, choice in choices):
-            if getattr(self, name) not in known:
-                raise PlanError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(known)}")
+        for name, choice in choices:
+            if getattr(self, name) not in get_args(choice):
+                raise PlanError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(get_args(choice))}")
         if not callable(self.optimizer) and self.optimizer not in get_args(OptimizerName):
             names = ", ".join(get_args(OptimizerName))
             raise PlanError(f"optimizer is {self.optimizer!r}: it must be a function or one of {names}")
@@ -97,8 +98,16 @@ class MemoryOptions:
                 raise PlanError(f"{name} is {dtype!r}: it must be a floating-point torch.dtype")
 
     def as_dict(self) -> dict[str, object]:
-        """The options in words and numbers that JSON has; what is not the caller's to name is called by its name."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """The options as values that JSON has; a function is given by its name."""
+        values: dict[str, object] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.dtype):
+                value = str(value).removeprefix("torch.")
+            elif value is not None and not isinstance(value, int | str):
+                value = getattr(value, "__qualname__", type(value).__name__)
+            values[field.name] = value
+        return values
 
 
 def options_from_dict(values: Mapping[str, Any]) -> MemoryOptions:
@@ -109,11 +118,3 @@ def options_from_dict(values: Mapping[str, Any]) -> MemoryOptions:
         if name in values
     }
     return MemoryOptions(**{**values, **dtypes})
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if value is None or isinstance(value, int | str):
-        return value
-    return getattr(value, "__qualname__", type(value).__name__)

@@ -1,7 +1,7 @@
-"""The prediction as a value: what is alive at the worst moment of each phase, as text and as JSON."""
+"""A prediction: what is alive at the worst moment of each phase of a step, as text, as JSON and as a table."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class MemoryReport:
         return found[name]
 
     def text(self) -> str:
-        """For people."""
+        """The report for people."""
         width = max(len(phase.name) for phase in self.phases)
         smallest = self.peak.num_bytes / 200
         lines = [
@@ -69,7 +69,7 @@ class MemoryReport:
             "",
             f"peak: {_gib(self.peak.num_bytes)} GiB, in the phase {self.peak.name!r}; the largest shares of it:",
             *(
-                f"  {_gib(size):>8}  {category}{_of(owner)}"
+                f"  {_gib(size):>8}  {category}" + (f", made in {owner}" if owner else "")
                 for category, owner, size in self.peak.largest
                 if size >= smallest
             ),
@@ -88,7 +88,7 @@ class MemoryReport:
 
 
 def report_from_dict(values: Mapping[str, Any]) -> MemoryReport:
-    """The inverse of `as_dict`, also after a walk through JSON."""
+    """The inverse of `as_dict`, also through JSON."""
     phases = tuple(PhasePeak(**{**phase, "largest": tuple(map(tuple, phase["largest"]))}) for phase in values["phases"])
     fit = None if values.get("fit") is None else MemoryFit(**values["fit"])
     return MemoryReport(**{**values, "phases": phases, "assumptions": tuple(values["assumptions"]), "fit": fit})
@@ -108,11 +108,6 @@ def memory_table(reports: Mapping[str, MemoryReport]) -> str:
         difference = (report.peak.num_bytes - first.peak.num_bytes) / GIB
         fits = [] if report.fit is None else ["fits" if report.fit.fits else "does not fit"]
         rows.append([title, *sizes, _gib(report.peak.num_bytes), f"{difference:+.2f}", *fits])
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as a table: the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
@@ -130,7 +125,3 @@ def _shares(by_category: Mapping[str, int]) -> str:
     rest = total - sum(shown.values())
     other = {"other": rest} if rest >= total / 200 else {}
     return ", ".join(f"{category} {_gib(size)}" for category, size in (shown | other).items())
-
-
-def _of(owner: str) -> str:
-    return f", made in {owner}" if owner else ""

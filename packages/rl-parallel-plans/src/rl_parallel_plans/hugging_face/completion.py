@@ -12,9 +12,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.hugging_face.patterns import refusal
 from rl_parallel_plans.hugging_face.strings import translate_parallel_style
-from rl_parallel_plans.structure import collapsed, direct_parameters, head_size, joined, matching_modules, output_head
+from rl_parallel_plans.structure import (
+    collapsed,
+    direct_parameters,
+    head_size,
+    joined,
+    matching_modules,
+    output_head,
+    tied_names,
+)
 from rl_parallel_plans.styles import ReplicatedParallel, VocabularyParallelEmbedding
-from rl_parallel_plans.ties import tied_names
 
 Styles = dict[str, ParallelStyle]
 LATENT_DOWN = "kv_a_proj_with_mqa"

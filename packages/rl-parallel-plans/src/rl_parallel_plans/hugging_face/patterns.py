@@ -12,7 +12,7 @@ from torch import nn
 
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.hugging_face.strings import release
-from rl_parallel_plans.registry import qualified_name
+from rl_parallel_plans.plan.registry import qualified_name
 from rl_parallel_plans.structure import collapsed, direct_parameters, joined, matching_modules
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from rl_parallel_plans.checkpoints import halves_in_order
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.row_order import halves_in_order
 from rl_parallel_plans.styles import (
     Block,
     Colwise,

@@ -29,7 +29,7 @@ from rl_parallel_plans.hugging_face.strings import (
     release,
     translate_parallel_style,
 )
-from rl_parallel_plans.registry import qualified_name
+from rl_parallel_plans.plan.registry import qualified_name
 from rl_parallel_plans.structure import direct_parameters, joined
 from rl_parallel_plans.styles import VocabularyParallelEmbedding
 

@@ -15,7 +15,7 @@ k tokens of all are among the largest k of each rank: one collective carries the
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -463,3 +463,25 @@ class Upstream:
             return gradient.scatter_add_(-1, token_ids, grad_logp)
         index, mine = where.owned(token_ids)
         return gradient.scatter_add_(-1, index, grad_logp.where(mine, 0)) if where.size else gradient
+
+
+class TopKLogp(NamedTuple):
+    """Log-probabilities and the words that have them, most probable first."""
+
+    logp: Tensor
+    """[..., k] fp32 (fp64 for fp64 inputs), differentiable."""
+    token_ids: Tensor
+    """[..., k] int64. Of equally probable words any may come first, the same on every rank."""
+
+
+def top_k_of(logp: Tensor, token_ids: Tensor | None, leading: torch.Size) -> TopKLogp:
+    """Rows [N, k] in the leading shape of the inputs."""
+    assert token_ids is not None
+    shape = (*leading, logp.shape[-1])
+    return TopKLogp(logp=logp.reshape(shape), token_ids=token_ids.reshape(shape))
+
+
+def require_k(k: int, total: int) -> None:
+    """Refuse to look for more tokens than the vocabulary has."""
+    if not 1 <= k <= total:
+        raise ValueError(f"k is {k} and the vocabulary has {total} words: k must be from 1 to {total}")

@@ -1,11 +1,11 @@
-"""The same function by other people's CUDA kernels, for those who have them.
+"""`linear_logp` by the CUDA kernels of other libraries, where they are installed.
 
     liger   LigerFusedLinearScaledCrossEntropy(TP)Function of liger-kernel >= 0.8.3 (linkedin/Liger-Kernel PR 1428):
             tiles on Hopper and Blackwell, 512 rows at a time elsewhere; over ranks it needs NCCL
     verl    verl.utils.kernel.linear_cross_entropy: a Triton kernel; hidden size a multiple of 128
 
-Both hold words `rank * size` onward on each rank, so the vocabulary must divide evenly. Imported when asked for, and
-refused with the reason when they would not compute what was asked.
+Both take tokens `rank * size` onward for those of each rank, so the vocabulary must divide evenly. A kernel is imported
+when it is asked for, and refused with the reason if it would not compute what was asked.
 """
 
 import importlib

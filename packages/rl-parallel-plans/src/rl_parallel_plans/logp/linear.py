@@ -1,5 +1,8 @@
 """`linear_logp`: log-probabilities from hidden states and an `lm_head`, in chunks, without the `[T, V]` logits.
 
+`top_k_logp` finds the k most probable tokens the same way. For distillation the teacher's `top_k_logp` gives the
+tokens, and the student's `logp_of_token_ids` its log-probabilities of the same ones.
+
 It makes the logits of `chunk_size` rows at a time, and again in backward, for which it saves only hidden, weight,
 targets and O(N) statistics (logits of a megabyte or less are kept instead). Over a vocabulary sharded on the tp axis it
 does two collectives forward, and one backward for the gradient of hidden; a sequence-parallel hidden is gathered once
@@ -20,6 +23,7 @@ from rl_parallel_plans.logp.chunks import (
     Head,
     Options,
     Rows,
+    TopKLogp,
     Upstream,
     VocabularySlice,
     at_targets,
@@ -27,6 +31,8 @@ from rl_parallel_plans.logp.chunks import (
     local_rows,
     of_top_k,
     read_targets,
+    require_k,
+    top_k_of,
 )
 from rl_parallel_plans.logp.kernels import Kernel, kernel_logp, require_kernel
 
@@ -275,3 +281,71 @@ def linear_logp(
         logp, entropies, _ = logp_of(rows, head, asked.token_ids, rows=asked.rows, options=options)
     logp = asked.spread_words(logp)
     return (logp, asked.spread_rows(entropies)) if entropies is not None else logp
+
+
+def top_k_logp(
+    hidden: Tensor,
+    lm_head: nn.Module | Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    tp_axis: str = "tp",
+) -> TopKLogp:
+    """The k largest of `log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` and their words.
+
+    hidden: [..., H], as `linear_logp` takes it, also sequence-parallel; the other arguments are those of `linear_logp`.
+    The gradient is that of the log-probabilities; which words they belong to is taken as given.
+    Raises as `linear_logp` does, and ValueError for a k outside [1, V].
+    """
+    options = Options(temperature=temperature, chunk_size=chunk_size, softcap=softcap, logit_scale=logit_scale)
+    head = local_head(lm_head, tp_axis=tp_axis)
+    if hidden.ndim < 2 or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and lm_head.weight {[head.where.total, *head.weight.shape[1:]]}: "
+            "they must be [..., H] and [V, H]"
+        )
+    require_k(k, head.where.total)
+    leading = hidden.shape[:-1]
+    rows, head = local_rows(hidden, head, tp_axis=tp_axis, summed=False)
+    logp, _, token_ids = logp_of(rows, head, k, options=options)
+    return top_k_of(logp, token_ids, leading)
+
+
+def logp_of_token_ids(
+    hidden: Tensor,
+    lm_head: nn.Module | Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    tp_axis: str = "tp",
+) -> Tensor:
+    """`log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` at K words of each row.
+
+    hidden: [..., H], as `linear_logp` takes it, also sequence-parallel; the other arguments are those of `linear_logp`.
+    token_ids: [..., K] int64 or int32 in [0, V), the same on every rank; a word may be asked for twice.
+
+    Returns logp [..., K], fp32 (fp64 for fp64 inputs), differentiable, plain, the same on every rank; normalised over
+    the whole vocabulary, not over the K words. Raises as `linear_logp` does, and ValueError for a K of 0.
+    """
+    if token_ids.ndim != hidden.ndim or not token_ids.shape[-1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and token_ids {list(token_ids.shape)}: they must be [..., H] and "
+            "[..., K], K at least 1; for one word a row, linear_logp takes targets [...]"
+        )
+    return linear_logp(
+        hidden,
+        lm_head,
+        token_ids,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=None,
+        tp_axis=tp_axis,
+    )

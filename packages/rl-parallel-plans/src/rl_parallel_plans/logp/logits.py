@@ -1,7 +1,7 @@
-"""Log-probabilities from logits that exist already, plain or cut over the vocabulary.
+"""Log-probabilities from logits that exist already, plain or sharded over the vocabulary.
 
-They are kept for backward as they are, never gathered, never copied whole, and never written to: what upcasting would
-leave sharing the caller's memory is copied chunk by chunk before anything is done in its place.
+The logits are kept for backward as they are, never gathered, never copied whole, and never written to: chunks that
+would share the caller's memory after upcasting are copied before anything is computed in place.
 """
 
 from typing import Any, Literal, overload
@@ -13,12 +13,15 @@ from torch.autograd.function import once_differentiable
 from rl_parallel_plans.logp.chunks import (
     Options,
     Rows,
+    TopKLogp,
     Upstream,
     VocabularySlice,
     at_targets,
     local_slice,
     of_top_k,
     read_targets,
+    require_k,
+    top_k_of,
 )
 
 
@@ -143,3 +146,24 @@ def _rows(logits: Tensor, selected: Tensor | None, *, where: VocabularySlice, op
 
     chunks = options.chunks(count, where.size, dtype)
     return Rows(make=make, count=count, chunks=chunks, where=where, dtype=dtype, device=logits.device)
+
+
+def top_k_logp_from_logits(
+    logits: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    tp_axis: str = "tp",
+) -> TopKLogp:
+    """The k largest of `log_softmax(logits / temperature)` and their words.
+
+    logits: [..., V], as `get_logprobs_from_vocab_parallel_logits` takes them. Raises as `top_k_logp` does.
+    """
+    options = Options(temperature=temperature, chunk_size=chunk_size)
+    local, where = local_slice(logits, dim=-1, tp_axis=tp_axis, what="logits")
+    require_k(k, where.total)
+    leading = logits.shape[:-1]
+    flat = local.reshape(leading.numel(), where.size)
+    logp, _, token_ids = logp_of_logits(flat, k, where=where, options=options)
+    return top_k_of(logp, token_ids, leading)

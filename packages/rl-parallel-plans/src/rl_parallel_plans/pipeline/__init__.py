@@ -1,1 +1,1 @@
-"""Pipeline parallelism: `stages` cuts a model into modules of consecutive layers, `schedule` runs them over ranks."""
+"""Pipeline parallelism: a model split into stages, and the schedules that run them."""

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans.apply import parallelize
+from rl_parallel_plans.checkpoints import entries, export_state_dict, is_first_of_its_ranks, reshard
 from rl_parallel_plans.dtensor import is_dtensor, submesh, to_local_if_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.export import entries, export_state_dict, is_first_of_its_ranks, reshard
-from rl_parallel_plans.grad_norm import device_of_group, get_grad_norm
 from rl_parallel_plans.pipeline.stages import boundary_of, split_stages
-from rl_parallel_plans.plan import ParallelPlan
+from rl_parallel_plans.plan.parallel_plan import ParallelPlan
+from rl_parallel_plans.sharding.grad_norm import device_of_group, get_grad_norm
+from rl_parallel_plans.sharding.parallelize import parallelize
 from rl_parallel_plans.structure import matching_modules
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ def pipeline_stages(
     plan.check(model)
     stages = split_stages(model, pp_mesh.size() * per_rank, layers=layers)
     mine = stages[pp_mesh.get_local_rank() :: pp_mesh.size()]
-    dtype = stream_dtype or options.get("param_dtype") or _dtype_of_layers(mine[0])
+    first = boundary_of(mine[0]).info
+    parameters = mine[0].get_submodule(f"{first.stack}.{first.layers.start}").parameters()
+    dtype = stream_dtype or options.get("param_dtype")
+    dtype = dtype or next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     for stage in mine:
         parallelize(stage, mesh, plan_of_stage(plan, stage), tp_axis=tp_axis, **options)
     sharded_stream = plan.sequence_parallel and plan.tp > 1
@@ -124,7 +127,9 @@ class Pipeline:
         self.stream_dtype = stream_dtype
         self.stream_mesh = stream_mesh
         self.group = pp_mesh.get_group()
-        self.device = _device(pp_mesh.device_type)
+        kind = pp_mesh.device_type
+        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+        self.device = torch.device(kind) if index is None else torch.device(kind, index)
         self._runners = [_Runner(stage, defer_gradient_sync=defer_gradient_sync) for stage in self.stages]
         self._built: dict[str, tuple[tuple[int, ...], Any]] = {}
         infos = [boundary_of(stage).info for stage in self.stages]
@@ -442,12 +447,6 @@ def _stages_per_rank(schedule: str, asked: int | None) -> int:
     return found
 
 
-def _dtype_of_layers(stage: nn.Module) -> torch.dtype:
-    info = boundary_of(stage).info
-    layer = stage.get_submodule(f"{info.stack}.{info.layers.start}")
-    return next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
-
-
 def _shape_of(microbatch: Any) -> tuple[int, int]:
     ids = microbatch.get("input_ids") if isinstance(microbatch, Mapping) else microbatch
     if not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -456,7 +455,3 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
             '"input_ids": pass shape=(rows, tokens)'
         )
     return (ids.shape[0], ids.shape[1])
-
-
-def _device(kind: str) -> torch.device:
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -27,8 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.structure import joined, text_layers
-from rl_parallel_plans.ties import tied_names
+from rl_parallel_plans.structure import joined, text_layers, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -348,13 +347,9 @@ def _counts(model: nn.Module, found: "Trace", *, num_stages: int, layers: Sequen
         return counts
     if num_stages > total:
         raise PlanError(f"{num_stages} pipeline stages need as many layers, and {found.stack} has {total}")
-    costs = [_num_elements(layer) for layer in found.layers]
-    costs[-1] += sum(_num_elements(model.get_submodule(path)) for path in found.after)
+    costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in found.layers]
+    costs[-1] += sum(p.numel() for path in found.after for p in model.get_submodule(path).parameters())
     return _balanced(costs, num_stages)
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _balanced(costs: list[int], parts: int) -> list[int]:
@@ -463,7 +458,9 @@ def trace(model: nn.Module) -> Trace:
     memo = _shared(model)
     memo |= {id(layer): _RecordedLayer(f"{path}.{i}", layer, record) for i, layer in enumerate(layers)}
     memo |= {id(module): _RecordedModule(where, module, record) for where, module, _ in parts}
-    memo |= {id(buffer): _on_cpu(buffer) for buffer in model.buffers()}
+    for buffer in model.buffers():
+        known = has_numbers(buffer)
+        memo[id(buffer)] = buffer.detach().cpu().clone() if known else torch.ones(buffer.shape, dtype=buffer.dtype)
     outline = copy.deepcopy(model, memo)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     try:
@@ -530,12 +527,6 @@ def _with_forward(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module
             yield from _with_forward(f"{path}.{name}", child)
     elif next(module.parameters(), None) is not None:
         yield path, module
-
-
-def _on_cpu(buffer: Tensor) -> Tensor:
-    if has_numbers(buffer):
-        return buffer.detach().cpu().clone()
-    return torch.ones(buffer.shape, dtype=buffer.dtype)
 
 
 class _Record:

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from rl_parallel_plans.checkpoints import RowsRead
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.row_order import RowsRead
 from rl_parallel_plans.styles.forward import (
     Call,
     Communication,

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map
 
-from rl_parallel_plans.activation_checkpointing import without_recomputation
 from rl_parallel_plans.dtensor import is_dtensor
+from rl_parallel_plans.sharding.activation_checkpointing import without_recomputation
 from rl_parallel_plans.styles.partial_gradients import complete_gradients
 
 if TYPE_CHECKING:

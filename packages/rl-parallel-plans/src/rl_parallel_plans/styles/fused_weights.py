@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from rl_parallel_plans.checkpoints import RowOrder, row_orders
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.row_order import RowOrder, row_orders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from rl_parallel_plans.shards import Box
+    from rl_parallel_plans.checkpoints import Box
 
 aten = torch.ops.aten
 # What a state dict is put through on its way to a file, and changes no row.
@@ -165,7 +165,7 @@ class FusedTensor(DTensor):
         return found[0].of_local(self.to_local())
 
     def _boxes(self) -> "list[Box]":
-        from rl_parallel_plans.shards import local_boxes
+        from rl_parallel_plans.checkpoints import local_boxes
 
         return local_boxes(self.registered, row_order=self.order)
 

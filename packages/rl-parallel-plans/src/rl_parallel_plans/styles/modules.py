@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from rl_parallel_plans.checkpoints import halves_in_order, segments_in_order
 from rl_parallel_plans.dtensor import has_numbers, is_dtensor
 from rl_parallel_plans.logp.chunks import VocabularySlice
-from rl_parallel_plans.row_order import halves_in_order, segments_in_order
 from rl_parallel_plans.styles.forward import (
     GATHER_FEATURES,
     OVER_ALL_FEATURES,

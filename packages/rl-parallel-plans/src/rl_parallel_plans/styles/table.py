@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from rl_parallel_plans.checkpoints import RowOrder, RowsOfRanks, RowsRead, set_row_order
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.row_order import RowOrder, RowsOfRanks, RowsRead, set_row_order
 from rl_parallel_plans.styles.forward import Call, Communication, Counts, gathered, wrap_forward
 from rl_parallel_plans.styles.fused_weights import keep_state_dicts_unsharded
 from rl_parallel_plans.styles.partial_gradients import sum_gradient_of

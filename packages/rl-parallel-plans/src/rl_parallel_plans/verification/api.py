@@ -13,8 +13,8 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from torch import nn
 
-from rl_parallel_plans.custom import CustomPlan
 from rl_parallel_plans.errors import PlanError
+from rl_parallel_plans.plan.registry import CustomPlan
 from rl_parallel_plans.verification.judge import judged, judged_collectives, judged_plan, where
 from rl_parallel_plans.verification.pipeline import tasks_for_pipeline
 from rl_parallel_plans.verification.processes import Processes, shared

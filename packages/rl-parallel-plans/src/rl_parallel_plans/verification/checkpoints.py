@@ -83,7 +83,7 @@ def _different(take: Callable[[], State], truth: State) -> list[str]:
 
 
 def _exported(model: nn.Module) -> State:
-    from rl_parallel_plans.export import export_state_dict
+    from rl_parallel_plans.checkpoints import export_state_dict
 
     return dict(export_state_dict(model, every_rank=True, tied_names=True))
 
@@ -99,7 +99,7 @@ def _over_all_ranks(question: Question, model: nn.Module) -> nn.Module | None:
     """A copy under FSDP alone; None where FSDP does not take it, or it is the layout itself."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from rl_parallel_plans.fsdp import apply_fsdp
+    from rl_parallel_plans.sharding.fsdp import apply_fsdp
 
     if question.tp == 1:
         return None

@@ -30,9 +30,9 @@ from torch import nn
 from rl_parallel_plans.errors import PlanError
 from rl_parallel_plans.hugging_face.strings import release
 from rl_parallel_plans.hugging_face.translation import DROPPED, own_plan
-from rl_parallel_plans.lookup import plan_for
 from rl_parallel_plans.model_source import build
-from rl_parallel_plans.registry import qualified_name
+from rl_parallel_plans.plan.parallel_plan import plan_for
+from rl_parallel_plans.plan.registry import qualified_name
 from rl_parallel_plans.verification.api import verify
 from rl_parallel_plans.verification.judge import BAR, NOISE
 from rl_parallel_plans.verification.processes import Processes

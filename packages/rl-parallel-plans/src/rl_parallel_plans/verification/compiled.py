@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_parallel_plans.layer_stacks import stacked_layers
+from rl_parallel_plans.structure import stacked_layers
 
 
 def compile_layers(model: nn.Module, backend: str) -> None:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_parallel_plans.checkpoints import RowOrder, row_orders
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.placements import in_words
-from rl_parallel_plans.row_order import RowOrder, row_orders
+from rl_parallel_plans.plan.rows import in_words
 from rl_parallel_plans.structure import joined
 from rl_parallel_plans.verification.question import Question
 from rl_parallel_plans.verification.subject import Truth, gradient_scales

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans.row_order import RowOrder
+from rl_parallel_plans.checkpoints import RowOrder
 from rl_parallel_plans.verification.gradients import in_order, orders_of, whole
 from rl_parallel_plans.verification.question import Question
 from rl_parallel_plans.verification.sharded import imported, shard
@@ -59,7 +59,7 @@ def clip_in_bf16(question: Question, model: nn.Module) -> dict[str, Any]:
 
 def norm_of(question: Question, parameters: Any) -> Tensor:
     """The norm by the function under test."""
-    from rl_parallel_plans.grad_norm import get_grad_norm
+    from rl_parallel_plans.sharding.grad_norm import get_grad_norm
 
     norm: Tensor = imported(question.grad_norm or get_grad_norm)(parameters)
     return norm
@@ -67,7 +67,7 @@ def norm_of(question: Question, parameters: Any) -> Tensor:
 
 def clip(question: Question, parameters: Any, *, max_norm: float, total_norm: Tensor) -> None:
     """Clip by the function under test."""
-    from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_
+    from rl_parallel_plans.sharding.grad_norm import clip_grad_by_total_norm_
 
     imported(question.clip or clip_grad_by_total_norm_)(parameters, max_norm, total_norm)
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_
 from rl_parallel_plans.pipeline.schedule import Pipeline, pipeline_stages
 from rl_parallel_plans.pipeline.stages import boundary_of
+from rl_parallel_plans.sharding.grad_norm import clip_grad_by_total_norm_
 from rl_parallel_plans.verification.gradients import in_order, orders_of, whole
 from rl_parallel_plans.verification.question import Question, Task
 from rl_parallel_plans.verification.sharded import hidden_logp, logits_logp, plan_of

@@ -20,7 +20,7 @@ from rl_parallel_plans.verification.question import Question, Task
 from rl_parallel_plans.verification.subject import Batch, Truth, build, draw, rounding_noise, run_truth
 
 if TYPE_CHECKING:
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 Facts = dict[str, Any]
 
@@ -121,7 +121,7 @@ def _plan(question: Question, subjects: dict[str, Subject]) -> dict[str, Any]:
 
 def _told(plan: "ParallelPlan", model: nn.Module) -> dict[str, Any]:
     """How often the plan's styles say that each collective runs, and which of them do not say."""
-    from rl_parallel_plans.collectives import collective_rows
+    from rl_parallel_plans.plan.rows import collective_rows
 
     told: dict[str, Any] = {"forward": {}, "backward": {}, "untold": []}
     for row in collective_rows(model, plan.styles, tp=plan.tp):

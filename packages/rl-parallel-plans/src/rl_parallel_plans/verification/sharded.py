@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rl_parallel_plans.lookup import plan_for
+from rl_parallel_plans.plan.parallel_plan import plan_for
 from rl_parallel_plans.structure import matching_modules, output_head
 from rl_parallel_plans.verification.question import Question, Task
 from rl_parallel_plans.verification.subject import Batch, forward, token_logp
@@ -14,7 +14,7 @@ from rl_parallel_plans.verification.subject import Batch, forward, token_logp
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_parallel_plans.plan import ParallelPlan
+    from rl_parallel_plans.plan.parallel_plan import ParallelPlan
 
 
 def plan_of(question: Question, model: nn.Module) -> "ParallelPlan":
@@ -46,8 +46,7 @@ def shard(question: Question, model: nn.Module) -> "DeviceMesh":
 
 
 def _applied(question: Question, model: nn.Module, mesh: "DeviceMesh") -> None:
-    from rl_parallel_plans.apply import parallelize
-    from rl_parallel_plans.tensor_parallel import apply_tensor_parallel
+    from rl_parallel_plans.sharding.parallelize import apply_tensor_parallel, parallelize
 
     plan = plan_of(question, model)
     if question.dp > 1:
@@ -60,7 +59,7 @@ def _forced(question: Question, model: nn.Module, mesh: "DeviceMesh") -> None:
     """As torch's own `parallelize_module` takes a plan: no checks, no ties made again, the rest left plain."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from rl_parallel_plans.fsdp import apply_fsdp
+    from rl_parallel_plans.sharding.fsdp import apply_fsdp
 
     for pattern, style in plan_of(question, model).styles.items():
         for _, module in matching_modules(model, pattern):
@@ -73,7 +72,7 @@ def imported(function: Callable[..., Any] | str) -> Callable[..., Any]:
     """The function itself, or what its import path names."""
     if callable(function):
         return function
-    from rl_parallel_plans.custom import resolve
+    from rl_parallel_plans.plan.registry import resolve
 
     found: Any = resolve(function)
     return found  # type: ignore[no-any-return]

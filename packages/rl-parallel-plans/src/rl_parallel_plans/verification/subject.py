@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.ties import broken_tie, tied_names
+from rl_parallel_plans.structure import broken_tie, tied_names
 from rl_parallel_plans.verification.images import image_inputs
 from rl_parallel_plans.verification.question import Question, Task
 

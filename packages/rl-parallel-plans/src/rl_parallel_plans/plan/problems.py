@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.placements import in_words, parameter_placements, shards_features
+from rl_parallel_plans.plan.rows import in_words, parameter_placements, shards_features
 from rl_parallel_plans.structure import (
     around_layers,
+    broken_tie,
     collapsed,
     direct_parameters,
     head_size,
@@ -24,8 +25,8 @@ from rl_parallel_plans.structure import (
     output_head,
     source_of_forward,
     text_layers,
+    tied_names,
 )
-from rl_parallel_plans.ties import broken_tie, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     Styles = Mapping[str, ParallelStyle]
     Styled = dict[str, ParallelStyle]
     Found = tuple[str, str]
-
 
 KINDS = {
     "unmatched_pattern": "a pattern matches no module",
@@ -51,7 +51,6 @@ KINDS = {
     "large_replicated": "a large weight of a decoder layer stays whole on every rank",
 }
 """What can be wrong with a plan, by the name under which `plan_for(allow=...)` accepts it."""
-
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGE = 2**20
 """Elements of a weight in a decoder layer above which to leave it whole needs the caller's word: 2 MiB in bf16."""
@@ -113,9 +112,9 @@ def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[Found]]":
 
 def _quantized(model: nn.Module) -> "Iterator[Found]":
     config = getattr(model, "config", None)
-    told = getattr(config, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None)
     name = next((name for name, p in model.named_parameters() if p.dtype not in PLAIN), None)
-    if name is not None or told:
+    if name is not None or quantization:
         what = (
             "its config has a quantization_config" if name is None else f"{name} is {model.get_parameter(name).dtype}"
         )

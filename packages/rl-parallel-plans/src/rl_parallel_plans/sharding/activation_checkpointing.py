@@ -1,8 +1,8 @@
 """Recompute a layer's activations in backward instead of keeping them: less memory for more work (arXiv:1604.06174).
 
 Works on the layers of every stack, whatever they are made of, in training and in eval mode, before FSDP or after it.
-Names do not change: no wrapper stands around a layer, only its `forward` is another; a copy of the model checkpoints
-as well. Knows nothing of plans, meshes or ranks.
+Names do not change: there is no wrapper around a layer, only its `forward` is replaced. A copy of the model checkpoints
+as well.
 
 What is kept of one layer, B·S tokens, from its input `hidden`:
 
@@ -26,10 +26,9 @@ from torch.utils.checkpoint import (
 )
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.layer_stacks import stacked_layers
+from rl_parallel_plans.structure import stacked_layers
 
 ActivationCheckpointing = Literal["full", "selective"]
-
 SAVED = frozenset(
     {
         "aten::mm",
@@ -52,10 +51,8 @@ SAVED = frozenset(
     }
 )
 """Operators whose results "selective" keeps. Not batched products: eager attention makes [heads, S, S] of them."""
-
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments of a layer that hold what earlier tokens left, and that a second forward would write to once more."""
-
 MARK = "_rl_activation_checkpointing"
 
 

@@ -1,11 +1,11 @@
-"""The norm of a gradient whose parameters lie on different meshes, and clipping by it.
+"""The norm of a gradient whose parameters are on different meshes, and clipping by it.
 
 Some parameters are plain, some sharded over dp, some over dp and tp: torch's own norm refuses the mixture. Each entry
 of the gradient counts once: a sharded piece on its own rank, a whole copy on one of the ranks that hold it.
 
     norm = (sum over sets S of sharded axes of all_reduce over S of (sum of |g|^p))^(1/p)
 
-The sums of all sets lie in one vector, and an axis reduces the entries of the sets that have it: one all-reduce for
+The sums of all sets are in one vector, and an axis reduces the entries of the sets that have it: one all-reduce for
 each sharded axis, however many parameters and meshes there are. Sub-meshes of one root share its axes; an axis is the
 ranks along it, so that two meshes over the same ranks share theirs too.
 """

@@ -1,0 +1,1 @@
+"""Carry out a plan on a mesh: tensor and expert parallelism, activation checkpointing, FSDP, the gradient norm."""
