@@ -361,6 +361,11 @@ def test_gradient_averaged_over_data_parallel_ranks():
     assert "averaged over dp and not summed" in wrong(report)["forward and backward: gradients"]
 
 
+def test_linear_logp_of_a_wrong_model_is_wrong():
+    found = wrong(verify(llama(), apply=published_plans.scaled_up_projection, only=("linear_logp",), full_size=False))
+    assert "of the tokens are wrong" in found["linear_logp"]
+
+
 def test_first_module_with_a_wrong_output_is_named():
     found = wrong(verify(llama(), apply=published_plans.scaled_up_projection, only=ONCE))
     assert "forward and backward: logits" in found

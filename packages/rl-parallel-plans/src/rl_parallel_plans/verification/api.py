@@ -206,7 +206,7 @@ def _with_answer(report: VerifyReport, request: Request, answer: dict[str, Any])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rl-parallel-plans verify`."""
+    """Add the arguments of `rl-parallel-plans verify`, whose names are those of `verify`."""
     add = parser.add_argument
     add("model", help="folder, config.json, Hub name, or a type of model such as qwen3; no weights are read")
     add("--tp", type=_ranks, default=2, metavar="N", help="ranks that a layer is split over (default 2)")
@@ -214,17 +214,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pp", type=_ranks, default=1, metavar="N", help="ranks that layers are split over (default 1)")
     add("--sequence-parallel", action="store_true", help="cut the residual stream along the sequence")
     add("--output-projections", choices=("rowwise", "colwise"), default="rowwise", help="see explain")
-    add("--plan", metavar="MODULE:NAME", help="a plan of your own: a mapping or a function")
+    add("--plan", dest="custom", metavar="MODULE:NAME", help="a plan of your own: a mapping or a function")
     add("--apply", metavar="MODULE:NAME", help="a function (model, mesh) that shards by itself")
-    add("--force", action="store_true", help="run a plan that is refused, as parallelize_module would")
-    add("--no-shrink", action="store_true", help="the configuration is small already")
-    add(
-        "--compile",
-        nargs="?",
-        const="inductor",
-        metavar="BACKEND",
-        help="also compile each layer with torch.compile, by this backend (default inductor; aot_eager is faster)",
-    )
+    force = "run a plan that is refused, as parallelize_module would"
+    add("--force", dest="check_first", action="store_false", help=force)
+    add("--no-shrink", dest="shrink", action="store_false", help="the configuration is small already")
+    compiled = "also compile each layer with torch.compile, by this backend (default inductor; aot_eager is faster)"
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help=compiled)
     add("--only", metavar="TASK", action="append", default=[], help="one task; may be given again")
     add("--json", action="store_true", help="end with one line of JSON instead of a table")
     add("--revision", help="branch, tag or commit of a model on the Hub")
@@ -233,27 +229,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; returns 0 for an exact plan, 1 for one that is not, 2 for a refused one."""
+    options = dict(vars(arguments))
+    as_json = options.pop("json")
     try:
-        report = verify(
-            arguments.model,
-            tp=arguments.tp,
-            dp=arguments.dp,
-            pp=arguments.pp,
-            sequence_parallel=arguments.sequence_parallel,
-            output_projections=arguments.output_projections,
-            custom=arguments.plan,
-            apply=arguments.apply,
-            check_first=not arguments.force,
-            shrink=not arguments.no_shrink,
-            compile=arguments.compile,
-            only=arguments.only,
-            revision=arguments.revision,
-            trust_remote_code=arguments.trust_remote_code,
-        )
+        report = verify(**options)
     except PlanError as refusal:
         print(f"verify: {refusal}", file=sys.stderr)
         return 2
-    print(report.json() if arguments.json else report.text())
+    print(report.json() if as_json else report.text())
     return report.exit_code
 
 

@@ -93,7 +93,7 @@ def checkpoint_facts(request: Request, model: nn.Module) -> dict[str, Any]:
         except PlanError:  # FSDP does not take this model
             pass
     try:
-        return {"roads": {way: _differences(load_by, truth) for way, load_by in ways.items()}}
+        return {"ways": {way: _differences(load_by, truth) for way, load_by in ways.items()}}
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
@@ -171,18 +171,18 @@ def output_facts(request: Request, model: nn.Module, batch: Batch) -> dict[str, 
     Outputs that are one rank's part (of the heads, of a sum) cannot be compared, and are left out.
     """
     sharded = copy.deepcopy(model)
-    ids, mask = batch.ids[0], batch.masks[0]
+    microbatch = batch.microbatches[0]
     with _recorded_outputs(model) as expected:
-        forward(model, ids, mask)
+        forward(model, microbatch)
     mesh = shard(request, sharded)
     dp_rank = mesh.get_local_rank("dp") if request.dp > 1 else 0
     with _recorded_outputs(sharded) as outputs:
-        forward(sharded, ids.chunk(request.dp)[dp_rank], None if mask is None else mask.chunk(request.dp)[dp_rank])
+        forward(sharded, microbatch.rows_of(dp_rank, request.dp))
     wrong = []
     for name, output in outputs.items():
         if (true := expected.get(name)) is None:
             continue
-        true = true.chunk(request.dp)[dp_rank] if len(true) == len(ids) else true
+        true = true.chunk(request.dp)[dp_rank] if len(true) == len(microbatch.ids) else true
         if output.shape == true.shape and (error := relative_error(output, true)) > WRONG_OUTPUT:
             wrong.append((name, error))
     return {"wrong": wrong[:6]}

@@ -3,9 +3,9 @@
     caller -- server -- session (builds the model, runs it unsharded) -- ranks (shard, run, compare)
 
 The server is a command and no fork of the caller, so that scripts without a main guard, notebooks, threads and GPUs of
-the caller do no harm. All processes hold the server's end of one socket and exit when the caller's end closes, whatever
-ended the caller. A rank that raises, aborts or hangs costs its task only: the first failure is kept, and the tasks that
-are left run on new ranks.
+the caller do no harm. Every process exits when its parent does, so that nothing outlives a caller that is killed. A
+rank that raises, aborts or hangs costs its task only: the first failure is kept, and the tasks that are left run on new
+ranks.
 """
 
 import atexit
@@ -204,7 +204,7 @@ def serve() -> None:
     import torch
 
     folder, caller = Path(sys.argv[1]), Connection(int(sys.argv[2]))
-    _exit_with(caller)
+    _exit_with_parent(caller.fileno())
     torch.set_num_threads(1)
     for name in ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.modeling_utils"):
         with suppress(ImportError):  # the session reports it where it matters
@@ -212,17 +212,17 @@ def serve() -> None:
     while True:
         request = caller.recv_bytes()
         with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as home:
-            caller.send_bytes(_answer_of_session(request, Path(home), caller))
+            caller.send_bytes(_answer_of_session(request, Path(home)))
 
 
-def _answer_of_session(request: bytes, home: Path, caller: Connection) -> bytes:
+def _answer_of_session(request: bytes, home: Path) -> bytes:
     """Fork a session, whose answer comes in a file, since ranks that outlive it would keep a pipe open."""
     answer, log = home / "answer", home / "session.log"
 
     def run() -> None:
         try:
-            result = _session(unpacked(request), home, caller)
-        except Exception as error:  # noqa: BLE001 - whatever the code of a model raises
+            result = _session(unpacked(request), home)
+        except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
             result = {
                 "failed": f"{type(error).__name__}: {error}",
                 "refused": isinstance(error, PlanError),
@@ -231,7 +231,7 @@ def _answer_of_session(request: bytes, home: Path, caller: Connection) -> bytes:
             }
         answer.write_bytes(pickle.dumps(result))
 
-    session = FORK.Process(target=_child, args=(run, log, caller))
+    session = FORK.Process(target=_child, args=(run, log))
     session.start()
     session.join()
     if session.exitcode or not answer.exists():
@@ -240,19 +240,20 @@ def _answer_of_session(request: bytes, home: Path, caller: Connection) -> bytes:
     return answer.read_bytes()
 
 
-def _child(run: Callable[[], None], log: Path, caller: Connection) -> None:
+def _child(run: Callable[[], None], log: Path) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-    _exit_with(caller)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _exit_with_parent(parent.sentinel)
     run()
 
 
-def _exit_with(caller: Connection) -> None:
-    """End this process when the caller's end of the socket is closed."""
+def _exit_with_parent(sentinel: int) -> None:
+    """End this process when the other end of a pipe or socket is closed, which only the parent holds."""
     poller = select.poll()
-    poller.register(caller.fileno(), select.POLLHUP)
+    poller.register(sentinel, select.POLLHUP)
 
     def watch() -> None:
         poller.poll()
@@ -272,7 +273,7 @@ def _ending(exitcode: int | None) -> str:
     return f"exit status {exitcode}" if exitcode else ""
 
 
-def _session(request: Request, home: Path, caller: Connection) -> dict[str, Any]:
+def _session(request: Request, home: Path) -> dict[str, Any]:
     """Run everything for a request. Raises PlanError if the plan is refused."""
     from rl_parallel_plans.verification.plan_under_test import plan_facts
     from rl_parallel_plans.verification.reference import add_rounding_noise, build_subjects, run_unsharded
@@ -286,7 +287,7 @@ def _session(request: Request, home: Path, caller: Connection) -> dict[str, Any]
     number = 0
     while tasks := [task for task in request.tasks if task.name not in facts]:
         (round_home := home / f"round{number}").mkdir()
-        facts |= _round(request, tasks, subjects=subjects, home=round_home, caller=caller)
+        facts |= _round(request, tasks, subjects=subjects, home=round_home)
         number += 1
     for task in request.tasks:
         if task.variant in subjects:
@@ -300,9 +301,7 @@ def _session(request: Request, home: Path, caller: Connection) -> dict[str, Any]
     }
 
 
-def _round(
-    request: Request, tasks: Sequence[Task], *, subjects: Any, home: Path, caller: Connection
-) -> dict[str, dict[str, Any]]:
+def _round(request: Request, tasks: Sequence[Task], *, subjects: Any, home: Path) -> dict[str, dict[str, Any]]:
     """Fork the ranks, which run `tasks` in order until all are done or one fails; that one's facts say why."""
     from rl_parallel_plans.verification.ranks import run_rank
 
@@ -316,11 +315,11 @@ def _round(
         def run(rank: int = rank, send: Callable[[Any], None] = writer.send) -> None:
             try:
                 run_rank(request, tasks, subjects=subjects, rank=rank, home=home, send=lambda *each: send(each))
-            except Exception:
+            except (Exception, SystemExit):
                 send((None, (time.monotonic_ns(), rank, traceback.format_exc())))
                 raise
 
-        processes.append(FORK.Process(target=_child, args=(run, home / f"{rank}.log", caller)))
+        processes.append(FORK.Process(target=_child, args=(run, home / f"{rank}.log")))
         processes[-1].start()
         writer.close()  # so that the end of the rank is the end of what it sends
         waiting[reader] = rank
@@ -347,12 +346,12 @@ def _round(
     well = True
     while waiting and well:
         well = receive(wait(list(waiting), request.deadline_s))
-    if not well:
+    if not well or len(facts) < len(tasks):
         until = time.monotonic() + OTHER_ERRORS_S
         while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
             receive(ready)
         unfinished = next((task for task in tasks if task.name not in facts), tasks[-1])
-        facts[unfinished.name] = {"failed": _first_failure(errors, ended, home=home, deadline_s=request.deadline_s)}
+        facts[unfinished.name] = {"failed": _first_failure(errors, ended, home=home, request=request)}
     for process in processes:
         process.kill()
         process.join()
@@ -360,7 +359,7 @@ def _round(
 
 
 def _first_failure(
-    errors: list[tuple[int, int, str]], ended: dict[int, int | None], *, home: Path, deadline_s: float
+    errors: list[tuple[int, int, str]], ended: dict[int, int | None], *, home: Path, request: Request
 ) -> str:
     """The failure that came first; errors that follow from it (a peer that hung up) are not the cause."""
 
@@ -378,4 +377,6 @@ def _first_failure(
     for rank, exitcode in ended.items():
         if exitcode:
             return f"rank {rank} ended with {_ending(exitcode)}: {last_words(rank)}"
-    return f"no rank made progress for {deadline_s:.0f} s: the ranks wait for one another"
+    if len(ended) == request.world:
+        return "the ranks ended before the task did"
+    return f"no rank made progress for {request.deadline_s:.0f} s: the ranks wait for one another"

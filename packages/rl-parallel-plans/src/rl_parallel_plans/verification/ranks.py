@@ -20,17 +20,12 @@ from torch import Tensor, nn
 from rl_parallel_plans.dtensor import is_dtensor
 from rl_parallel_plans.grad_norm import clip_grad_by_total_norm_, get_grad_norm
 from rl_parallel_plans.logp import get_logprobs_from_vocab_parallel_logits
+from rl_parallel_plans.verification import probes
 from rl_parallel_plans.verification.gradients import gradient_facts, gradient_row, whole, whole_rows
 from rl_parallel_plans.verification.plan_under_test import imported, plan_of, shard
-from rl_parallel_plans.verification.probes import (
-    checkpoint_facts,
-    collective_facts,
-    compile_layers,
-    compiler_facts,
-    output_facts,
-)
 from rl_parallel_plans.verification.reference import (
     Batch,
+    Microbatch,
     Subject,
     Truth,
     forward,
@@ -68,11 +63,11 @@ def run_rank(
         if task.measure == "clip":
             facts = bf16_clip_facts(request, subject.model)
         elif task.measure == "count":
-            facts = collective_facts(request, subject.model)
+            facts = probes.collective_facts(request, subject.model)
         elif task.measure == "checkpoint":
-            facts = checkpoint_facts(request, subject.model)
+            facts = probes.checkpoint_facts(request, subject.model)
         elif task.measure == "outputs":
-            facts = output_facts(request, subject.model, subject.batches[task.name])
+            facts = probes.output_facts(request, subject.model, subject.batches[task.name])
         else:
             facts = (pipeline_facts if request.pp > 1 else step_facts)(request, task, subject)
         of_all: list[Any] = [None] * request.world
@@ -101,10 +96,10 @@ def merged(of_ranks: Sequence[Facts]) -> Facts:
     result["absent"] = [name for name in result["expected"] if name not in held]
     for name in ("thawed", "drift"):
         result |= {name: sorted({each for facts in of_ranks for each in facts[name]})} if name in result else {}
-    for name in ("placed", "shape", "logp_wrong"):  # of the last stage
+    for name in ("placed", "shape", "logp_wrong", "optimizer_error"):  # the first three are of the last stage
         result |= next(({name: facts[name]} for facts in of_ranks if name in facts), {})
     if "weights" in result:
-        weights = [pair for facts in of_ranks for pair in facts["weights"]]
+        weights = [pair for facts in of_ranks for pair in facts.get("weights", ())]
         result["weights"] = sorted(weights, key=lambda pair: -pair[1])[:4]
     return result
 
@@ -122,19 +117,17 @@ def step_facts(request: Request, task: Task, subject: Subject) -> Facts:
     ties = tie_groups(model)
     mesh = shard(request, model)
     if task.backend:
-        compile_layers(model, task.backend)
+        probes.compile_layers(model, task.backend)
     if task.loss == "hidden" and issubclass(type(model), FSDPModule):
         model.hidden_logp = hidden_logp.__get__(model)
         register_fsdp_forward_method(model, "hidden_logp")
     dp_rank = mesh.get_local_rank("dp") if request.dp > 1 else 0
     facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": batch.margin}
-    microbatches = _microbatches(request, batch, truth, dp_rank=dp_rank)
-    for i, microbatch in enumerate(microbatches):
+    for i, rows in enumerate(_rows_of_rank(request, batch, truth, dp_rank=dp_rank), start=1):
         if task.defer and hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(i == len(microbatches) - 1)
-        logp = _compared_logp(request, task, model, microbatch=microbatch, facts=facts, mesh=mesh)
-        loss: Any = logp[microbatch["counted"]].sum() / -batch.count
-        loss.backward()
+            model.set_requires_gradient_sync(i == len(batch.microbatches))
+        logp: Any = _compared_logp(request, task, model, rows=rows, facts=facts, mesh=mesh)
+        (logp.sum() / -batch.count).backward()
     facts |= {
         "tied": tie_groups(model) == ties,
         "ties": ties,
@@ -143,7 +136,7 @@ def step_facts(request: Request, task: Task, subject: Subject) -> Facts:
         **gradient_facts(model, truth, request=request, frozen=frozen),
     }
     if task.backend:
-        facts["compiler"] = compiler_facts()
+        facts["compiler"] = probes.compiler_facts()
     if task.optimize:
         facts |= _optimizer_facts(
             list(model.named_parameters()),
@@ -165,33 +158,24 @@ def _freeze(model: nn.Module, task: Task) -> set[str]:
     return frozen
 
 
-def _microbatches(request: Request, batch: Batch, truth: Truth, *, dp_rank: int) -> list[dict[str, Any]]:
-    """This data-parallel rank's rows of each microbatch."""
-
-    def mine(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.chunk(request.dp)[dp_rank]
-
+def _rows_of_rank(request: Request, batch: Batch, truth: Truth, *, dp_rank: int) -> list[tuple[Microbatch, Tensor]]:
+    """This data-parallel rank's rows of each microbatch, and their true logits."""
     return [
-        {
-            "input_ids": mine(ids),
-            "mask": mine(batch.masks[i]),
-            "counted": mine(batch.targets_at(i)),
-            "true": mine(truth.logits[i]),
-            "extra": {name: mine(value) for name, value in batch.extra[i].items()},
-        }
-        for i, ids in enumerate(batch.ids)
+        (microbatch.rows_of(dp_rank, request.dp), logits.chunk(request.dp)[dp_rank])
+        for microbatch, logits in zip(batch.microbatches, truth.logits, strict=True)
     ]
 
 
 def _compared_logp(
-    request: Request, task: Task, model: Any, *, microbatch: Mapping[str, Any], facts: Facts, mesh: Any
+    request: Request, task: Task, model: Any, *, rows: tuple[Microbatch, Tensor], facts: Facts, mesh: Any
 ) -> Tensor:
-    """Log-probabilities of a microbatch as the task computes them; what they are off by is added to `facts`."""
-    ids, mask, counted, true = (microbatch[name] for name in ("input_ids", "mask", "counted", "true"))
+    """Log-probabilities of the tokens that count, as the task computes them; adds their errors to `facts`."""
+    microbatch, true = rows
+    ids, mask = microbatch.ids, microbatch.mask
     if task.loss == "hidden":
         logp: Tensor = model.hidden_logp(ids) if hasattr(model, "hidden_logp") else hidden_logp(model, ids)
     else:
-        logits = forward(model, ids, mask, extra=microbatch["extra"])
+        logits = forward(model, microbatch)
         facts["shape"] = [list(logits.shape), list(true.shape)]
         facts["placed"] = "plain"
         if is_dtensor(logits):
@@ -217,7 +201,8 @@ def _compared_logp(
             # may move it.
             logp = imported(request.logp or get_logprobs_from_vocab_parallel_logits)(logits, ids.roll(-1, dims=1))
             logp = logp[:, :-1]
-    difference = (logp.detach() - token_logp(true, ids))[counted].abs()
+    logp = logp[microbatch.counted]
+    difference = (logp.detach() - token_logp(true, ids)[microbatch.counted]).abs()
     facts["logp"] = max(facts.get("logp", 0.0), difference.max().item())
     facts["logp_wrong"] = (difference > 1e-3).float().mean().item()
     return logp
@@ -244,18 +229,19 @@ def pipeline_facts(request: Request, task: Task, subject: Subject) -> Facts:
     pipeline = pipeline_stages(model, mesh, plan_of(request, model), schedule=task.schedule, src_data_rank=None)
     facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": batch.margin, "misplaced": {}}
 
-    def loss_of(stage: nn.Module, microbatch: Mapping[str, Any]) -> Tensor:
-        logp = _compared_logp(request, task, stage, microbatch=microbatch, facts=facts, mesh=mesh)
-        return logp[microbatch["counted"]].sum() / -batch.count
+    def loss_of(stage: nn.Module, rows: tuple[Microbatch, Tensor]) -> Tensor:
+        return _compared_logp(request, task, stage, rows=rows, facts=facts, mesh=mesh).sum() / -batch.count
 
-    loss = pipeline.step(_microbatches(request, batch, truth, dp_rank=mesh.get_local_rank("dp")), loss_of)
+    microbatches = _rows_of_rank(request, batch, truth, dp_rank=mesh.get_local_rank("dp"))
+    rows, length = microbatches[0][0].ids.shape
+    loss = pipeline.step(microbatches, loss_of, shape=(rows, length))
     dist.all_reduce(loss)  # every rank of a pipeline and of tp has the sum of its own rows
     facts |= {"loss": loss.item() / (request.pp * request.tp), "true_loss": truth.loss}
     scales = gradient_scales(truth.gradients)
     gather = whole_rows(*pipeline.stages)
     named = [each for stage in pipeline.stages for each in stage.named_parameters()]
     tied = {name for stage in pipeline.stages for name in boundary_of(stage).info.tied}
-    rows = []
+    compared = []
     for name, parameter in named:
         first = first_names.get(name, name)
         if first in frozen or (first not in truth.gradients and parameter.grad is None):
@@ -269,9 +255,9 @@ def pipeline_facts(request: Request, task: Task, subject: Subject) -> Facts:
             row = gradient_row(name, gradient, true, scale=scales[first])
             if name in tied and relative_error(gradient, true.reshape(1, -1)) > 1e-2:
                 row["diagnosis"] = "its copies in other stages have the rest of it"
-        rows.append(row)
+        compared.append(row)
     facts |= {
-        "rows": rows,
+        "rows": compared,
         "held": [name for name, _ in named],
         "expected": [name for name in truth.gradients if name not in frozen],
         "first_names": first_names,

@@ -9,7 +9,6 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,29 +27,41 @@ NEAR_TIE = 1e-4
 """Gap to the runner-up, relative to the spread of the scores, below which another rounding may choose otherwise."""
 DRAWS = 40
 ULP = 2.0**-23
-NO_ARGUMENTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Inputs of one forward: [rows, length]."""
+
+    ids: Tensor
+    mask: Tensor | None
+    extra: dict[str, Tensor]  # further arguments of forward, whose first dim is a multiple of the rows
+
+    @property
+    def counted(self) -> Tensor:
+        """Which positions predict a token that counts: bool [rows, length - 1]."""
+        if self.mask is None:
+            return torch.ones_like(self.ids[:, 1:], dtype=torch.bool)
+        return (self.mask[:, 1:] & self.mask[:, :-1]).bool()
+
+    def rows_of(self, dp_rank: int, dp: int) -> "Microbatch":
+        """The rows of one data-parallel rank."""
+        ids, *rest = (value.chunk(dp)[dp_rank] for value in (self.ids, *self.extra.values()))
+        mask = None if self.mask is None else self.mask.chunk(dp)[dp_rank]
+        return Microbatch(ids=ids, mask=mask, extra=dict(zip(self.extra, rest, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Inputs of one task: microbatches of [rows on all data-parallel ranks, length]."""
+    """Inputs of one task, with the rows of all data-parallel ranks."""
 
-    ids: list[Tensor]
-    masks: list[Tensor | None]
-    extra: list[dict[str, Tensor]]  # further arguments of forward, whose first dim is a multiple of the rows
+    microbatches: list[Microbatch]
     margin: float = math.inf  # smallest relative gap at any `topk`
 
     @property
     def count(self) -> int:
         """Tokens that the loss is divided by."""
-        return sum(int(self.targets_at(i).sum()) for i in range(len(self.ids)))
-
-    def targets_at(self, microbatch: int) -> Tensor:
-        """Which positions predict a token that counts: bool [rows, length - 1]."""
-        mask = self.masks[microbatch]
-        if mask is None:
-            return torch.ones_like(self.ids[microbatch][:, 1:], dtype=torch.bool)
-        return (mask[:, 1:] & mask[:, :-1]).bool()
+        return sum(int(microbatch.counted.sum()) for microbatch in self.microbatches)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,31 +152,30 @@ def run_unsharded(request: Request, subjects: Mapping[str, Subject]) -> dict[str
             else:
                 batch = draw(subject.model, task, dp=request.dp)
                 truth = run_truth(subject.model, batch)
-        except Exception as error:  # whatever the code of a model raises
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        except Exception as error:  # the code of a model may raise anything
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if task is request.tasks[0]:
                 raise UnusableModelError(
                     f"the small {type(subject.model).__name__} does not run without sharding either, so that there is "
-                    f"nothing to compare with: {said[:400]}"
+                    f"nothing to compare with: {message[:400]}"
                 ) from error
-            skipped[task.name] = f"the unsharded model cannot do this: {said[:240]}"
+            skipped[task.name] = f"the unsharded model cannot do this: {message[:240]}"
             continue
         subject.batches[task.name], subject.truths[task.name] = batch, truth
         same.setdefault(key, task.name)
-        if task.loss == "hidden" and (reason := _linear_logp_misfit(subject.model, batch)) is not None:
+        if task.loss == "hidden" and (reason := _linear_logp_misfit(subject.model, batch.microbatches[0])) is not None:
             skipped[task.name] = reason
     return skipped
 
 
 @torch.no_grad()
-def _linear_logp_misfit(model: nn.Module, batch: Batch) -> str | None:
+def _linear_logp_misfit(model: nn.Module, microbatch: Microbatch) -> str | None:
     """Why `linear_logp` does not compute what the unsharded model computes; None if it does."""
-    ids = batch.ids[0]
     try:
-        logp = hidden_logp(model, ids)
-    except Exception as error:  # noqa: BLE001 - whatever the code of a model raises
+        logp = hidden_logp(model, microbatch.ids)
+    except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
         return f"hidden states and lm_head of this model do not fit linear_logp: {' '.join(str(error).split())[:160]}"
-    if (logp - token_logp(forward(model, ids, None), ids)).abs().max() > 1e-4:
+    if (logp - token_logp(forward(model, microbatch), microbatch.ids)).abs().max() > 1e-4:
         return "this model does more to its logits after the lm_head than linear_logp is told"
     return None
 
@@ -173,11 +183,10 @@ def _linear_logp_misfit(model: nn.Module, batch: Batch) -> str | None:
 # -- Computing with the model --------------------------------------------------------------------
 
 
-def forward(
-    model: nn.Module, ids: Tensor, mask: Tensor | None, *, extra: Mapping[str, Tensor] = NO_ARGUMENTS
-) -> Tensor:
+def forward(model: nn.Module, microbatch: Microbatch) -> Tensor:
     """Logits as the model returns them."""
-    logits: Tensor = model(input_ids=ids, **({} if mask is None else {"attention_mask": mask}), **extra).logits
+    mask = {} if microbatch.mask is None else {"attention_mask": microbatch.mask}
+    logits: Tensor = model(input_ids=microbatch.ids, **mask, **microbatch.extra).logits
     return logits
 
 
@@ -209,10 +218,10 @@ def hidden_logp(model: nn.Module, ids: Tensor) -> Tensor:
 def run_truth(model: nn.Module, batch: Batch) -> Truth:
     """Forward and backward of every microbatch without sharding; clears the model's gradients afterwards."""
     all_logits, by_microbatch, loss = [], [], 0.0
-    for i, (ids, mask, extra) in enumerate(zip(batch.ids, batch.masks, batch.extra, strict=True)):
+    for microbatch in batch.microbatches:
         model.zero_grad()
-        logits = forward(model, ids, mask, extra=extra)
-        part = token_logp(logits, ids)[batch.targets_at(i)].sum() / -batch.count
+        logits = forward(model, microbatch)
+        part = token_logp(logits, microbatch.ids)[microbatch.counted].sum() / -batch.count
         part.backward()  # type: ignore[no-untyped-call]
         all_logits.append(logits.detach())
         loss += part.item()
@@ -290,13 +299,12 @@ def draw(model: nn.Module, task: Task, *, dp: int) -> Batch:
     """Inputs of a task, far from every tie of a router."""
     best: Batch | None = None
     for seed in range(DRAWS):
-        batch = _inputs(model, task, dp=dp, seed=seed)
+        microbatches = _inputs(model, task, dp=dp, seed=seed)
         with torch.no_grad(), _TopKGaps() as gaps:
-            for ids, mask, extra in zip(batch.ids, batch.masks, batch.extra, strict=True):
-                forward(model, ids, mask, extra=extra)
-        batch.margin = gaps.smallest
-        if best is None or batch.margin > best.margin:
-            best = batch
+            for microbatch in microbatches:
+                forward(model, microbatch)
+        if best is None or gaps.smallest > best.margin:
+            best = Batch(microbatches=microbatches, margin=gaps.smallest)
         if best.margin >= NEAR_TIE:
             break
     assert best is not None
@@ -323,7 +331,7 @@ class _TopKGaps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _inputs(model: nn.Module, task: Task, *, dp: int, seed: int) -> Batch:
+def _inputs(model: nn.Module, task: Task, *, dp: int, seed: int) -> list[Microbatch]:
     generator = torch.Generator().manual_seed(1000 + seed)
     config: Any = getattr(model, "config", None)
     special = set()  # tokens with a meaning of their own: padding, image, end
@@ -334,7 +342,7 @@ def _inputs(model: nn.Module, task: Task, *, dp: int, seed: int) -> Batch:
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     tokens = torch.tensor([token for token in range(vocabulary) if token not in special])
     rows = task.rows * dp
-    batch = Batch(ids=[], masks=[], extra=[])
+    microbatches = []
     for _ in range(task.microbatches):
         ids = tokens[torch.randint(len(tokens), (rows, task.length), generator=generator)]
         extra: dict[str, Tensor] = {}
@@ -347,10 +355,8 @@ def _inputs(model: nn.Module, task: Task, *, dp: int, seed: int) -> Batch:
         if task.left_padding:
             padding = torch.arange(rows) % 4 + (torch.arange(rows) > 0)
             mask = (torch.arange(task.length)[None] >= padding[:, None]).long()
-        batch.ids.append(ids)
-        batch.masks.append(mask)
-        batch.extra.append(extra)
-    return batch
+        microbatches.append(Microbatch(ids=ids, mask=mask, extra=extra))
+    return microbatches
 
 
 @torch.no_grad()

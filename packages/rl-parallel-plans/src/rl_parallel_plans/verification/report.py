@@ -283,7 +283,8 @@ def _clipping(_request: Request, _task: Task, facts: Facts) -> Outcome | None:
 def _optimizer(_request: Request, _task: Task, facts: Facts) -> Outcome | None:
     if (message := facts.get("optimizer_error")) is not None:
         if "mixed" in message or "same mesh" in message:
-            message += "; some parameters are plain or on another mesh: make them all DTensors on one mesh"
+            message += "; some parameters are plain or on another mesh than the rest"
+            message += ": make them all DTensors on one mesh"
         return _outcome((message,))
     if "drift" not in facts:
         return None
@@ -305,7 +306,7 @@ def _bf16_clipping(_request: Request, _task: Task, facts: Facts) -> Outcome:
 
 
 def _checkpoint(_request: Request, _task: Task, facts: Facts) -> Outcome:
-    ways = facts["roads"]
+    ways = facts["ways"]
     lines = [f"{way}: {len(names)} differ, {collapsed(names[0])}" for way, names in ways.items() if names]
     detail = "" if lines else f"{len(ways)} roads, every weight bit for bit that of the unsharded model"
     return _outcome(lines, detail=detail)
