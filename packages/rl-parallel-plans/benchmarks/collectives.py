@@ -2,9 +2,9 @@
 
     python benchmarks/collectives.py
 
-Two ranks over gloo, a Llama of 4 layers; counts are those of 4 layers less those of 3, times the least CPU time of
-several steps taken in turn. "usual" is torch's ColwiseParallel and RowwiseParallel on q, k, v, o, gate, up and down.
-Ends with one line of JSON.
+Two ranks over gloo, a Llama of 4 layers; counts are those of 4 layers less those of 3, where they reach the process
+group, also with each layer under torch.compile; times are the least CPU time of several steps taken in turn. "usual" is
+torch's ColwiseParallel and RowwiseParallel on q, k, v, o, gate, up and down. Ends with one line of JSON.
 """
 
 import json
@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.profiler import ProfilerActivity, profile
 
 import rl_parallel_plans as plans
 
@@ -63,14 +63,17 @@ def step(model, ids):
     plans.get_logprobs_from_vocab_parallel_logits(logits[:, :-1], ids[:, 1:]).sum().backward()
 
 
-def counted(mesh, ids, asked):
+def counted(mesh, ids, asked, *, compiled=False):
     """Collectives of one layer."""
     counts = []
     for num_layers in (3, 4):
         model = sharded(num_layers, mesh, asked)
-        with CommDebugMode() as mode:
+        for layer in model.model.layers if compiled else ():
+            layer.compile(backend="aot_eager", fullgraph=True)
+        step(model, ids)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             step(model, ids)
-        counts.append(mode.get_total_counts())
+        counts.append(sum(event.count for event in profiled.key_averages() if event.key.startswith("c10d::")))
     return counts[1] - counts[0]
 
 
@@ -81,6 +84,7 @@ def rank(number, rendezvous, results):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     counts = {name: counted(mesh, ids, asked) for name, asked in PLANS.items()}
+    compiled = {name: counted(mesh, ids, asked, compiled=True) for name, asked in PLANS.items() if name != "usual"}
     models = {name: sharded(4, mesh, asked) for name, asked in PLANS.items()}
     best = dict.fromkeys(PLANS, float("inf"))
     for _ in range(STEPS):
@@ -91,7 +95,9 @@ def rank(number, rendezvous, results):
             dist.barrier()
             best[name] = min(best[name], time.process_time() - start)
     if number == 0:
-        results.update({n: {"collectives": counts[n], "cpu_time": best[n] / best["usual"]} for n in PLANS})
+        for name in PLANS:
+            figures = {"collectives": counts[name], "compiled": compiled.get(name)}
+            results[name] = {**figures, "cpu_time": best[name] / best["usual"]}
     dist.destroy_process_group()
 
 
@@ -102,9 +108,9 @@ def main():
         results = manager.dict()
         mp.spawn(rank, (os.path.join(folder, "rendezvous"), results), nprocs=2)  # noqa: PTH118
         found = dict(results)
-    print(f"{'plan':<36}{'collectives a layer':>20}{'CPU of a step':>16}")
+    print(f"{'plan':<36}{'collectives a layer':>20}{'compiled':>10}{'CPU of a step':>16}")
     for name, figures in found.items():
-        print(f"{name:<36}{figures['collectives']:>20}{figures['cpu_time']:>16.2f}")
+        print(f"{name:<36}{figures['collectives']:>20}{figures['compiled'] or '-':>10}{figures['cpu_time']:>16.2f}")
     print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, **found}))
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rl_parallel_plans as plans
 from rl_parallel_plans.activation_checkpointing import apply_activation_checkpointing
 from rl_parallel_plans.layer_stacks import fsdp_layers, stacked_layers
+from rl_parallel_plans.styles.sharded_forward import wrap_forward
 
 MODES = ["full", "selective"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
@@ -201,3 +202,26 @@ def test_layer_that_is_listed_twice_is_one_unit():
 def test_wrapped_layers_are_layers():
     model = nn.ModuleDict({"layers": nn.ModuleList([checkpoint_wrapper(Block())])})
     assert list(fsdp_layers(model)) == ["layers.0"]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_a_plan_puts_around_a_layer_is_recomputed_with_it_in_either_order(order):
+    """A wrapper may put tensors in place of parameters: a layer that is run again without it would read others."""
+    model, ids = tiny("llama"), token_ids(2, 12)
+    truth = gradients(tiny("llama"), ids)
+    calls = []
+
+    def noting(_module, call, args, kwargs):
+        calls.append("wrapper")
+        return call(*args, **kwargs)
+
+    if order == "before":
+        apply_activation_checkpointing(model, "full")
+    for layer in model.model.layers:
+        wrap_forward(layer, noting)
+    if order == "after":
+        apply_activation_checkpointing(model, "full")
+    assert_same(gradients(model, ids), truth)
+    assert len(calls) == 2 * len(model.model.layers)
+    with pytest.raises(plans.PlanError, match="checkpoints its activations already"):
+        apply_activation_checkpointing(model, "full")

@@ -96,7 +96,7 @@ def test_explain_of_a_type_of_model_takes_a_plan_of_ones_own(capsys, tmp_path, m
 
 
 def test_plan_with_problems_is_printed_and_ends_in_1(folder, capsys):
-    assert main(["explain", folder, "--tp", "4"]) == 1
+    assert main(["explain", folder, "--tp", "3"]) == 1
     first, *problems = capsys.readouterr().out.partition("\n\n")[0].splitlines()  # before the table
     assert first.startswith(f"{len(problems)} problem(s)")
     assert any(line.startswith("PROBLEM: model.layers.*.self_attn.k_proj") for line in problems)

@@ -164,3 +164,19 @@ def test_the_command_answers_for_a_gpu_and_compares_ways_of_reading_the_lm_head(
     assert all(row.endswith("does not fit") for row in rows[:4])
     assert main([*arguments, "--gpu", "a100", "--json"]) == 2
     assert "say a100-40gb or a100-80gb" in json.loads(capsys.readouterr().out)["refused"]
+
+
+def test_the_command_answers_for_every_rank_of_a_pipeline(tmp_path, capsys):
+    """The last rank holds the logits, and alone does not fit."""
+    tiny_on_meta("llama", vocab_size=4000).config.save_pretrained(tmp_path)
+    arguments = ["memory", str(tmp_path), "--pp", "2", "--batch-size", "16", "--sequence-length", "48"]
+    options = {"pp": 2, "lm_head": "one_piece", "batch_size": 16, "sequence_length": 48}
+    peaks = [memory(tiny_on_meta("llama", vocab_size=4000), pp_rank=rank, **options).peak.num_bytes for rank in (0, 1)]
+    assert peaks[0] < peaks[1]
+    between = sum(peaks) // 2
+    arguments += ["--lm-head", "one_piece", "--gpu", str(between + reserve(between))]
+    assert main(arguments) == 1
+    _, first, last = capsys.readouterr().out.splitlines()[:3]
+    assert (first.startswith("pipeline rank 0"), first.endswith("  fits")) == (True, True)
+    assert (last.startswith("pipeline rank 1"), last.endswith("does not fit")) == (True, True)
+    assert main([*arguments, "--gpu", "t4"]) == 0

@@ -93,9 +93,26 @@ def test_pipeline_stages_are_exact_by_every_schedule():
     } <= names
 
 
-def test_pipeline_stages_of_tensor_parallel_ranks_are_exact():
+PIPELINES = {
+    "gemma3": lambda: transformers.Gemma3TextConfig(**{**SMALL, "head_dim": 16}),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, pad_token_id=None),  # fused rows in an order of their own
+    "opt": lambda: transformers.OPTConfig(  # parameters that no style names, and layers on the whole sequence
+        vocab_size=128,
+        hidden_size=128,
+        ffn_dim=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        word_embed_proj_dim=128,
+        max_position_embeddings=64,
+        dropout=0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", PIPELINES)
+def test_pipeline_stages_of_tensor_parallel_ranks_are_exact(architecture):
     report = verify(
-        transformers.Gemma3TextConfig(**{**SMALL, "head_dim": 16}),
+        PIPELINES[architecture](),
         tp=2,
         pp=2,
         sequence_parallel=True,

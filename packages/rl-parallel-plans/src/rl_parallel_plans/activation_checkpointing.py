@@ -11,7 +11,8 @@ What is kept of one layer, B·S tokens, from its input `hidden`:
                  activations, rotary embeddings and other cheap elementwise work, and communicates nothing again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any, Literal
 
@@ -79,14 +80,32 @@ def apply_activation_checkpointing(model: nn.Module, mode: ActivationCheckpointi
             f"{type(model).__name__} checkpoints its activations itself, and each layer would be recomputed twice: "
             "disable that, or leave activation checkpointing to the model"
         )
-    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for layer in layers.values():
-        forward = layer.forward
-        # Layers that only read what others have put into a cache say so, and are given it.
-        caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else CACHES
-        layer.forward = update_wrapper(partial(_checkpointed, forward, options, caches), forward)
-        layer.__dict__[MARK] = mode
+        _recompute(layer, mode)
     return model
+
+
+@contextmanager
+def without_recomputation(layer: nn.Module) -> Iterator[None]:
+    """`layer` has its own forward inside of this, and may be given another, which is then recomputed as the old was."""
+    mode = layer.__dict__.pop(MARK, None)
+    if mode is None:
+        yield
+        return
+    forward = layer.__dict__.pop("forward").args[0]
+    if getattr(forward, "__func__", None) is not type(layer).forward:  # it was the instance's own
+        layer.forward = forward
+    yield
+    _recompute(layer, mode)
+
+
+def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
+    forward = layer.forward
+    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    # Layers that only read what others have put into a cache say so, and are given it.
+    caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else CACHES
+    layer.forward = update_wrapper(partial(_checkpointed, forward, options, caches), forward)
+    layer.__dict__[MARK] = mode
 
 
 def _checkpointed(

@@ -11,6 +11,7 @@ from rl_parallel_plans.errors import PlanError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -43,4 +44,27 @@ def submesh(mesh: "DeviceMesh", axis: str) -> "DeviceMesh":
             f'with init_device_mesh(device, shape, mesh_dim_names=(..., "{axis}")), where an axis of one rank is well, '
             "or pass the name that it has"
         )
-    return mesh[axis]
+    return _one_of_equals(mesh[axis])
+
+
+_kept: "dict[DeviceMesh, tuple[DeviceMesh, ProcessGroup]]" = {}
+
+
+def _one_of_equals(mesh: "DeviceMesh") -> "DeviceMesh":
+    """The first mesh that was equal to this one, for as long as its process group is there.
+
+    DTensor caches the layout of what an operation returns by equality of meshes, so that a model's results can lie on
+    the equal mesh of a model before it (slicing a mesh makes another object each time). AOTAutograd (torch 2.13) tells
+    meshes apart by identity, finds the mesh of such a result only among the tangents, and fails on a compiled layer:
+    `Node tangents_2 was invalid, but is output`.
+    """
+    kept, group = _kept.setdefault(mesh, (mesh, mesh.get_group()))
+    try:
+        usable = kept.get_group() is group  # by name: another one after a new init_process_group
+    except (RuntimeError, ValueError):
+        usable = False
+    if not usable:
+        del _kept[mesh]
+        _kept[mesh] = mesh, mesh.get_group()
+        return mesh
+    return kept

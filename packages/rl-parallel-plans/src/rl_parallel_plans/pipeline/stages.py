@@ -190,7 +190,8 @@ class Boundary:
         """
         model = self.model_class.__new__(self.model_class)
         model.__dict__.update(stage.__dict__)
-        del model.__dict__["forward"]
+        for name in ("forward", "own_forward"):  # the latter where the plan has wrapped the stage
+            model.__dict__.pop(name, None)
         for name in _HOOKS:
             model.__dict__[name] = type(getattr(stage, name))(sorted(self.model_hooks[name].items()))
         return model

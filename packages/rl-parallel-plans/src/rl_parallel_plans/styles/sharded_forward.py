@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from rl_parallel_plans.activation_checkpointing import without_recomputation
 from rl_parallel_plans.styles.partial_gradients import complete_gradients
 
 
@@ -28,12 +29,13 @@ class Wrapper(Protocol):
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     """Let `wrapper` run around the forward of `module`, and around the wrappers that it has."""
-    state = module.__dict__
-    if "forward" in state:  # an instance's own forward would hide that of its class
-        state["own_forward"] = state.pop("forward")
-    state["forward_wrappers"] = (*state.get("forward_wrappers", ()), wrapper)
-    if not hasattr(type(module), "unsharded_class"):
-        module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type] # a class is hashable
+    with without_recomputation(module):  # which runs the wrappers again as well
+        state = module.__dict__
+        if "forward" in state:  # an instance's own forward would hide that of its class
+            state["own_forward"] = state.pop("forward")
+        state["forward_wrappers"] = (*state.get("forward_wrappers", ()), wrapper)
+        if not hasattr(type(module), "unsharded_class"):
+            module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type] # a class is hashable
 
 
 @functools.cache
