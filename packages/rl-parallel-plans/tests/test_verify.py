@@ -16,9 +16,9 @@ from parallel_plans_cases import published_plans
 from rl_parallel_plans import VerifyReport, assert_plan_is_exact, verify
 from rl_parallel_plans.__main__ import main
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verification.judge import judged, judged_collectives
-from rl_parallel_plans.verification.pipeline import merged_pipeline
-from rl_parallel_plans.verification.question import COLLECTIVES, COLLECTIVES_DEEPER, Question, Task
+from rl_parallel_plans.verification.ranks import merged
+from rl_parallel_plans.verification.report import judge, judge_collectives
+from rl_parallel_plans.verification.tasks import COLLECTIVES, COLLECTIVES_DEEPER, Request, Task
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -132,12 +132,12 @@ def test_gradients_that_two_stages_have_not_summed_are_wrong_and_named():
     row = {"error": 0.4, "noise": 0.0, "spread": 0.0, "ratio": 0.8, "diagnosis": "its copies have the rest of it"}
     of_rank = {"expected": ["embed", "lost"], "first_names": {"head": "embed", "embed": "embed"}, "thawed": []}
     shared = {"logits": 0.0, "logits_noise": 0.0, "loss": 1.0, "true_loss": 1.1, **of_rank}
-    facts = merged_pipeline(
+    facts = merged(
         [{**shared, "rows": [{"name": name, **row}], "held": [name]} for name in ("embed", "head")],
     )
     task = Task(name="1F1B")
-    question = Question(configs={}, tp=1, dp=1, pp=2, tasks=(task,))
-    checks = {check.name: check for check in judged(question, {"1F1B": facts})}
+    request = Request(configs={}, tp=1, dp=1, pp=2, tasks=(task,))
+    checks = {check.name: check for check in judge(request, {"1F1B": facts})}
     assert checks["1F1B: logits"].verdict == "ok"
     assert checks["1F1B: loss"].verdict == checks["1F1B: gradients"].verdict == "WRONG"
     said = "\n".join(checks["1F1B: gradients"].culprits)
@@ -220,25 +220,25 @@ def test_parameters_that_the_model_never_trains_are_not_told_to_have_thawed():
 
 def test_layer_that_communicates_nothing_is_a_note():
     nothing = {"forward": {}, "backward": {}}
-    plan_tells = {"as given": {**nothing, "untold": []}, "deeper": {**nothing, "untold": []}}
+    predicted = {"as given": {**nothing, "unknown": []}, "deeper": {**nothing, "unknown": []}}
     facts = {COLLECTIVES: nothing, COLLECTIVES_DEEPER: nothing}
-    (check,) = judged_collectives({"facts": facts, "told": plan_tells})
+    (check,) = judge_collectives({"facts": facts, "predicted": predicted})
     assert (check.verdict, check.detail) == ("note", "forward none; backward none: nothing to compare")
 
 
 def test_layers_that_run_in_cycles_may_communicate_as_often_as_they_run():
-    plan_tells = {
-        "as given": {"forward": {"all_reduce": 4}, "backward": {"all_reduce": 4}, "untold": []},
-        "deeper": {"forward": {"all_reduce": 6}, "backward": {"all_reduce": 6}, "untold": []},
+    predicted = {
+        "as given": {"forward": {"all_reduce": 4}, "backward": {"all_reduce": 4}, "unknown": []},
+        "deeper": {"forward": {"all_reduce": 6}, "backward": {"all_reduce": 6}, "unknown": []},
     }
     runs = {"forward": 6, "backward": 3}
     less = {"forward": {"all_reduce": 24}, "backward": {"all_reduce": 12}, "runs": runs}
     more = {"forward": {"all_reduce": 36}, "backward": {"all_reduce": 18}, "runs": runs}
-    (check,) = judged_collectives({"facts": {COLLECTIVES: less, COLLECTIVES_DEEPER: more}, "told": plan_tells})
+    (check,) = judge_collectives({"facts": {COLLECTIVES: less, COLLECTIVES_DEEPER: more}, "predicted": predicted})
     assert check.verdict == "ok"
     assert "a layer runs 6 times forward, 3 of them with a gradient" in check.detail
     facts = {COLLECTIVES: {**less, "runs": {}}, COLLECTIVES_DEEPER: {**more, "runs": {}}}
-    assert judged_collectives({"facts": facts, "told": plan_tells})[0].verdict == "WRONG"
+    assert judge_collectives({"facts": facts, "predicted": predicted})[0].verdict == "WRONG"
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ def test_check_that_compared_nothing_is_a_note_and_not_ok(check, facts):
         "weights": [("w", 0.0)],
     }
     task = Task(name="forward and backward", freeze=True, optimize=True)
-    question = Question(configs={}, tp=2, dp=1, tasks=(task,))
+    request = Request(configs={}, tp=2, dp=1, tasks=(task,))
     for found, verdict in ((something, "ok"), ({**something, **facts}, "note")):
-        verdicts = {each.name: each.verdict for each in judged(question, {task.name: found})}
+        verdicts = {each.name: each.verdict for each in judge(request, {task.name: found})}
         assert verdicts[check] == verdict
 
 
@@ -376,6 +376,11 @@ def test_sequence_parallel_plan_that_breaks_on_odd_lengths():
 def test_gradient_averaged_over_data_parallel_ranks():
     report = verify(llama(), tp=1, dp=2, apply=published_plans.averaged_over_data_parallel_ranks, only=ONCE)
     assert "averaged over dp and not summed" in wrong(report)["forward and backward: gradients"]
+
+
+def test_linear_logp_of_a_wrong_model_is_wrong():
+    found = wrong(verify(llama(), apply=published_plans.scaled_up_projection, only=("linear_logp",), full_size=False))
+    assert "of the tokens are wrong" in found["linear_logp"]
 
 
 def test_first_module_with_a_wrong_output_is_named():

@@ -6,11 +6,9 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from rl_parallel_plans.errors import PlanError
-from rl_parallel_plans.verification.question import Task
-from rl_parallel_plans.verification.shrink import shrunk
-from rl_parallel_plans.verification.shrink_layers import choose
-from rl_parallel_plans.verification.shrink_sizes import resized, sizes_of
-from rl_parallel_plans.verification.subject import draw, move_parameters
+from rl_parallel_plans.verification.reference import draw, move_parameters
+from rl_parallel_plans.verification.shrink import choose_layers, resized, shrunk, sizes_of
+from rl_parallel_plans.verification.tasks import Task
 
 transformers.logging.set_verbosity_error()
 
@@ -57,8 +55,7 @@ def test_more_ranks_need_more_heads():
     ],
 )
 def test_one_layer_of_each_kind_is_kept(section, kept):
-    layers = choose(section)
-    assert (layers and layers.kept) == kept
+    assert choose_layers(section) == kept
 
 
 def test_layer_lists_stay_as_long_as_there_are_layers():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_backends.batching.microbatches import SequenceShard, make_inputs
-from rl_parallel_plans.context_parallel.layout import chunk_positions
+from rl_parallel_plans.context_parallel.layout import own_chunks
 
 WIDTH = 11
 SETTINGS = settings(max_examples=80, deadline=None)
@@ -128,7 +128,9 @@ def test_padded_rows_are_cut_as_the_sequences_of_rl_parallel_plans(question):
             assert inputs.position_ids is None
             continue
         mesh = SimpleNamespace(size=lambda shard=shard: shard.num_ranks, get_local_rank=lambda shard=shard: shard.rank)
-        assert torch.equal(inputs.position_ids, chunk_positions(inputs.tokens.shape[1] // 2, mesh, "cpu"))
+        half = inputs.tokens.shape[1] // 2
+        expected = torch.cat([torch.arange(half) + chunk * half for chunk in own_chunks(mesh)])[None]
+        assert torch.equal(inputs.position_ids, expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

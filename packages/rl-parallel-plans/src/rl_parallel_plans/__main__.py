@@ -18,15 +18,12 @@ INTERRUPTED = 130
 COMMANDS = {
     "explain": ("rl_parallel_plans.explain.command", "which rule shards which parameter, what a rank holds and sends"),
     "verify": (
-        "rl_parallel_plans.verification.command",
+        "rl_parallel_plans.verification.api",
         "compare a sharded model with a whole one, on real processes",
     ),
     "memory": ("rl_parallel_plans.forecast.command", "predict the peak memory of a training step on each rank"),
-    "parity": ("rl_parallel_plans.verification.parity_command", "verify every architecture and write the table"),
-    "classes": (
-        "rl_parallel_plans.verification.classes_command",
-        "verify every class of transformers and write the table",
-    ),
+    "parity": ("rl_parallel_plans.verification.parity", "verify every architecture and write the table"),
+    "classes": ("rl_parallel_plans.verification.classes", "verify every class of transformers and write the table"),
 }
 
 

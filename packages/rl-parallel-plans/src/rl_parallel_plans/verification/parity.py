@@ -1,53 +1,46 @@
-"""The parity table: architectures by layouts, each cell the largest relative error of logits and of all gradients.
+"""`rl-parallel-plans parity`: architectures by layouts, each cell the largest error of logits and of all gradients.
 
 Every number comes from `verify` on real processes; a refusal is a footnote with its reason.
 """
 
+import argparse
+import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 
 from rl_parallel_plans.verification.api import verify
-from rl_parallel_plans.verification.judge import BAR
 from rl_parallel_plans.verification.processes import Processes
 from rl_parallel_plans.verification.report import VerifyReport
+from rl_parallel_plans.verification.tasks import BAR
 
 ARCHITECTURES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mistral",
-    "smollm3",
-    "granite",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "glm4_moe",
-    "gemma4_text",
-    "qwen3_next",
-    "qwen3_5_text",
-    "llama4_text",
-    "nemotron_h",
-    "falcon_h1",
-    "gemma3",
-    "gemma4",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_5",
-    "llama4",
-    "llava",
-    "mistral3",
-)
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "smollm3", "granite", "olmo2", "olmo3", "phi3",
+    "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "gemma4_text", "qwen3_next", "qwen3_5_text",
+    "llama4_text", "nemotron_h", "falcon_h1", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama4",
+    "llava", "mistral3",
+)  # fmt: skip
 ONCE, THRICE, DEFERRED = "forward and backward", "accumulation x3", "accumulation x3, deferred sync"
-COLUMNS = ("TP2", "TP2+SP", "FSDP2×TP2", "FSDP2×TP2+SP", "accumulation ×3", "×3, deferred sync")
+LAYOUTS = (
+    (1, False, (ONCE,)),
+    (1, True, (ONCE,)),
+    (2, False, (ONCE, THRICE, DEFERRED)),
+    (2, True, (ONCE,)),
+)
+"""dp, sequence_parallel and tasks of each `verify`."""
+COLUMNS = {
+    "TP2": (0, ONCE),
+    "TP2+SP": (1, ONCE),
+    "FSDP2×TP2": (2, ONCE),
+    "FSDP2×TP2+SP": (3, ONCE),
+    "accumulation ×3": (2, THRICE),
+    "×3, deferred sync": (2, DEFERRED),
+}
+"""Column to its layout and task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +48,7 @@ class Cell:
     """One architecture at one layout."""
 
     logits: float | None = None
-    """Largest relative error of the logits; None where nothing ran."""
+    """Largest relative error of the logits; None if nothing ran."""
     gradients: float | None = None
     """Largest relative error of any gradient."""
     ok: bool = False
@@ -77,29 +70,18 @@ class Row:
 
 
 def measured(names: Sequence[str] = ARCHITECTURES, *, say: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Verify every architecture at every layout; `say` is told each row when it is done."""
+    """Verify every architecture at every layout; `say` is called with each row when it is complete."""
     rows = []
     with Processes() as processes:
         for name in names:
-            row = _row(name, processes)
-            rows.append(row)
-            say(line(row, []))
+            reports = [
+                verify(name, dp=dp, sequence_parallel=sp, only=tasks, full_size=False, processes=processes)
+                for dp, sp, tasks in LAYOUTS
+            ]
+            cells = tuple(_cell(reports[layout], task) for layout, task in COLUMNS.values())
+            rows.append(Row(model=name, source=reports[0].source, cells=cells))
+            say(line(rows[-1], []))
     return rows
-
-
-def _row(name: str, processes: Processes) -> Row:
-    reports = [
-        verify(name, dp=dp, sequence_parallel=sequence_parallel, only=tasks, full_size=False, processes=processes, tp=2)
-        for dp, sequence_parallel, tasks in (
-            (1, False, (ONCE,)),
-            (1, True, (ONCE,)),
-            (2, False, (ONCE, THRICE, DEFERRED)),
-            (2, True, (ONCE,)),
-        )
-    ]
-    cells = [_cell(report, ONCE) for report in reports]
-    cells += [_cell(reports[2], THRICE), _cell(reports[2], DEFERRED)]
-    return Row(model=name, source=reports[0].source, cells=tuple(cells))
 
 
 def _cell(report: VerifyReport, task: str) -> Cell:
@@ -107,19 +89,20 @@ def _cell(report: VerifyReport, task: str) -> Cell:
         return Cell(footnote=f"refused: {' '.join(report.refused.split())}")
     checks = {check.name: check for check in report.checks}
     logits, gradients = checks.get(f"{task}: logits"), checks.get(f"{task}: gradients")
+    wrong = [check for check in report.checks if check.verdict == "WRONG"]
     if logits is None or gradients is None:
-        wrong = next((check for check in report.checks if check.verdict == "WRONG"), None)
-        said = wrong.culprits[0] if wrong else "skipped"
-        return Cell(footnote=f"did not run: {re.sub(r'^rank [0-9]+: ', '', said)}")
-    notes = [check for check in (logits, gradients) if check.culprits or (check.error or 0) > BAR]
-    footnote = "; ".join(" ".join((check.detail, *check.culprits[:2])).strip() for check in notes)
+        reason = wrong[0].culprits[0] if wrong else "skipped"
+        return Cell(footnote=f"did not run: {re.sub(r'^rank [0-9]+: ', '', reason)}")
+    notes = [
+        " ".join((check.detail, *check.culprits[:2])).strip()
+        for check in (logits, gradients)
+        if check.culprits or (check.error or 0) > BAR
+    ]
     if task == ONCE:
-        others = [c for c in report.checks if c.verdict == "WRONG" and not c.name.startswith(task)]
-        footnote = "; ".join([footnote, *(f"{c.name}: {c.culprits[0] if c.culprits else ''}" for c in others)]).strip(
-            "; "
-        )
+        others = [check for check in wrong if not check.name.startswith(task)]
+        notes += [f"{check.name}: {check.culprits[0] if check.culprits else ''}" for check in others]
     ok = report.ok if task == ONCE and len(checks) < 12 else logits.verdict != "WRONG" and gradients.verdict != "WRONG"
-    return Cell(logits=logits.error, gradients=gradients.error, ok=ok, footnote=footnote)
+    return Cell(logits=logits.error, gradients=gradients.error, ok=ok, footnote="; ".join(notes).strip("; "))
 
 
 def line(row: Row, footnotes: list[str]) -> str:
@@ -143,26 +126,23 @@ def document(rows: Sequence[Row]) -> str:
     footnotes: list[str] = []
     lines = [line(row, footnotes) for row in rows]
     today = datetime.now(tz=UTC).date().isoformat()
-    return "\n".join(
-        [
-            "# Parity with the unsharded model",
-            "",
-            "Largest error of the logits / of any gradient, fp32, relative to the largest entry of that tensor of the",
-            f"unsharded model; the bar is {BAR:.0e}. Two layers or one of each kind, every parameter moved away from",
-            "its initial value, real processes over gloo; gradients are compared whole and on every rank. Accumulation",
-            "is over three microbatches under FSDP2×TP2.",
-            "",
-            f"Made by `python -m rl_parallel_plans parity --write PARITY.md` on {today} with torch {version('torch')}",
-            f"and transformers {version('transformers')}.",
-            "",
-            f"| model | {' | '.join(COLUMNS)} |",
-            "|---" * (len(COLUMNS) + 1) + "|",
-            *lines,
-            "",
-            *(f"[{number}] {text}  " for number, text in enumerate(footnotes, 1)),
-            "",
-        ]
-    )
+    notes = "\n".join(f"[{number}] {text}  " for number, text in enumerate(footnotes, 1))
+    return f"""# Parity with the unsharded model
+
+Largest error of the logits / of any gradient, fp32, relative to the largest entry of that tensor of the
+unsharded model; the bar is {BAR:.0e}. Two layers or one of each kind, every parameter moved away from
+its initial value, real processes over gloo; gradients are compared whole and on every rank. Accumulation
+is over three microbatches under FSDP2×TP2.
+
+Made by `python -m rl_parallel_plans parity --write PARITY.md` on {today} with torch {version("torch")}
+and transformers {version("transformers")}.
+
+| model | {" | ".join(COLUMNS)} |
+{"|---" * (len(COLUMNS) + 1)}|
+{chr(10).join(lines)}
+
+{notes}
+"""
 
 
 def missed(rows: Sequence[Row]) -> Iterator[str]:
@@ -171,3 +151,30 @@ def missed(rows: Sequence[Row]) -> Iterator[str]:
         for column, cell in zip(COLUMNS, row.cells, strict=True):
             if not cell.ok and not cell.footnote.startswith("refused"):
                 yield f"{row.model}, {column}: {cell.footnote}"
+
+
+# -- The command ---------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rl-parallel-plans parity`."""
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="types of model, folders or Hub names (default: all)"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, as Markdown")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print or write the table; returns 0 if every cell is exact or refused with a reason, else 1."""
+    rows = measured(arguments.models or ARCHITECTURES, say=lambda each: print(each, file=sys.stderr, flush=True))
+    if arguments.write is not None:
+        arguments.write.write_text(document(rows))
+    else:
+        print(document(rows))
+    wrong = list(missed(rows))
+    for each in wrong:
+        print(f"not exact: {each}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"ok": not wrong, "rows": [asdict(row) for row in rows]}))
+    return int(bool(wrong))

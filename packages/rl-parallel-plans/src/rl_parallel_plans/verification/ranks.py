@@ -1,218 +1,359 @@
-"""What one rank does for each task: shard a copy of the model, run it, and measure it against the truth.
+"""What one rank does for each task: shard a copy of the model, run it, and measure how far it is from the truth.
 
-Every rank compares what it holds itself; rank 0 collects all whole gradients and writes what was found. Nothing is
-judged here.
+A step (forward, backward, and perhaps an optimizer step) runs on the whole sharded model or on the stages of a
+pipeline. Every rank compares what it holds; the rank 0 sends the facts of all. The verdicts are made in `report`.
 """
 
 import copy
+import math
 import os
-import pickle
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_parallel_plans.dtensor import is_dtensor
-from rl_parallel_plans.structure import output_head
-from rl_parallel_plans.verification import optimize
-from rl_parallel_plans.verification.checkpoints import round_trip
-from rl_parallel_plans.verification.communication import collectives
-from rl_parallel_plans.verification.compiled import compile_layers, compiler_facts
-from rl_parallel_plans.verification.gradients import collected, whole
-from rl_parallel_plans.verification.outputs import differing_outputs
-from rl_parallel_plans.verification.pipeline import merged_pipeline, pipeline_facts
-from rl_parallel_plans.verification.question import Question, Task
-from rl_parallel_plans.verification.sharded import hidden_logp, logits_logp, shard
-from rl_parallel_plans.verification.subject import Batch, Truth, forward, relative_error, tie_groups, token_logp
-
-if TYPE_CHECKING:
-    from rl_parallel_plans.verification.session import Subject
+from rl_parallel_plans.logp import get_logprobs_from_vocab_parallel_logits
+from rl_parallel_plans.sharding.grad_norm import clip_grad_by_total_norm_, get_grad_norm
+from rl_parallel_plans.verification import probes
+from rl_parallel_plans.verification.gradients import gradient_facts, gradient_row, whole, whole_rows
+from rl_parallel_plans.verification.plan_under_test import imported, plan_of, shard
+from rl_parallel_plans.verification.reference import (
+    Batch,
+    Microbatch,
+    Subject,
+    Truth,
+    forward,
+    frozen_parameters,
+    gradient_scales,
+    hidden_logp,
+    relative_error,
+    tie_groups,
+    token_logp,
+)
+from rl_parallel_plans.verification.tasks import Request, Task
 
 Facts = dict[str, Any]
+LARGEST_STEP = 0.1
+"""Of any weight in an optimizer step: far above the last bit of any other."""
 
 
 def run_rank(
-    question: Question, tasks: Sequence[Task], *, subjects: "Mapping[str, Subject]", rank: int, home: Path
+    request: Request,
+    tasks: Sequence[Task],
+    *,
+    subjects: Mapping[str, Subject],
+    rank: int,
+    home: Path,
+    send: Callable[[str, Facts], None],
 ) -> None:
-    """All tasks in order; rank 0 writes the facts of each when every rank has finished it."""
-    timeout = timedelta(seconds=question.deadline_s)
-    store = dist.FileStore(str(home / "rendezvous"), question.world)  # type: ignore[attr-defined]
+    """Run all tasks in order; rank 0 sends the facts of each when every rank has finished it."""
     if sys.platform == "linux":  # a host's name may resolve to nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=question.world, timeout=timeout)
-    try:
-        for task in tasks:
-            facts = _facts(question, task, subjects[task.variant])
-            everything: list[Any] = [None] * question.world
-            dist.all_gather_object(everything, facts)
-            if rank == 0:
-                path = home / f"{task.name}.facts"
-                path.with_suffix(".part").write_bytes(
-                    pickle.dumps(merged_pipeline(everything) if question.pp > 1 else _merged(everything))
-                )
-                path.with_suffix(".part").rename(path)
-            dist.barrier()
-    except Exception:
-        (home / f"{rank}.error").write_text(traceback.format_exc())
-        raise
+    store = dist.FileStore(str(home / "rendezvous"), request.world)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=request.deadline_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world, timeout=timeout)
+    for task in tasks:
+        subject = subjects[task.variant]
+        if task.measure == "clip":
+            facts = bf16_clip_facts(request, subject.model)
+        elif task.measure == "count":
+            facts = probes.collective_facts(request, subject.model)
+        elif task.measure == "checkpoint":
+            facts = probes.checkpoint_facts(request, subject.model)
+        elif task.measure == "outputs":
+            facts = probes.output_facts(request, subject.model, subject.batches[task.name])
+        else:
+            facts = (pipeline_facts if request.pp > 1 else step_facts)(request, task, subject)
+        of_all: list[Any] = [None] * request.world
+        dist.all_gather_object(of_all, facts)
+        if rank == 0:
+            send(task.name, merged(of_all))
+        dist.barrier()  # no rank fails in the next task before this one's facts are sent
     dist.destroy_process_group()
 
 
-def _facts(question: Question, task: Task, subject: "Subject") -> Facts:
-    if question.pp > 1:
-        return pipeline_facts(
-            question,
-            task,
-            model=subject.model,
-            batch=subject.batches[task.name],
-            truth=subject.truths[task.name],
-            frozen=_frozen(subject.model, freeze=task.freeze),
-        )
-    if task.only == "clip":
-        return optimize.clip_in_bf16(question, subject.model)
-    if task.only == "count":
-        return collectives(question, subject.model)
-    if task.only == "checkpoint":
-        return round_trip(question, subject.model)
-    if task.only == "outputs":
-        return differing_outputs(question, subject.model, subject.batches[task.name])
-    return _Run(question, task, subject).facts()
-
-
-def _merged(everything: Sequence[Facts]) -> Facts:
-    """Rank 0's facts, with the worst of what each rank measured for itself."""
-    merged = dict(everything[0])
+def merged(of_ranks: Sequence[Facts]) -> Facts:
+    """Rank 0's facts, with the worst of what each rank measured for itself, and all parameters of all stages."""
+    result = dict(of_ranks[0])
     for name in ("logits", "logp"):
-        values = [facts[name] for facts in everything if name in facts]
-        if values:
-            merged[name], merged[f"{name}_rank"] = max((v, r) for r, v in enumerate(values))
-    return merged
+        if values := [(facts[name], rank) for rank, facts in enumerate(of_ranks) if name in facts]:
+            result[name], result[f"{name}_rank"] = max(values)
+    if "held" not in result:
+        return result
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (row for facts in of_ranks for row in facts["rows"]):
+        if not row["error"] <= rows.setdefault(row["name"], row)["error"]:
+            rows[row["name"]] = row
+    held = {name for facts in of_ranks for name in facts["held"]}
+    held |= {result["first_names"].get(name, name) for name in held}
+    result["rows"] = list(rows.values())
+    result["absent"] = [name for name in result["expected"] if name not in held]
+    for name in ("thawed", "drift"):
+        result |= {name: sorted({each for facts in of_ranks for each in facts[name]})} if name in result else {}
+    for name in ("placed", "shape", "logp_wrong", "optimizer_error"):  # the first three are of the last stage
+        result |= next(({name: facts[name]} for facts in of_ranks if name in facts), {})
+    if "weights" in result:
+        weights = [pair for facts in of_ranks for pair in facts.get("weights", ())]
+        result["weights"] = sorted(weights, key=lambda pair: -pair[1])[:4]
+    return result
 
 
-class _Run:
-    """Forward and backward of one task."""
-
-    def __init__(self, question: Question, task: Task, subject: "Subject") -> None:
-        self.question, self.task, self.subject = question, task, subject
-        self.batch: Batch = subject.batches[task.name]
-        self.truth: Truth = subject.truths[task.name]
-        self.model = copy.deepcopy(subject.model)
-        self.frozen = _frozen(self.model, freeze=task.freeze)
-        for name in self.frozen:
-            self.model.get_parameter(name).requires_grad_(False)
-        self.ties = tie_groups(self.model)
-        self.mesh = shard(question, self.model)
-        if task.backend:
-            compile_layers(self.model, task.backend)
-        self.dp_rank = self.mesh.get_local_rank("dp") if question.dp > 1 else 0
-        self.found: Facts = {"logits": 0.0}
-        self.extra: dict[str, Tensor] = {}
-
-    def facts(self) -> Facts:
-        """What this rank found; collective."""
-        self._backward()
-        self.found |= {
-            "logits_noise": 0.0,
-            "margin": self.batch.margin,
-            "tied": tie_groups(self.model) == self.ties,
-            "ties": self.ties,
-            "frozen": len(self.frozen),
-            "thawed": sorted(n for n, p in self.model.named_parameters() if p.requires_grad == (n in self.frozen)),
-            **collected(self.model, self.truth, question=self.question, frozen=self.frozen),
-        }
-        if self.task.backend:
-            self.found["compiler"] = compiler_facts()
-        if self.task.optimize:
-            self.found |= optimize.steps(self.question, self.model, reference=self.subject.model, truth=self.truth)
-        return self.found
-
-    def _backward(self) -> None:
-        batch = self.batch
-        loss = 0.0
-        for i in range(len(batch.ids)):
-            ids, mask, counted = (self._mine(value) for value in (batch.ids[i], batch.masks[i], batch.targets_at(i)))
-            assert ids is not None
-            assert counted is not None
-            if self.task.defer and hasattr(self.model, "set_requires_gradient_sync"):
-                self.model.set_requires_gradient_sync(i == len(batch.ids) - 1)  # type: ignore[operator]
-            self.extra = {name: value.chunk(self.question.dp)[self.dp_rank] for name, value in batch.extra[i].items()}
-            logp = self._logp(ids, mask, truth=self._mine(self.truth.logits[i]), counted=counted)
-            part = logp[counted].sum() / -batch.count
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += part.item()
-        self.found["loss"], self.found["true_loss"] = loss, self.truth.loss
-
-    def _mine(self, value: Tensor | None) -> Tensor | None:
-        """This data-parallel rank's rows."""
-        return None if value is None else value.chunk(self.question.dp)[self.dp_rank]
-
-    def _logp(self, ids: Tensor, mask: Tensor | None, *, truth: Tensor | None, counted: Tensor) -> Tensor:
-        assert truth is not None
-        if self.task.loss == "hidden":
-            logp = _hidden_logp(self.model, ids)
-        else:
-            logits = forward(self.model, ids, mask, extra=self.extra)
-            self.found["placed"] = _placed(logits)
-            self.found["shape"] = [list(logits.shape), list(truth.shape)]
-            logits = self._with_all_words(logits, truth)
-            if logits.shape != truth.shape:
-                raise ValueError(f"the sharded model returns logits {list(logits.shape)}, and not {list(truth.shape)}")
-            error = _logits_error(whole(logits.detach()), truth, mask)
-            self.found["logits"] = max(self.found["logits"], error)
-            by_hand = self.task.loss == "logits"
-            logp = token_logp(whole(logits), ids) if by_hand else logits_logp(self.question, logits, ids)
-        difference = (logp.detach() - token_logp(truth, ids))[counted].abs()
-        self.found["logp"] = max(self.found.get("logp", 0.0), difference.max().item())
-        self.found["logp_wrong"] = (difference > 1e-3).float().mean().item()
-        return logp
-
-    def _with_all_words(self, logits: Tensor, truth: Tensor) -> Tensor:
-        """A plain slice of the vocabulary is taken for what it is, so that what else is wrong can be told."""
-        if is_dtensor(logits) or logits.shape[-1] == truth.shape[-1] or self.question.tp == 1:
-            return logits
-        from torch.distributed.tensor import DTensor, Shard
-
-        stride = tuple(truth.stride())
-        mesh = self.mesh["tp"]
-        return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, shape=truth.shape, stride=stride)
+# -- Forward and backward ------------------------------------------------------------------------
 
 
-def _hidden_logp(model: nn.Module, ids: Tensor) -> Tensor:
+def step_facts(request: Request, task: Task, subject: Subject) -> Facts:
+    """Forward and backward of the sharded model, and an optimizer step if the task has one. Collective."""
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-    whole_model: Any = model
-    whole_model.verify_logp = hidden_logp.__get__(model)
-    if isinstance(model, FSDPModule):
-        register_fsdp_forward_method(model, "verify_logp")
-    logp: Tensor = whole_model.verify_logp(ids)
+    batch, truth = subject.batches[task.name], subject.truths[task.name]
+    model: Any = copy.deepcopy(subject.model)
+    frozen = _freeze(model, task)
+    ties = tie_groups(model)
+    mesh = shard(request, model)
+    if task.backend:
+        probes.compile_layers(model, task.backend)
+    if task.loss == "hidden" and issubclass(type(model), FSDPModule):
+        model.hidden_logp = hidden_logp.__get__(model)
+        register_fsdp_forward_method(model, "hidden_logp")
+    dp_rank = mesh.get_local_rank("dp") if request.dp > 1 else 0
+    facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": batch.margin}
+    for i, rows in enumerate(_rows_of_rank(request, batch, truth, dp_rank=dp_rank), start=1):
+        if task.defer and hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(i == len(batch.microbatches))
+        logp: Any = _compared_logp(request, task, model, rows=rows, facts=facts, mesh=mesh)
+        (logp.sum() / -batch.count).backward()
+    facts |= {
+        "tied": tie_groups(model) == ties,
+        "ties": ties,
+        "frozen": len(frozen),
+        "thawed": sorted(n for n, p in model.named_parameters() if p.requires_grad == (n in frozen)),
+        **gradient_facts(model, truth, request=request, frozen=frozen),
+    }
+    if task.backend:
+        facts["compiler"] = probes.compiler_facts()
+    if task.optimize:
+        facts |= _optimizer_facts(
+            list(model.named_parameters()),
+            gather=whole_rows(model),
+            reference=dict(subject.model.named_parameters()),
+            truth=truth,
+            norm=lambda: imported(request.grad_norm or get_grad_norm)(model.parameters()),
+            clip=imported(request.clip or clip_grad_by_total_norm_),
+        )
+        if "optimizer_error" not in facts:
+            facts["drift"] = _parameters_that_differ(model)
+    return facts
+
+
+def _freeze(model: nn.Module, task: Task) -> set[str]:
+    frozen = frozen_parameters(model, freeze=task.freeze)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
+def _rows_of_rank(request: Request, batch: Batch, truth: Truth, *, dp_rank: int) -> list[tuple[Microbatch, Tensor]]:
+    """This data-parallel rank's rows of each microbatch, and their true logits."""
+    return [
+        (microbatch.rows_of(dp_rank, request.dp), logits.chunk(request.dp)[dp_rank])
+        for microbatch, logits in zip(batch.microbatches, truth.logits, strict=True)
+    ]
+
+
+def _compared_logp(
+    request: Request, task: Task, model: Any, *, rows: tuple[Microbatch, Tensor], facts: Facts, mesh: Any
+) -> Tensor:
+    """Log-probabilities of the tokens that count, as the task computes them; adds their errors to `facts`."""
+    microbatch, true = rows
+    ids, mask = microbatch.ids, microbatch.mask
+    if task.loss == "hidden":
+        logp: Tensor = model.hidden_logp(ids) if hasattr(model, "hidden_logp") else hidden_logp(model, ids)
+    else:
+        logits = forward(model, microbatch)
+        facts["shape"] = [list(logits.shape), list(true.shape)]
+        facts["placed"] = "plain"
+        if is_dtensor(logits):
+            (placement,) = logits.placements if len(logits.placements) == 1 else (logits.placements,)
+            by_token = getattr(placement, "dim", None) in {-1, logits.ndim - 1}
+            facts["placed"] = "words" if by_token else str(placement)
+        elif logits.shape[-1] != true.shape[-1] and request.tp > 1:
+            # A plain slice of the vocabulary is one check's verdict; the others go on with what it stands for.
+            from torch.distributed.tensor import DTensor, Shard
+
+            stride = tuple(true.stride())
+            logits = DTensor.from_local(
+                logits, mesh["tp"], [Shard(-1)], run_check=False, shape=true.shape, stride=stride
+            )
+        if logits.shape != true.shape:
+            raise ValueError(f"the sharded model returns logits {list(logits.shape)}, and not {list(true.shape)}")
+        seen = slice(None) if mask is None else mask.bool()  # nobody reads logits at padding
+        facts["logits"] = max(facts["logits"], relative_error(whole(logits.detach())[seen], true[seen]))
+        if task.loss == "logits":
+            logp = token_logp(whole(logits), ids)
+        else:
+            # The last position predicts a token that is not there; any stands in its place, since slicing a DTensor
+            # may move it.
+            logp = imported(request.logp or get_logprobs_from_vocab_parallel_logits)(logits, ids.roll(-1, dims=1))
+            logp = logp[:, :-1]
+    logp = logp[microbatch.counted]
+    difference = (logp.detach() - token_logp(true, ids)[microbatch.counted]).abs()
+    facts["logp"] = max(facts.get("logp", 0.0), difference.max().item())
+    facts["logp_wrong"] = (difference > 1e-3).float().mean().item()
     return logp
 
 
-def _logits_error(found: Tensor, truth: Tensor, mask: Tensor | None) -> float:
-    if mask is not None:  # what stands at padding is nobody's business
-        found, truth = found[mask.bool()], truth[mask.bool()]
-    return relative_error(found, truth)
+def pipeline_facts(request: Request, task: Task, subject: Subject) -> Facts:
+    """One step of the model as pipeline stages, over all microbatches of the task by one schedule. Collective.
 
-
-def _placed(logits: Tensor) -> str:
-    if not is_dtensor(logits):
-        return "plain"
-    (placement,) = logits.placements if len(logits.placements) == 1 else (logits.placements,)
-    return "words" if getattr(placement, "dim", None) in {-1, logits.ndim - 1} else str(placement)
-
-
-def _frozen(model: nn.Module, *, freeze: bool) -> set[str]:
-    """What the model itself never trains, such as a router's bias (Afmoe), and to `freeze` every third parameter.
-
-    Tied parameters and the lm_head are not among the latter.
+    Logits are compared where they are, in the last stage, and gradients where the parameters are.
     """
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    if not freeze:
-        return frozen
-    tied = {name for names in tie_groups(model) for name in names} | {f"{output_head(model)}.weight"}
-    return frozen | {name for i, (name, _) in enumerate(model.named_parameters()) if i % 3 == 1 and name not in tied}
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from rl_parallel_plans.pipeline.schedule import pipeline_stages
+    from rl_parallel_plans.pipeline.stages import boundary_of
+
+    batch, truth = subject.batches[task.name], subject.truths[task.name]
+    model = copy.deepcopy(subject.model)
+    reference = {name: parameter.detach() for name, parameter in subject.model.named_parameters()}
+    frozen = _freeze(model, task)
+    # A tied parameter has its true gradient under the first of its names.
+    first_names = {name: next(n for n in reference if n in names) for names in tie_groups(model) for name in names}
+    shape = (request.pp, request.dp, request.tp)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = pipeline_stages(model, mesh, plan_of(request, model), schedule=task.schedule, src_data_rank=None)
+    facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": batch.margin, "misplaced": {}}
+
+    def loss_of(stage: nn.Module, rows: tuple[Microbatch, Tensor]) -> Tensor:
+        return _compared_logp(request, task, stage, rows=rows, facts=facts, mesh=mesh).sum() / -batch.count
+
+    microbatches = _rows_of_rank(request, batch, truth, dp_rank=mesh.get_local_rank("dp"))
+    rows, length = microbatches[0][0].ids.shape
+    loss = pipeline.step(microbatches, loss_of, shape=(rows, length))
+    dist.all_reduce(loss)  # every rank of a pipeline and of tp has the sum of its own rows
+    facts |= {"loss": loss.item() / (request.pp * request.tp), "true_loss": truth.loss}
+    scales = gradient_scales(truth.gradients)
+    gather = whole_rows(*pipeline.stages)
+    named = [each for stage in pipeline.stages for each in stage.named_parameters()]
+    tied = {name for stage in pipeline.stages for name in boundary_of(stage).info.tied}
+    compared = []
+    for name, parameter in named:
+        first = first_names.get(name, name)
+        if first in frozen or (first not in truth.gradients and parameter.grad is None):
+            continue
+        true = truth.gradients[first]
+        if parameter.grad is None:
+            row = gradient_row(name, torch.full((1, true.numel()), math.nan), true, scale=scales[first])
+            row["diagnosis"] = "it has no gradient"
+        else:
+            gradient = gather(name, parameter.grad).detach().float().reshape(1, -1)
+            row = gradient_row(name, gradient, true, scale=scales[first])
+            if name in tied and relative_error(gradient, true.reshape(1, -1)) > 1e-2:
+                row["diagnosis"] = "its copies in other stages have the rest of it"
+        compared.append(row)
+    facts |= {
+        "rows": compared,
+        "held": [name for name, _ in named],
+        "expected": [name for name in truth.gradients if name not in frozen],
+        "first_names": first_names,
+        "frozen": len(frozen),
+        "thawed": [name for name, p in named if p.requires_grad == (first_names.get(name, name) in frozen)],
+    }
+    if not task.optimize:
+        return facts
+    facts |= _optimizer_facts(
+        named,
+        gather=gather,
+        reference=reference,
+        truth=truth,
+        norm=pipeline.grad_norm,
+        clip=clip_grad_by_total_norm_,
+        first_names=first_names,
+    )
+    facts["held_norm"] = facts["true_norm"]  # a rank holds the gradients of its stages alone
+    copies = {first_names.get(name, name): gather(name, p.detach()) for name, p in named if name in tied}
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, copies)
+    shared = sorted({name for each in of_all for name in each})
+    same = {name: [each[name] for each in of_all if name in each] for name in shared}
+    facts["drift"] = [name for name in shared if any(not torch.equal(same[name][0], each) for each in same[name])]
+    facts["ties"] = [[one, *sorted(n for n, f in first_names.items() if f == one and n != one)] for one in shared]
+    facts["tied"] = not facts["drift"]
+    return facts
+
+
+# -- What a trainer does with gradients ----------------------------------------------------------
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    norms = [whole(tensor).double().norm() for tensor in tensors]
+    return torch.stack(norms).norm().item() if norms else 0.0
+
+
+def _optimizer_facts(
+    named: Sequence[tuple[str, nn.Parameter]],
+    *,
+    gather: Callable[[str, Tensor], Tensor],
+    reference: Mapping[str, Tensor],
+    truth: Truth,
+    norm: Callable[[], Any],
+    clip: Callable[..., Any],
+    first_names: Mapping[str, str] | None = None,
+) -> Facts:
+    """Gradient norm, clipping to half of the true one, and a step of SGD beside the true step; then one of AdamW."""
+    first_names = first_names or {}
+    parameters = [parameter for _, parameter in named]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    facts: Facts = {"true_norm": _norm(truth.gradients.values()), "held_norm": _norm(gradients)}
+    try:
+        total_norm = norm()
+        facts["norm"] = float(total_norm)
+        clip(parameters, facts["true_norm"] / 2, total_norm)
+        facts["clipped"] = _norm(gradients) / max(facts["held_norm"], 1e-30)
+        largest = max(gradient.abs().max().item() for gradient in truth.gradients.values())
+        learning_rate = LARGEST_STEP * 2 / max(largest, 1e-30)
+        torch.optim.SGD(parameters, lr=learning_rate).step()
+        weights = []
+        for name, parameter in named:
+            weight = gather(name, parameter.detach())
+            first = first_names.get(name, name)
+            if first in truth.gradients and weight.shape == truth.gradients[first].shape:
+                expected = reference[first].detach() - learning_rate / 2 * truth.gradients[first]
+                weights.append((name, (weight - expected).abs().max().item() / LARGEST_STEP))
+        facts["weights"] = sorted(weights, key=lambda pair: -pair[1])[:4]
+        torch.optim.AdamW(parameters, lr=1e-3, foreach=True).step()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        facts["optimizer_error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return facts
+
+
+@torch.no_grad()
+def _parameters_that_differ(model: nn.Module) -> list[str]:
+    """Names of the parameters that are no longer the same on every rank."""
+    values = {name: whole(p.detach()).reshape(-1).float() for name, p in model.named_parameters()}
+    low = torch.cat(list(values.values()))
+    high = low.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    sizes = [value.numel() for value in values.values()]
+    pieces = zip(values, torch.split(low, sizes), torch.split(high, sizes), strict=True)
+    return [name for name, least, most in pieces if relative_error(least, most) > 1e-6]
+
+
+def bf16_clip_facts(request: Request, model: nn.Module) -> Facts:
+    """Set gradients in bf16 by hand and clip them to half: a clip that casts first scales a copy."""
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    shard(request, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+    before = _norm(p.detach() for p in model.parameters())
+    total_norm = imported(request.grad_norm or get_grad_norm)(model.parameters())
+    imported(request.clip or clip_grad_by_total_norm_)(model.parameters(), before / 2, total_norm)
+    after = _norm(p.grad for p in model.parameters() if p.grad is not None)
+    return {"bf16_norm": float(total_norm) / before, "bf16_clipped": after / before}
