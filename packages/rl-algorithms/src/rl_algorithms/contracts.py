@@ -1,7 +1,6 @@
 """The seams: all that the algorithms ask of the world, as structural protocols.
 
-Knows no engine, no backend, no process group. `rl_backends`, `rl_generation` and `rl_refit` have classes that match;
-so may yours, in about forty lines.
+`rl_backends`, `rl_generation` and `rl_refit` have classes that match; so may yours, in about forty lines.
 
 Axes: B rows (P prompts x G rollouts, or pairs), T tokens, K words of the vocabulary.
 """

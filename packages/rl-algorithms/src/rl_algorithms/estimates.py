@@ -1,7 +1,5 @@
 """What a few samples say of a model: pass@k, cons@k, and how sure one may be of a mean over prompts.
 
-Knows no engine and no rollouts, only counts and numbers.
-
     pass@k = 1 - C(n - c, k) / C(n, k)            at least one of k passes, when c of n samples do
     cons@k = sum_j Pr(j wins) passed_j            the majority of k passes; a tie is shared equally
 

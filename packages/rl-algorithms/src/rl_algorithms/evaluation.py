@@ -1,6 +1,6 @@
 """Held-out accuracy: how often answers to prompts that nothing was trained on are right, and how sure that is.
 
-Knows no loss. `estimates` has the mathematics of pass@k, cons@k and of the intervals.
+`estimates` has the mathematics of pass@k, cons@k and of the intervals.
 
 A row that failed (a tool that timed out) says nothing of the policy: it is counted and left out, and its prompt has the
 fewer samples. An answer passes when its reward reaches `pass_reward`.

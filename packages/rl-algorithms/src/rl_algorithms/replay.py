@@ -1,4 +1,4 @@
-"""The replay buffer between threads that sample and one that trains. Knows no engine, no loss and no thread of its own.
+"""The replay buffer between threads that sample and one that trains.
 
 A prompt is known by its ticket, its place in the order of the run. A ticket takes a place in the buffer before anything
 is sampled for it and leaves it when its group was trained on:

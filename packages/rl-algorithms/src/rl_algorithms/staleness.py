@@ -1,4 +1,4 @@
-"""How stale rollouts may be, and what must make up for it. Knows no thread and no engine.
+"""How stale rollouts may be, and what must make up for it.
 
     staleness = version of the policy - version of the oldest weights that sampled a token of the group
 

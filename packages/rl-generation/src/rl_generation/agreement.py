@@ -1,7 +1,7 @@
 """How far an engine's log-probabilities are from its model's: the figures, a report, and a watch over a run.
 
-Knows no model and no engine: a comparison is handed in.
-Reference: token_mult_prob_error, NeMo RL (github.com/NVIDIA-NeMo/RL), which calls above 1.05 a fault.
+A comparison is handed in. Reference: token_mult_prob_error, NeMo RL (github.com/NVIDIA-NeMo/RL), which calls above 1.05
+a fault.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The text of an answer behind its prompt, as a reader who has the prompt sees it appear. Knows no engine and no HTTP.
+"""The text of an answer behind its prompt, as a reader who has the prompt sees it appear.
 
 What a token reads as depends on those before it: many tokenizers drop the space of the first token of a text, and a
 prompt may end inside a character. An engine looks for stop strings behind the prompt, so their readers do so too.

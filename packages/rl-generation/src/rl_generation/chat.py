@@ -1,4 +1,4 @@
-"""Text to token ids and back, with a tokenizer of transformers. Knows no engine, no model and no transport.
+"""Text to token ids and back, with a tokenizer of transformers.
 
 Multi-turn: the tokens that a policy sampled, decoded and encoded again, may come out as others (`h`, `e` against `he`),
 and training on those would be training on something that was never sampled. `encode_chat` therefore takes the exact

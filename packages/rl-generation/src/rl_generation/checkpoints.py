@@ -1,4 +1,4 @@
-"""Models, configs and tokenizers from a folder or a hub id. Knows no engine.
+"""Models, configs and tokenizers from a folder or a hub id.
 
 Refuses what would only fail later or silently: folders without a model, checkpoints that lack weights (transformers
 would draw them at random), and tokenizers that are missing (it would make an empty one).

@@ -1,4 +1,4 @@
-"""What servers, commands and checks ask of an engine; every engine here answers it. Knows no model and no transport."""
+"""What servers, commands and checks ask of an engine; every engine here answers it."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field

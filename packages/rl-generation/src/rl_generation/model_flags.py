@@ -1,7 +1,7 @@
 """Quirks of model families, as data: which engine start, which tokenizer, which parallelism a model cannot have.
 
 A record says for which versions of which package it holds, why, who says so, and whether that was measured. Nothing
-here is applied: whoever builds an engine asks. Knows no weights and loads nothing; a model is its HF `model_type`.
+here is applied: whoever builds an engine asks. A model is its HF `model_type`.
 
 A dummy start (vLLM's `load_format="dummy"`) reads no checkpoint: it fills parameters and *persistent* buffers with
 noise within ±1e-3 and leaves the rest to the first refit. What no refit feeds stays noise, and nothing fails.

@@ -1,6 +1,6 @@
 """A box of a named tensor, and the memory where a rank keeps it.
 
-Knows no model. Bindings describe storage that is not one tensor to one name: fused, stacked, padded or permuted.
+Bindings describe storage that is not one tensor to one name: fused, stacked, padded or permuted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How much of the storage behind bindings they reach, and whether two of them reach the same element.
 
-Knows no names but those it reports. Exact for any strides: every element is counted once, in a mask of bytes that is
-made for one storage at a time.
+Exact for any strides: every element is counted once, in a mask of bytes that is made for one storage at a time.
 """
 
 from __future__ import annotations

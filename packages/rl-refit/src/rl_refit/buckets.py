@@ -1,7 +1,7 @@
 """Cut boxes into pieces that fit a bucket, and pack the pieces in order: a pure function both sides can derive.
 
-Knows no memory. A box too large for a bucket is cut along its first dims, so that every piece is again a box and the
-pieces, in order, are the box flattened row by row.
+A box too large for a bucket is cut along its first dims, so that every piece is again a box and the pieces, in order,
+are the box flattened row by row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a refit may choose.
-
-Knows no defaults but its own.
-"""
+"""What a refit may choose."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which box of a tensor each rank holds, as plain data.
 
-Knows no process group and moves nothing. A `Layout` says it in one of two ways, so that both sides of a refit can
-compare, hash and plan it without starting torch's distributed machinery:
+A `Layout` says it in one of two ways, so that both sides of a refit can compare, hash and plan it without starting
+torch's distributed machinery:
 
 * a mesh and, for each of its axes, the dim that it cuts: DTensor's `Shard(dim)`, `Replicate()`, and the
   `_StridedShard` that FSDP2 over tensor parallelism makes of a dim that both cut;

@@ -1,7 +1,7 @@
 """Who takes part in a refit over several processes, which of them this process is, and where they meet.
 
-Knows no weights and sends no messages. Parties are named "source 0", "sink 1"; a process may be one of each. They meet
-in a `torch.distributed` store: one that the caller has, or one that an address names. Its keys hold JSON.
+Parties are named "source 0", "sink 1"; a process may be one of each. They meet in a `torch.distributed` store: one that
+the caller has, or one that an address names. Its keys hold JSON.
 
 The store is best hosted by who must survive the others: by default sink 0, so that an engine that loses its trainer
 still learns, from the store, what was decided.

@@ -1,7 +1,4 @@
-"""Which ranks share a host, as far as a plan cares.
-
-Knows no bandwidths: those belong to the simulator.
-"""
+"""Which ranks share a host, as far as a plan cares. Bandwidths belong to the simulator."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a sink refuses before the first byte, because it would fail, or overwrite another tensor, in a commit.
-
-Knows no transaction.
-"""
+"""What a sink refuses before the first byte, because it would fail, or overwrite another tensor, in a commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between text and token ids: prompts, demonstrations and observations in, answers out. Knows no engine and no loss.
+"""Between text and token ids: prompts, demonstrations and observations in, answers out.
 
 Imports no tokenizer library: `Tokenizer` says what is used of one. Sampled tokens are trained on as they are; nothing
 here ever re-tokenises them.

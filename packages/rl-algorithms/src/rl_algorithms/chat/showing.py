@@ -1,4 +1,4 @@
-"""Whether a chat template shows what messages say: found out with words that stand nowhere else. Knows no tokenizer.
+"""Whether a chat template shows what messages say: found out with words that stand nowhere else.
 
 A template leaves things out by their kind (a role that it does not know, tool calls), never by their words. So each
 shape of conversation is tried once.

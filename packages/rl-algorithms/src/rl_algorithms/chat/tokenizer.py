@@ -1,4 +1,4 @@
-"""What is used of a tokenizer of Hugging Face's shape. Knows no library that has one."""
+"""What is used of a tokenizer of Hugging Face's shape."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

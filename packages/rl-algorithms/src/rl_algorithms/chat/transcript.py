@@ -1,4 +1,4 @@
-"""A conversation on its way to token ids, and which of its messages are to be learnt. Knows no tokenizer."""
+"""A conversation on its way to token ids, and which of its messages are to be learnt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

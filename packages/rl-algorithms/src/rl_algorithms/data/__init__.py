@@ -1,7 +1,7 @@
 """The data room: rows read and checked, kept apart, mixed, put in order, and packed.
 
-Knows no tokenizer and no algorithm. A bad row is refused by file, line and field; every column that no kind of row
-asks for is kept and handed to the reward function as it is.
+A bad row is refused by file, line and field; every column that no kind of row asks for is kept and handed to the reward
+function as it is.
 
     rows.py, making.py, fields.py         the kinds of row, and what makes them
     sources.py, reading.py, adapters.py   JSON Lines, JSON, Parquet, Hugging Face, rows of other systems

@@ -1,6 +1,6 @@
 """Rows as other systems write them: verl's and NeMo-Gym's, for `columns=` and `adapter=` of the readers.
 
-Knows no file. Every column stays, under its name: verifiers find what they look for.
+Every column stays, under its name: verifiers find what they look for.
 """
 
 from collections.abc import Mapping

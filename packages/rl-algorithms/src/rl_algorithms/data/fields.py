@@ -1,6 +1,6 @@
 """One row of raw columns, and the checks of its fields: texts, messages, tools, numbers.
 
-Knows no kind of row. Every refusal names the row, the field by the name that the data gives it, and what was found.
+Every refusal names the row, the field by the name that the data gives it, and what was found.
 """
 
 import json

@@ -1,6 +1,6 @@
 """From raw columns to the kinds of row: which columns make which kind, and in which of their forms.
 
-Knows no file. The forms:
+The forms:
 
     Row              prompt [answer]
     ConversationRow  messages | conversations (ShareGPT) | prompt + completion | prompt + answer | text; [weight]

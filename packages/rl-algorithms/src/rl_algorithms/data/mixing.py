@@ -1,6 +1,6 @@
 """Several sets of rows as one stream, in proportions that hold at every moment, not only on average.
 
-Knows nothing of the rows. With weights w_i that sum to 1, set i has been drawn c_i(n) times after n draws, and
+With weights w_i that sum to 1, set i has been drawn c_i(n) times after n draws, and
 
     |c_i(n) - n w_i| < 1        for every i and n
 

@@ -1,8 +1,8 @@
 """Several short rows in one long one, for a trainer of your own: which go together, and the tensors.
 
-Knows no model. The backends of this stack pack by themselves what a loss hands them; this is for those who take
-this package elsewhere. Best-fit decreasing (Johnson 1974), as TRL's `bfd`: the longest first, each into the fullest
-bin that it fits; many rows need at most 11/9 of the fewest possible bins.
+The backends of this stack pack by themselves what a loss hands them; this is for those who take this package elsewhere.
+Best-fit decreasing (Johnson 1974), as TRL's `bfd`: the longest first, each into the fullest bin that it fits; many rows
+need at most 11/9 of the fewest possible bins.
 
 Axes: B packed rows, T tokens.
 """

@@ -1,7 +1,4 @@
-"""Rows from a source, one kind at a time; a bad row stops the reading, or is counted in a report that the caller holds.
-
-Knows no format of files (sources.py) and no form of rows (making.py).
-"""
+"""Rows from a source, one kind at a time; a bad row stops the reading, or is counted in a report of the caller's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """The kinds of row: a prompt, a conversation, a preference, a labelled answer. All frozen.
 
-Knows no file, no tokenizer and no algorithm. Whatever the kind, a row knows its `messages`, the `tools` they may call,
-`columns` (all that the data says, for reward functions) and `where` it stands (for error messages).
+Whatever the kind, a row knows its `messages`, the `tools` they may call, `columns` (all that the data says, for reward
+functions) and `where` it stands (for error messages).
 """
 
 import json

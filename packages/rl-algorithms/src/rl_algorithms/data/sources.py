@@ -1,8 +1,7 @@
 """Where rows come from: JSON Lines, JSON, Parquet, what `datasets` saved or can load, or any iterable of columns.
 
-Knows no kind of row: it gives each row's columns, and where they stand. Files are read row by row; a JSON Lines file
-never has more than one line in memory, a Parquet file one batch. `pyarrow` and `datasets` are imported only by what
-needs them.
+It gives each row's columns, and where they stand. Files are read row by row; a JSON Lines file never has more than one
+line in memory, a Parquet file one batch. `pyarrow` and `datasets` are imported only by what needs them.
 """
 
 import importlib

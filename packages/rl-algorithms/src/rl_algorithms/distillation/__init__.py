@@ -1,1 +1,1 @@
-"""What distillation is made of: its choices, its rows, and the divergence of two distributions. Knows no loop."""
+"""What distillation is made of: its choices, its rows, and the divergence of two distributions."""

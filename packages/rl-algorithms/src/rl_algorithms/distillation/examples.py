@@ -1,4 +1,4 @@
-"""Rows, and what a teacher says of each of their tokens. Knows no student and no loss.
+"""Rows, and what a teacher says of each of their tokens.
 
 Axes: B rows, T tokens, K words.
 """

@@ -1,4 +1,4 @@
-"""How far a student is from its teacher at each token, from K words of the vocabulary. Knows no model and no loop.
+"""How far a student is from its teacher at each token, from K words of the vocabulary.
 
 P is the teacher's distribution over the words that it finds most probable, Q the student's over the same words.
 

@@ -1,8 +1,8 @@
 r"""The final answer out of a text: `\boxed{...}`, `#### ...`, `<answer>...</answer>`, the last number or letter.
 
-Knows no gold answer. Every function is pure and total: any text gives a text or None, in time linear in its length, and
-only the last `TAIL` characters are looked at. Only the *last* mark counts, even where it holds nothing or is cut off:
-whoever writes several answers is held to the last one.
+Every function is pure and total: any text gives a text or None, in time linear in its length, and only the last `TAIL`
+characters are looked at. Only the *last* mark counts, even where it holds nothing or is cut off: whoever writes several
+answers is held to the last one.
 """
 
 import re

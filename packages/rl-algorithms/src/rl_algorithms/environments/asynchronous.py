@@ -1,8 +1,8 @@
 """Asynchronous environments: written for one conversation as a coroutine, run concurrently for a batch of them.
 
-Knows no engine. All coroutines share one event loop on a thread of its own, so that clients and connections that an
-environment opens stay with one loop. What awaits (a sandbox over HTTP, a judge behind an API) goes well here; what
-computes belongs on threads or in processes, for it would block the loop.
+All coroutines share one event loop on a thread of its own, so that clients and connections that an environment opens
+stay with one loop. What awaits (a sandbox over HTTP, a judge behind an API) goes well here; what computes belongs on
+threads or in processes, for it would block the loop.
 """
 
 import functools

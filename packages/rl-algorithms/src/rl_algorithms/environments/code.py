@@ -3,7 +3,7 @@ r"""A verifier of code: does the program that an answer holds pass the row's tes
 THE PROGRAM RUNS UNDER LIMITS, WHICH IS RESOURCE ISOLATION AND NOT A SECURITY BOUNDARY: see `sandbox.py`. Give a
 `Runner` of your own for programs that you would not run yourself.
 
-Knows no environment. Column `tests` holds a list, or the same as JSON text; each test is one of
+Column `tests` holds a list, or the same as JSON text; each test is one of
 
     {"input": "3 4\n", "output": "7\n"}                  a program: standard input and output, blanks at line ends apart
     {"function": "add", "args": [3, 4], "expected": 7}   a function, or a method of a class `Solution`; JSON values

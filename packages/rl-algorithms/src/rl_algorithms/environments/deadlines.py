@@ -1,8 +1,8 @@
 """Calls with a deadline: many at once, on threads or on one event loop, none able to hold up the others.
 
-Knows no environments. Python cannot stop a thread: a call that is over its deadline is abandoned. Its thread is a
-daemon, another takes its place, and whatever it returns in the end goes nowhere; so it delays neither the calls beside
-it nor the end of the process. Until it returns it keeps its memory, its files and its sockets.
+Python cannot stop a thread: a call that is over its deadline is abandoned. Its thread is a daemon, another takes its
+place, and whatever it returns in the end goes nowhere; so it delays neither the calls beside it nor the end of the
+process. Until it returns it keeps its memory, its files and its sockets.
 """
 
 import asyncio

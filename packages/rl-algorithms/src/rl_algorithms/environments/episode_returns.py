@@ -1,6 +1,6 @@
 """What an episode's author may return, made one: text or messages, a tuple of gymnasium's shape or ours.
 
-Knows no threads and no deadlines. Whatever cannot be carried is refused by name.
+Whatever cannot be carried is refused by name.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Episodes: an environment written as one object for one conversation, and many of them driven as a batch.
 
-Knows no engine and no tokenizer. An episode has gymnasium's shape, on messages instead of arrays:
+An episode has gymnasium's shape, on messages instead of arrays:
 
     class Countdown:
         def reset(self, *, seed, row):                 # -> what the policy answers first

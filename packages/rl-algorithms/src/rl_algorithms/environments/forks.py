@@ -1,7 +1,7 @@
 """What a forked process does not have: its parent's threads, and pipes of its own to its parent's children.
 
-Knows nothing of what is forgotten. A lock that another thread held at the fork stays locked, and a queue that threads
-served is served by nobody, so that whoever keeps either asks to be told and begins anew.
+A lock that another thread held at the fork stays locked, and a queue that threads served is served by nobody, so that
+whoever keeps either asks to be told and begins anew.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Verifiers that compare text: exact, normalised, by pattern, multiple choice. All are reward functions.
 
-Knows no tokenizer and no environment. Every one is pure, never raises whatever the policy wrote, and gives the gold
-answer itself 1. A row without what the verifier needs gets None, does not apply; one in which it is nonsense is a
-failure that says so: neither is the policy's fault, so neither is a 0.
+Every one is pure, never raises whatever the policy wrote, and gives the gold answer itself 1. A row without what the
+verifier needs gets None, does not apply; one in which it is nonsense is a failure that says so: neither is the policy's
+fault, so neither is a 0.
 
 Both the gold answer and the policy's go through `answers.final_answer`: the last marked answer, or the whole text.
 """

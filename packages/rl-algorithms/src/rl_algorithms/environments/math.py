@@ -1,9 +1,9 @@
 r"""A verifier of mathematics: is the final answer the same number, expression or set as the gold one?
 
-Knows no environment. Needs math-verify: `pip install 'rl-algorithms[math]'`. Both texts go through
-`answers.final_answer`, so that GSM8K's `... #### 72` is a gold answer as it stands; what is marked is handed on as
-`\boxed{...}`, and of an answer without a mark math-verify takes the last expression that it finds. Gold comes
-first, for math-verify's comparison is not symmetric.
+Needs math-verify: `pip install 'rl-algorithms[math]'`. Both texts go through `answers.final_answer`, so that GSM8K's
+`... #### 72` is a gold answer as it stands; what is marked is handed on as `\boxed{...}`, and of an answer without a
+mark math-verify takes the last expression that it finds. Gold comes first, for math-verify's comparison is not
+symmetric.
 
 It runs in another process: math-verify's own deadlines are signals, which work in the main thread only, and a power
 tower would take this process along. Pure, never raises whatever the policy wrote, and gives the gold answer itself 1.

@@ -7,12 +7,12 @@ Unless root starts it a program runs as you, and reads and changes your files: k
 environment variables of your other processes, this one's included. For code that you would not run yourself, give
 `code.CodeTests` a `Runner` of your own that asks a real sandbox.
 
-Knows no tests. Each program runs in a session of its own, as `python -I -S` (no site-packages, no user site), in an
-empty directory that is removed afterwards, and is handed none of this process's environment variables. What it writes
-elsewhere, in `/tmp` or `/dev/shm` say, stays there: clean up between runs, or mount these anew for the run.
-`sandbox_supervisor.py` sets the limits and, when the program ends or the deadline passes, kills every process that it
-has started. A limit is per process, except the number of processes; the kernel counts those per user, so that, started
-by root, a program runs as a user that owns nothing else. Linux only.
+Each program runs in a session of its own, as `python -I -S` (no site-packages, no user site), in an empty directory
+that is removed afterwards, and is handed none of this process's environment variables. What it writes elsewhere, in
+`/tmp` or `/dev/shm` say, stays there: clean up between runs, or mount these anew for the run. `sandbox_supervisor.py`
+sets the limits and, when the program ends or the deadline passes, kills every process that it has started. A limit is
+per process, except the number of processes; the kernel counts those per user, so that, started by root, a program runs
+as a user that owns nothing else. Linux only.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Tool calls: found in an answer's text.
 
-Knows no tools. Two forms are read. Hermes's, which Qwen's models write too, any number of times in an answer:
+Two forms are read. Hermes's, which Qwen's models write too, any number of times in an answer:
 
     <tool_call>
     {"name": "search", "arguments": {"query": "Elo"}}

@@ -1,8 +1,8 @@
 """Tool schemas: what a Python function takes, as JSON Schema, from its signature and its docstring.
 
-Knows no policy. The schema has the shape that chat templates take as `tools` (OpenAI's function calling). A parameter
-needs an annotation that JSON can express; a description comes from the `Args:` section of a Google docstring. The same
-schema then checks the arguments of a call, so that what the policy was promised is what the function gets.
+The schema has the shape that chat templates take as `tools` (OpenAI's function calling). A parameter needs an
+annotation that JSON can express; a description comes from the `Args:` section of a Google docstring. The same schema
+then checks the arguments of a call, so that what the policy was promised is what the function gets.
 """
 
 import inspect

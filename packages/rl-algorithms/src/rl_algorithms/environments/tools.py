@@ -1,7 +1,7 @@
 """Tools: an environment in which the policy may call Python functions before it gives its final answer.
 
-Knows no engine; what final answers are worth is judged by another environment. An answer with calls in it gets their
-results as `tool` messages and reward 0; an answer without calls, or one beyond `max_calls`, is final.
+What final answers are worth is judged by another environment. An answer with calls in it gets their results as `tool`
+messages and reward 0; an answer without calls, or one beyond `max_calls`, is final.
 
 What is whose fault: a call that cannot be read, an unknown tool, wrong arguments are the policy's, and it is told. An
 exception or a deadline of the tool itself is told to it as well, or makes the rollout `failed`, as you choose.

@@ -1,8 +1,7 @@
 """The process that judges what may take for ever: mathematics and patterns. A script: `workers.py` starts it.
 
-Knows no answers but those it is sent; imports nothing of this package. Reads a request a line, writes a reply a line.
-Python's recursion, memory and time may all run out in a request; then the reply says so, or the process dies and the
-parent notices.
+Imports nothing of this package. Reads a request a line, writes a reply a line. Python's recursion, memory and time may
+all run out in a request; then the reply says so, or the process dies and the parent notices.
 """
 
 import importlib

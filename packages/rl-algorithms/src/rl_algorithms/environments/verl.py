@@ -1,6 +1,6 @@
 """verl's reward functions: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`.
 
-Knows no verl. Rows have its columns: `data_source`, `reward_model` with a `ground_truth` in it, `extra_info` if any.
+Rows have its columns: `data_source`, `reward_model` with a `ground_truth` in it, `extra_info` if any.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Other processes that judge, each with a deadline: for what may take for ever and cannot be interrupted in this one.
 
-Knows neither mathematics nor patterns: `verify_worker.py` does, and runs here as a script. A worker answers one request
-after another, a line of JSON each; one that misses the deadline is killed with all its children, and the next request
-starts another. Workers see none of this process's environment variables but those that say where Python's modules are.
+`verify_worker.py` does, and runs here as a script. A worker answers one request after another, a line of JSON each; one
+that misses the deadline is killed with all its children, and the next request starts another. Workers see none of this
+process's environment variables but those that say where Python's modules are.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""What preference learning is made of: answers, pairs and labels as rows, and the losses of a pair. Knows no loop."""
+"""What preference learning is made of: answers, pairs and labels as rows, and the losses of a pair."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of whole answers, under the policy and under the reference that it is compared with. Knows no loss.
+"""Log-probabilities of whole answers, under the policy and under the reference that it is compared with.
 
 Axes: B rows, T tokens.
 """

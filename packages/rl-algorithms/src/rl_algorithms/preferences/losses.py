@@ -1,4 +1,4 @@
-"""What DPO and its kin make of a pair: pure functions from its margin to its loss. Knows no model and no batch.
+"""What DPO and its kin make of a pair: pure functions from its margin to its loss.
 
     a     = logp - logp_ref of an answer, the log-probabilities of its tokens summed; n is how many they are
     delta = a_chosen - a_rejected                              "sigmoid", "robust", "hinge"

@@ -1,6 +1,6 @@
 """The words that a loss asks about in each trainable token's place: `examples.token_ids`, looked at before any forward.
 
-Knows no model. What stands in places that are not trainable is never looked at.
+What stands in places that are not trainable is never looked at.
 
 Axes: B rows, T tokens, K words.
 """

@@ -1,6 +1,6 @@
 """The truth of a comparison: a small model, a few rows, and what plain transformers and AdamW make of them in float32.
 
-One row at a time, without padding, whole logits, no ranks. Knows nothing of the backend.
+One row at a time, without padding, whole logits, no ranks.
 
 Axes: B rows, T tokens.
 """

@@ -1,7 +1,7 @@
 """A (sharded) model as a Hugging Face folder: streamed, written beside its place and renamed into it.
 
 All ranks gather one tensor after the other, and rank 0 writes: it holds the tensors of one file and never the model.
-The folder looks as those on the Hub do, whatever layout transformers has in memory. Knows no optimizer and no adapter.
+The folder looks as those on the Hub do, whatever layout transformers has in memory.
 """
 
 import copy

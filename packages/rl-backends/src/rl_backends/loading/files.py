@@ -1,7 +1,7 @@
 """Files of weights: where they lie, which tensors they hold, and any box of one of them without the rest.
 
 A folder on this machine is read as it is, and the network never asked. Any other name is a model of the Hub: its
-configuration and its safetensors files come into the Hub's cache, all of one commit. Knows no model.
+configuration and its safetensors files come into the Hub's cache, all of one commit.
 """
 
 import json

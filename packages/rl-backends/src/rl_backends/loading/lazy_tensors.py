@@ -2,7 +2,7 @@
 
 A conversion that transformers runs on tensors (`torch.stack`, `torch.cat`, ...) runs on these as well, and gives
 another one. `read_into` then copies any box of the result straight from the files. Where a conversion needs the
-numbers, or another view of them, it is refused by its name. Knows no model and no names.
+numbers, or another view of them, it is refused by its name.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What a user may choose of low-rank adapters. Knows no model and no mesh."""
+"""What a user may choose of low-rank adapters."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Adapters as a folder in peft's format: adapter_config.json and adapter_model.safetensors.
 
 `peft.PeftModel.from_pretrained` and vLLM read it. Written beside its place and renamed into it; read by every rank,
-each of which copies its own part. Knows no base weights: the folder names the model that it belongs to.
+each of which copies its own part. The folder names the model that it belongs to.
 """
 
 import json

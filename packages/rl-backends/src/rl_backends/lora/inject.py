@@ -1,7 +1,7 @@
 """Adapters put into a model, by peft, and given their first values. Before sharding, on the meta device or off it.
 
-The model keeps its class and its names, but for X.base_layer where X had an adapter put around it. Knows no mesh: first
-values are drawn whole from a seed and a name, and each rank keeps its part.
+The model keeps its class and its names, but for X.base_layer where X had an adapter put around it. First values are
+drawn whole from a seed and a name, and each rank keeps its part.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What adapters cost, counted on a model on the meta device as well as on a sharded one. Knows no mesh."""
+"""What adapters cost, counted on a model on the meta device as well as on a sharded one."""
 
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Optional, and imported only when it is asked for. Its release for megatron-core 
 Transformer Engine, so that it lives in an environment of its own. That it carries weights over exactly does not mean
 that the model computes the same: what it misreads of positions is wrong without an error. So what it made of the rotary
 embedding is compared with `config.json` as it was written, and what differs, or cannot be compared, is refused.
-
-Knows neither our mapping nor the optimizer.
 """
 
 import importlib.util

@@ -1,7 +1,6 @@
 """The ranks of this run as Megatron arranges them: tensor, context, data and pipeline parallelism, experts within.
 
-Megatron keeps its process groups in one place for the whole process, so every model in it has the same sizes. Knows no
-model.
+Megatron keeps its process groups in one place for the whole process, so every model in it has the same sizes.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """RMS norm as Hugging Face's Llama and Qwen compute it, in the shape that megatron-core's ModuleSpec builds.
 
-Knows nothing of ranks: under sequence parallelism each holds some of the tokens, and Megatron sums the gradients of
-weights that are marked `sequence_parallel`.
+Under sequence parallelism each holds some of the tokens, and Megatron sums the gradients of weights that are marked
+`sequence_parallel`.
 
     y = w · cast(x / sqrt(mean(x²) + eps)), with the mean, the root and the quotient in float32
 

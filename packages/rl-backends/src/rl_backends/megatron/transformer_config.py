@@ -1,4 +1,4 @@
-"""Megatron's `TransformerConfig` for an architecture and a layout. Knows no weights and builds no layer.
+"""Megatron's `TransformerConfig` for an architecture and a layout.
 
 What is fused into one kernel elsewhere is left apart: plain torch on any device, and the order of roundings of the
 Hugging Face model. Dropout is 0.

@@ -1,8 +1,8 @@
 """Weights, gradients and optimizer state away from the device and back, bit for bit, so that an engine has its memory.
 
 Empties the storages under the tensors and fills them again: parameters, ties, views, DTensors, FSDP2's padded shards
-and the optimizer's state are the same objects before and after, and only addresses on the device change. Knows nothing
-of training; a backend asks it (`require`) before it touches what may be away.
+and the optimizer's state are the same objects before and after, and only addresses on the device change. A backend asks
+it (`require`) before it touches what may be away.
 
 Everything is copied before anything is freed, and everything is back before anything is allowed again: what raises
 half-way leaves the parts where they were.

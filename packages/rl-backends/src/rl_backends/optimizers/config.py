@@ -1,4 +1,4 @@
-"""What a user may choose of the optimizer, its learning rate and the gradient step. Knows no model and no rank."""
+"""What a user may choose of the optimizer, its learning rate and the gradient step."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The lines of the output: one for each answer, by prompt and sample. Knows no files and no engine."""
+"""The lines of the output: one for each answer, by prompt and sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

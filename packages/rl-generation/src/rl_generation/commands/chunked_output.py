@@ -1,4 +1,4 @@
-"""A JSON Lines file that grows by whole chunks of prompts, and says how far it got. Knows no engine and no sampling.
+"""A JSON Lines file that grows by whole chunks of prompts, and says how far it got.
 
 The lines of a chunk are written at once and synced before the next chunk is begun. A crash can tear the last chunk
 only; it is cut off, and made again whole, so that its batches hold what they would have held.

@@ -1,4 +1,4 @@
-"""The rows of a JSON Lines file of prompts, every bad one refused before anything runs. Knows no engine.
+"""The rows of a JSON Lines file of prompts, every bad one refused before anything runs.
 
 A row is an object with one of
     "prompt": text          "messages": [{"role": …, "content": …}, …]          "prompt_token_ids": [1, 2, …]

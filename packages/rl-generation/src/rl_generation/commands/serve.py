@@ -1,4 +1,4 @@
-"""`rl-generation serve`: any engine behind the HTTP server, until an interrupt. Knows no HTTP.
+"""`rl-generation serve`: any engine behind the HTTP server, until an interrupt.
 
 Writes one line to stdout once it listens: its URL. Exit codes: 0 it was ended, 1 the engine failed, 2 refused.
 """

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and which of ours has which status. Knows no route.
+"""Errors in OpenAI's shape, and which of ours has which status.
 
 `{"error": {"message": …, "type": …, "param": the field it is about or null, "code": …}}`
 """

@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON body, each with its type, and refuses what nobody reads. Knows no route and no engine.
+"""Reads the fields of a JSON body, each with its type, and refuses what nobody reads.
 
 OpenAI's and vLLM's interfaces have many fields; a server that ignores the ones it does not know answers a question that
 was not asked. So a field is read, or has its neutral value, or is an error that names it and the nearest valid one.

@@ -1,4 +1,4 @@
-"""Stands before every route: who may ask, from where, and how many at once. Knows no route but the open one.
+"""Stands before every route: who may ask, from where, and how many at once.
 
 Without an API key only this machine is served, and the `Host` header must say so: a web page in a browser here could
 otherwise reach the server under a name of its own that resolves to 127.0.0.1 (DNS rebinding). And bodies must be

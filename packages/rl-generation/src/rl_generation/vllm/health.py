@@ -1,8 +1,8 @@
 """Whether the processes of an `AsyncLLM` live, and how whatever waits for a dead one comes to an end.
 
 vLLM notices the death of its engine process within a second and ends the requests that wait for tokens; whoever waits
-for the answer of another call waits for ever, and nobody learns which process died of what. Reads /proc, so this is
-Linux. Knows no requests.
+for the answer of another call waits for ever, and nobody learns which process died of what. Reads /proc, so it works
+on Linux only.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Shared memory and semaphores of processes that were killed: Python's tracker keeps them until this program ends.
 
-Linux. Knows no engine.
+Linux only.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The random generators of this process where vLLM lives in it: vLLM's course of them, apart from the host's.
 
 In process, vLLM seeds torch's generators and draws from them for each request without a seed of its own; a trainer's
-dropout draws from the same ones. Knows no engine.
+dropout draws from the same ones.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` from its start to its end, with everything that must be gone after it. Knows no requests."""
+"""An `AsyncLLM` from its start to its end, with everything that must be gone after it."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""How long a sample may take, and what is said of those that took longer. Knows no engine."""
+"""How long a sample may take, and what is said of those that took longer."""
 
 import math
 import os

@@ -1,6 +1,6 @@
 """One end's copy of what a source rank last sent, box by box, which can go one version back.
 
-Knows no files. Versions are told apart by names, "version 7 (refit 3)", since a refit that failed may be tried again.
+Versions are told apart by names, "version 7 (refit 3)", since a refit that failed may be tried again.
 """
 
 from __future__ import annotations

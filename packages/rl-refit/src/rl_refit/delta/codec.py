@@ -1,7 +1,7 @@
 """The changed elements of a tensor against a base: lossless, checked on both ends, its own way back.
 
-Knows no files and no versions. Elements are compared as words of their own size, so that -0.0 is not 0.0 and a NaN is
-itself. A tensor is cut into segments of 4 MiB, each of which is written in the way that takes the fewest bytes:
+Elements are compared as words of their own size, so that -0.0 is not 0.0 and a NaN is itself. A tensor is cut into
+segments of 4 MiB, each of which is written in the way that takes the fewest bytes:
 
     unchanged   nothing
     sparse      base XOR new of each changed element, and where they are: see `rl_refit.delta.gaps`

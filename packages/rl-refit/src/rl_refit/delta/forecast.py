@@ -1,7 +1,7 @@
 """From which bandwidth downwards a delta arrives sooner than all of the weights: a formula, and the speeds it needs.
 
-Knows no link. A version of S bytes crosses a link of B bytes a second once. With a share w of them left on the wire, E
-bytes to encode at the busiest source rank and A bytes to apply at the busiest sink rank,
+A version of S bytes crosses a link of B bytes a second once. With a share w of them left on the wire, E bytes to encode
+at the busiest source rank and A bytes to apply at the busiest sink rank,
 
     whole   S / B                delta   E / encode + w S / B + A / apply
 

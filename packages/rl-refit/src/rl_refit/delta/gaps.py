@@ -1,9 +1,9 @@
 """Ascending positions as small numbers: the gaps between them, in one, two or four bytes each.
 
-Knows no weights. A gap is how many positions were passed over since the last one. With units of w bytes a gap g is
-written as g // E units of the value E = 2**(8 w) - 1, each of which skips E positions, and one of g % E. Of the three
-widths the one that takes the fewest bytes is used: for a share d of random positions, one byte a position and a little
-more from about d = 0.5 % upwards, two bytes below.
+A gap is how many positions were passed over since the last one. With units of w bytes a gap g is written as g // E
+units of the value E = 2**(8 w) - 1, each of which skips E positions, and one of g % E. Of the three widths the one that
+takes the fewest bytes is used: for a share d of random positions, one byte a position and a little more from about d =
+0.5 % upwards, two bytes below.
 """
 
 from __future__ import annotations

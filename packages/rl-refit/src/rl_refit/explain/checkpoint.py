@@ -1,8 +1,8 @@
 """Names, shapes and dtypes of a Hugging Face folder's weights, from the headers of its safetensors files alone.
 
-Knows no model code and reads no weights. A file begins with the length of its header, 8 bytes little-endian, and the
-header, JSON of `{name: {"dtype", "shape", "data_offsets"}}` with offsets from the header's end; what follows has no
-holes. https://github.com/huggingface/safetensors#format
+A file begins with the length of its header, 8 bytes little-endian, and the header, JSON of `{name: {"dtype", "shape",
+"data_offsets"}}` with offsets from the header's end; what follows has no holes.
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations

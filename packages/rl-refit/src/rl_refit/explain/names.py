@@ -1,6 +1,6 @@
 """Many names of tensors as few patterns: `model.layers.{0..35}.mlp.up_proj.weight`.
 
-Knows nothing of tensors. Only numbers between dots are folded, and only names that a caller puts into one group.
+Only numbers between dots are folded, and only names that a caller puts into one group.
 """
 
 from __future__ import annotations

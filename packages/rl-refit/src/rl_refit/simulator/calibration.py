@@ -1,7 +1,7 @@
 """The simulator against what others measured: prediction beside publication beside bound, and how far off it is.
 
-Knows no formulas. One set of constants for all rows. Errors are ratios, prediction over publication: 1 is right, 2 and
-0.5 are equally wrong.
+One set of constants for all rows. Errors are ratios, prediction over publication: 1 is right, 2 and 0.5 are equally
+wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one set of constants that turns bytes, tensors and parties into seconds, each with where it comes from.
 
-Knows no rows: which constant was fitted on which published row is said here, and `calibration` prints how the others
-come out. Bandwidths a program reaches are shares of what the makers publish; the rest is seconds of one CPU thread.
+Which constant was fitted on which published row is said here, and `calibration` prints how the others come out.
+Bandwidths a program reaches are shares of what the makers publish; the rest is seconds of one CPU thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The least that any scheme must move, whatever it does: what the layouts need and do not have where they need it.
 
-Knows no plan and no bandwidths. Weights that lie on the GPU, or on the node, that needs them cross no network.
+Weights that lie on the GPU, or on the node, that needs them cross no network.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the machines can do at best, as their makers publish it, and how much of that software has been seen to reach.
 
-Knows no model and no scheme. Bandwidths are GB/s (1e9 bytes) in one direction, of one GPU.
+Bandwidths are GB/s (1e9 bytes) in one direction, of one GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds of a refit, term by term, beside what physics allows.
 
-Knows no rows and prints nothing. Terms that move bytes overlap one another, so that the slowest counts; what a CPU does
-for each tensor, message or party does not overlap them, as the published rows show, and adds up:
+Terms that move bytes overlap one another, so that the slowest counts; what a CPU does for each tensor, message or party
+does not overlap them, as the published rows show, and adds up:
 
     predicted = max(gather, wire, NVLink, HBM, PCIe) + tensors + messages + control + apply + delta
     bound     = max(bytes into a node / its cards, bytes into a rank / (card + NVLink), bytes out / the trainer's cards)

@@ -1,7 +1,7 @@
 """Refits that others have measured and published, as data: what, where, when, and what we had to assume.
 
-Knows no predictions. Seconds are those of the publication; where it gives a range, its geometric mean is compared. A
-row that served to fit a constant says which. Rows that the simulator cannot express are listed too, with the reason.
+Seconds are those of the publication; where it gives a range, its geometric mean is compared. A row that served to fit a
+constant says which. Rows that the simulator cannot express are listed too, with the reason.
 """
 
 from __future__ import annotations

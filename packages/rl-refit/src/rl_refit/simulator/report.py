@@ -1,6 +1,6 @@
 """Predictions and the calibration as text for people and as plain data for programs.
 
-Knows no formulas: every figure comes from a `Simulation` or a `Comparison`.
+Every figure comes from a `Simulation` or a `Comparison`.
 """
 
 from __future__ import annotations

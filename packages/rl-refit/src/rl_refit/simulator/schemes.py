@@ -1,7 +1,4 @@
-"""The ways to bring weights over that the simulator knows, each as a handful of properties.
-
-Knows no seconds.
-"""
+"""The ways to bring weights over that the simulator knows, each as a handful of properties."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A refit to simulate: real manifests of both sides, small enough that a trillion parameters plan in seconds.
 
-Knows no seconds. Tensors that have one role, shape and dtype and lie alike on both sides are planned as one tensor with
-a leading dim that counts them, and routed experts with a second one, which expert parallelism cuts: boxes and bytes are
-those of the single tensors, and the leading dims of a route say how many of them it carries.
+Tensors that have one role, shape and dtype and lie alike on both sides are planned as one tensor with a leading dim
+that counts them, and routed experts with a second one, which expert parallelism cuts: boxes and bytes are those of the
+single tensors, and the leading dims of a route say how many of them it carries.
 """
 
 from __future__ import annotations

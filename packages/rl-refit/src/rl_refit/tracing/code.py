@@ -1,7 +1,7 @@
 """Numbers of elements, spelled one digit at a time in values that every dtype concerned holds exactly.
 
-Knows no engine. Pass `k` of a code in base b gives element i the value 1 + (i // bᵏ) % b. Two more passes follow: the
-complement b + 1 − value of the first digit, and 1 + h(i) % b with a hash h that is no linear function of i.
+Pass `k` of a code in base b gives element i the value 1 + (i // bᵏ) % b. Two more passes follow: the complement b + 1 −
+value of the first digit, and 1 + h(i) % b with a hash h that is no linear function of i.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dye tracing: what an unmodified `load_weights` does with every element of a checkpoint, found out by running it.
 
-Knows no engine and no operation: the loader may copy, slice, transpose, stack or cast as it likes. It is given
-synthetic checkpoints whose values are the digits of each element's number, one digit a pass. What then lies in engine
-memory spells the number of the checkpoint element that was put there.
+The loader may copy, slice, transpose, stack or cast as it likes. It is given synthetic checkpoints whose values are the
+digits of each element's number, one digit a pass. What then lies in engine memory spells the number of the checkpoint
+element that was put there.
 
 A value is `1 + digit`, an integer that the narrowest dtype of checkpoint and engine holds exactly: base 256 in
 bfloat16, 2048 in float16. Two more passes tell copying from computing: the complement of the first digit, whose sum

@@ -1,6 +1,6 @@
 """The tensors of an engine's module by its own names, each memory once.
 
-Knows no checkpoint. Parameters come first, then buffers, persistent or not; DTensors appear as their local tensor.
+Parameters come first, then buffers, persistent or not; DTensors appear as their local tensor.
 """
 
 from __future__ import annotations

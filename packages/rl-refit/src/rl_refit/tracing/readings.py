@@ -1,8 +1,8 @@
 """What one tensor of an engine held after each pass of a trace, added up to a map.
 
-Knows no loader. Keeps, for each element, the number spelled so far and three facts: whether every value so far was one
-of the code's, whether it still had the mark of each pass, and whether it was the same in every pass. A tensor of which
-no element is written costs nothing.
+Keeps, for each element, the number spelled so far and three facts: whether every value so far was one of the code's,
+whether it still had the mark of each pass, and whether it was the same in every pass. A tensor of which no element is
+written costs nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Boxes of a tensor from strided loops over it, and back: the arithmetic of views, on plain integers.
 
-Knows no tensor and no engine. A *loop* runs `count` times; each turn moves `step` elements on in the row-major order of
-a named tensor, and `stride` elements on in memory. Nested loops are what any view made of slices, transpositions,
-`unfold`s and reshapes comes to. A *piece* is a box of the named tensor of which every dim has one stride in memory.
+A *loop* runs `count` times; each turn moves `step` elements on in the row-major order of a named tensor, and `stride`
+elements on in memory. Nested loops are what any view made of slices, transpositions, `unfold`s and reshapes comes to. A
+*piece* is a box of the named tensor of which every dim has one stride in memory.
 """
 
 from __future__ import annotations

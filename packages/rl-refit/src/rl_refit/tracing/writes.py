@@ -1,7 +1,7 @@
 """Write tracing: one run of an unmodified `load_weights` without data says which engine memory it writes.
 
-Knows no engine, and no values. The module is on the meta device, and so is the checkpoint: a loader's copies move
-nothing, while a `TorchDispatchMode` sees each of them with the storage, offset, shape and strides that it would write.
+The module is on the meta device, and so is the checkpoint: a loader's copies move nothing, while a `TorchDispatchMode`
+sees each of them with the storage, offset, shape and strides that it would write.
 """
 
 from __future__ import annotations

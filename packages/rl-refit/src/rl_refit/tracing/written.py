@@ -1,7 +1,7 @@
 """Which elements of a tensor were written, from the strided views that were.
 
-Knows no operations. A view is turned into boxes of the tensor where its strides allow, which costs the same for any
-size; otherwise, and where a tensor of indices said where to write, elements are marked one by one, in a byte each.
+A view is turned into boxes of the tensor where its strides allow, which costs the same for any size; otherwise, and
+where a tensor of indices said where to write, elements are marked one by one, in a byte each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What all parties agree on before the first byte: both manifests, and the plan that follows from them.
 
-Knows no tensors. In one process both sides are asked directly; over several, every rank posts what it holds, the leader
-merges it, and everybody makes the same plan from the same two manifests, and compares its hash. Names travel now, and
-never again: later refits compare hashes.
+In one process both sides are asked directly; over several, every rank posts what it holds, the leader merges it, and
+everybody makes the same plan from the same two manifests, and compares its hash. Names travel now, and never again:
+later refits compare hashes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A store whose calls end: with their answer, or with an error after a number of seconds.
 
-Knows no keys and no parties. Torch's own clients wait without end for a host that is stopped, and nobody else can end
-that. So one thread asks, and whoever wants to know waits for it no longer than `limit_s`. What was asked of a silent
-store stays asked: it is done as soon as the store is back.
+Torch's own clients wait without end for a host that is stopped, and nobody else can end that. So one thread asks, and
+whoever wants to know waits for it no longer than `limit_s`. What was asked of a silent store stays asked: it is done as
+soon as the store is back.
 """
 
 from __future__ import annotations

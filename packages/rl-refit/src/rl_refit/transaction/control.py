@@ -1,8 +1,8 @@
 """What the parties of a refit tell one another, through a `torch.distributed.Store`; JSON, and nothing else.
 
-Knows no weights. A party posts under keys of its own and polls for the keys of others, so that no wait blocks in the
-store: every wait looks at the watch, and with it at deadlines, aborts and deaths. All parties report to one, the leader
-(source 0), which answers all at once: that is two messages a party and step, for any number of parties.
+A party posts under keys of its own and polls for the keys of others, so that no wait blocks in the store: every wait
+looks at the watch, and with it at deadlines, aborts and deaths. All parties report to one, the leader (source 0), which
+answers all at once: that is two messages a party and step, for any number of parties.
 
 One key of each refit is the decision. It is set by compare-and-set, so that "commit" and any number of aborts compete
 for it and one wins, for everybody, even after the leader has died.

@@ -1,7 +1,4 @@
-"""What a process has of a refit, and whether it goes together.
-
-Knows no phases.
-"""
+"""What a process has of a refit, and whether it goes together."""
 
 from __future__ import annotations
 

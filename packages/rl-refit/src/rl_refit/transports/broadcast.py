@@ -1,9 +1,9 @@
 """Each source rank broadcasts its own boxes to all sink ranks, over torch.distributed's broadcast.
 
-Knows neither models nor engines. Source ranks take turns, in the order of the schedule, each in a group of its own with
-the sinks: nobody gathers, and no source rank receives what is not for it. Every sink receives everything that any sink
-needs, and keeps its part, so this is for sinks that all need most of it: replicas of an engine. Sinks that need
-different parts receive less by `PointToPoint`.
+Source ranks take turns, in the order of the schedule, each in a group of its own with the sinks: nobody gathers, and no
+source rank receives what is not for it. Every sink receives everything that any sink needs, and keeps its part, so this
+is for sinks that all need most of it: replicas of an engine. Sinks that need different parts receive less by
+`PointToPoint`.
 """
 
 from __future__ import annotations

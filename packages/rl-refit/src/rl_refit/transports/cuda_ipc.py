@@ -1,8 +1,8 @@
 """Packed buffers on a GPU that processes of one host share (CUDA IPC): the ring of `ring.py` in device memory.
 
-Knows no wire. Each source rank makes one buffer, exports it once to each sink rank, and each opens it once: handles per
-tensor and per refit are what makes this way slow and leak elsewhere. Copies are awaited before each token, so a slot
-that a token names is whole.
+Each source rank makes one buffer, exports it once to each sink rank, and each opens it once: handles per tensor and per
+refit are what makes this way slow and leak elsewhere. Copies are awaited before each token, so a slot that a token
+names is whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A file that appears under its name only when every byte of it is on the disk.
 
-Knows no format. Written as `<name>.partial`; flushed, then renamed, by `publish`. Whatever fails, the partial file
-goes, unless the process is killed; then it is overwritten by the next one to write that file.
+Written as `<name>.partial`; flushed, then renamed, by `publish`. Whatever fails, the partial file goes, unless the
+process is killed; then it is overwritten by the next one to write that file.
 """
 
 from __future__ import annotations

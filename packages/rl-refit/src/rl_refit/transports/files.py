@@ -1,8 +1,8 @@
 """Weights through a directory that all parties see: for debugging, for slow links between sites, and for a second look.
 
-Knows nothing of what crosses the directory's file system; a file counts once its marker does, and it is held to the
-plan, name by name. Each source rank writes what any rank of the sink needs, once; each rank of the sink maps the files
-and takes its part, without a copy of its own. Any safetensors library reads the files.
+A file counts once its marker does, and it is held to the plan, name by name. Each source rank writes what any rank of
+the sink needs, once; each rank of the sink maps the files and takes its part, without a copy of its own. Any
+safetensors library reads the files.
 """
 
 from __future__ import annotations

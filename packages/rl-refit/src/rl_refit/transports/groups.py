@@ -1,8 +1,7 @@
 """Process groups of torch.distributed that belong to a refit alone: neither side's default group is touched.
 
-Knows no weights and no buckets. The groups are made from the backends' own classes over the store of the rendezvous, so
-that trainer and engine, which are worlds of their own, need no world in common. Or the user passes a group that has all
-of them in it.
+The groups are made from the backends' own classes over the store of the rendezvous, so that trainer and engine, which
+are worlds of their own, need no world in common. Or the user passes a group that has all of them in it.
 
 Gloo listens on loopback unless it is told a host or an interface, and moves CPU tensors; NCCL moves CUDA tensors.
 """

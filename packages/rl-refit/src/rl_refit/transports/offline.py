@@ -1,7 +1,6 @@
 """A version on a disk without a rendezvous: written at one place and time, read at another.
 
-Knows no trainer and no engine that wait for one another. `write_version` leaves the same files as the transport
-`Files`, and `read_version` reads the files of both.
+`write_version` leaves the same files as the transport `Files`, and `read_version` reads the files of both.
 """
 
 from __future__ import annotations

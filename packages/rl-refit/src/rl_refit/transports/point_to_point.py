@@ -1,8 +1,8 @@
 """Each sink rank receives its own boxes and nothing else, over torch.distributed's sends and receives.
 
-Knows neither models nor engines. Each process has a ring of slots to send from and one to receive into, and works
-through its streams in the order of the schedule, sending and receiving at once. What a process sends to itself it
-copies. The first of several sink ranks of a stream hands each bucket on to the others as soon as it has it.
+Each process has a ring of slots to send from and one to receive into, and works through its streams in the order of the
+schedule, sending and receiving at once. What a process sends to itself it copies. The first of several sink ranks of a
+stream hands each bucket on to the others as soon as it has it.
 
 Nobody waits in a circle: of all streams that are not through, the first is the next one of all its ends, each ring is
 used in the order of the schedule, and a send never waits for a receive of the same process.

@@ -1,7 +1,7 @@
 """What the transports over torch.distributed have in common: seats, groups, slots, and one failure for all.
 
-Knows no weights. A process group with messages under way cannot be used again: a transfer that fails breaks the
-transport, and the next one says so.
+A process group with messages under way cannot be used again: a transfer that fails breaks the transport, and the next
+one says so.
 """
 
 from __future__ import annotations

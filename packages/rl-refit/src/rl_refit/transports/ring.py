@@ -1,8 +1,8 @@
 """Slots in memory that processes share: a source rank fills one while its sink ranks read those before it.
 
-Knows no kind of memory and no names. Each source rank has one ring of slots, allocated by `open`, which its streams use
-one after the other, bucket after bucket. A slot is written again when every sink rank that reads it has said so. All
-sink ranks of a stream read the same slot, so nothing is relayed.
+Each source rank has one ring of slots, allocated by `open`, which its streams use one after the other, bucket after
+bucket. A slot is written again when every sink rank that reads it has said so. All sink ranks of a stream read the same
+slot, so nothing is relayed.
 """
 
 from __future__ import annotations

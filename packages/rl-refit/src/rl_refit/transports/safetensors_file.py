@@ -1,8 +1,8 @@
 """Safetensors files: laid out, and read as views of a mapping, with nothing but torch.
 
-Knows no refit. The format is eight bytes of little-endian length, a JSON header of that length, and the tensors without
-any hole between them. Here tensors of larger elements come first, so that each begins at a multiple of its element's
-bytes. Format: https://huggingface.co/docs/safetensors
+The format is eight bytes of little-endian length, a JSON header of that length, and the tensors without any hole
+between them. Here tensors of larger elements come first, so that each begins at a multiple of its element's bytes.
+Format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations

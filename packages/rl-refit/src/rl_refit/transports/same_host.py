@@ -1,9 +1,8 @@
 """Processes of one host find each other and hand over memory: once, before the first transfer.
 
-Knows no weights. Each source rank listens at a socket in a private directory (0700) and tells its place through the
-store; each sink rank that shares a stream with it connects, and gets the memory through that connection, which stays
-open for tokens. The directory is gone as soon as all are connected; a process that is killed before leaves it empty but
-for a socket.
+Each source rank listens at a socket in a private directory (0700) and tells its place through the store; each sink rank
+that shares a stream with it connects, and gets the memory through that connection, which stays open for tokens. The
+directory is gone as soon as all are connected; a process that is killed before leaves it empty but for a socket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which process each party of a refit is, agreed upon through the store: once, before a process group is made.
 
-Knows no wire. A process that is a rank of the source and a rank of the sink is one process, with one number. Ranks that
-take part in no stream are left out, and need not be there.
+A process that is a rank of the source and a rank of the sink is one process, with one number. Ranks that take part in
+no stream are left out, and need not be there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory that processes of one host share: a file without a name, mapped by each of them.
 
-Knows no weights. The file is made in memory (`/dev/shm`), readable by its owner alone, and has lost its name before it
-has a page; other processes get it through a socket (SCM_RIGHTS). So whatever kills the processes, the memory goes with
-the last of them. Its pages are allocated and touched at once: a full file system is an error here, not a SIGBUS later.
+The file is made in memory (`/dev/shm`), readable by its owner alone, and has lost its name before it has a page; other
+processes get it through a socket (SCM_RIGHTS). So whatever kills the processes, the memory goes with the last of them.
+Its pages are allocated and touched at once: a full file system is an error here, not a SIGBUS later.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory shared by the processes of one host: one copy for all (`SharedMemory`), or a ring of bounded size.
 
-Knows no wire. Both work between any numbers of source and sink processes of one machine, Linux only.
+Both work between any numbers of source and sink processes of one machine, Linux only.
 
 `SharedMemory`: each source rank has an arena with a place for everything that it sends. Sinks keep what lies in it
 until they commit, so the commit's copy is the only one where the policy's parameters live in the arena themselves

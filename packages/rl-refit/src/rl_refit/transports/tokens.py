@@ -1,8 +1,8 @@
 """Tokens between two processes of one host: who may read or write which slot now, over a Unix-domain socket.
 
-Knows no memory and no weights. A token is 32 bytes; the socket keeps their bounds and their order (SOCK_SEQPACKET), and
-its end is the other process's death. A token says of which refit it is, so that what a refit that was given up left in
-the socket is never taken for a token of the next one.
+A token is 32 bytes; the socket keeps their bounds and their order (SOCK_SEQPACKET), and its end is the other process's
+death. A token says of which refit it is, so that what a refit that was given up left in the socket is never taken for a
+token of the next one.
 """
 
 from __future__ import annotations

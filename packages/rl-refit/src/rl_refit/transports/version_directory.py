@@ -3,7 +3,7 @@
     <directory>/version-7/source-0-of-2.safetensors     what source rank 0 gives
     <directory>/version-7/source-0-of-2.COMPLETE        its marker: written last, and all at once
 
-Knows no schedule and no engine. Nobody reads a file whose marker is not there, or does not say what it should.
+Nobody reads a file whose marker is not there, or does not say what it should.
 """
 
 from __future__ import annotations

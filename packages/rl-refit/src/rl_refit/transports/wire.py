@@ -1,9 +1,9 @@
 """Messages under way in process groups: followed without ever waiting where nobody looks at the watch.
 
-Knows no weights. torch's gloo has two habits that shape this file: a send or receive never says that it is completed
-unless somebody waits for it, so each line of messages is waited for by a thread of its own; and a wait that times out
-breaks every connection of its group, which is how `close` ends what would otherwise stay under way. NCCL's works say
-when they are completed, and are asked.
+torch's gloo has two habits that shape this file: a send or receive never says that it is completed unless somebody
+waits for it, so each line of messages is waited for by a thread of its own; and a wait that times out breaks every
+connection of its group, which is how `close` ends what would otherwise stay under way. NCCL's works say when they are
+completed, and are asked.
 """
 
 from __future__ import annotations

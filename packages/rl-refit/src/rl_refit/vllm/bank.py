@@ -1,7 +1,7 @@
 """The staged weights in memory that the driver and the workers of an engine share.
 
-Knows no engine. The bank is one segment without a name; a worker opens it through the driver's open file and keeps it
-mapped, and the driver closes the file as soon as all have. So whatever kills the processes, nothing is left behind.
+The bank is one segment without a name; a worker opens it through the driver's open file and keeps it mapped, and the
+driver closes the file as soon as all have. So whatever kills the processes, nothing is left behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM's layerwise reload leaves stale on a CPU, and how it is made fresh.
 
-Knows nothing of refits. Both faults are silent: the engine goes on, with logits that mix old and new weights. Each has
-a test that asserts so without its workaround, and fails once vLLM no longer needs it.
+Both faults are silent: the engine goes on, with logits that mix old and new weights. Each has a test that asserts so
+without its workaround, and fails once vLLM no longer needs it.
 
 * Experts. `UnquantizedFusedMoEMethod` packs them for the CPU's kernel at the first load only, and takes any later one
   for a weight update of a GPU, whose kernels read the parameters themselves. `forget_packed_experts`, before the

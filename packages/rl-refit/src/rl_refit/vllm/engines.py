@@ -1,6 +1,6 @@
 """vLLM's `LLM` and `AsyncLLM` as a sink sees them: the same few blocking calls, made in the caller's thread.
 
-Knows no weights, and imports no vLLM: it is handed the engine.
+Imports no vLLM: it is handed the engine.
 """
 
 from __future__ import annotations

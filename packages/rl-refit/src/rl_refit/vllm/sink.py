@@ -1,8 +1,7 @@
 """A real vLLM engine as the sink of weights: the old ones serve until all of the new ones have arrived.
 
 Lives in the process that made the engine. New weights are staged whole in shared memory, beside an engine that goes on
-generating; a commit pauses it, and has every worker load from that memory what its shard needs. Knows nothing of the
-source, and of vLLM only what `rl_refit.vllm.engines` asks of it.
+generating; a commit pauses it, and has every worker load from that memory what its shard needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a file holds, told without reading all of it: its size, and blocks spread over its length. Knows no format.
+"""What a file holds, told without reading all of it: its size, and blocks spread over its length.
 
 A change that keeps the size and lies between the blocks is not seen. Where that could happen, the time of the last
 change must be looked at too.

@@ -1,4 +1,4 @@
-"""One writer at a time for one name in a folder that jobs and nodes share. Knows nothing of what is written.
+"""One writer at a time for one name in a folder that jobs and nodes share.
 
 The lock is the kernel's (`flock`): it goes with the process that holds it, however that ends. The file that carries it
 stays, and says who holds it. Over NFS the server keeps it, for all nodes.

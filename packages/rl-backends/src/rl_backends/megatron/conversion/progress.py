@@ -1,4 +1,4 @@
-"""A line now and then on how far writing is, told by the size of what lies in a folder. Knows no tensors."""
+"""A line now and then on how far writing is, told by the size of what lies in a folder."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Applies the workarounds on entry and takes them back on exit. Knows none of them.
+"""Applies the workarounds on entry and takes them back on exit.
 
 Attributes of modules are shared by all threads: they are replaced when the first thread enters and restored when the
 last one leaves, under a lock. In between a replaced function answers only threads that are inside `cpu_compat` and
