@@ -55,6 +55,7 @@ def run(world, case, rank):
     from rl_backends.batching.microbatches import MicrobatchLimits, SequenceShard, cut_all, make_inputs
     from rl_backends.moe import RouterWatch
     from rl_backends.packing import enable_packing
+    from rl_parallel_plans import named_shards
 
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model, examples = world.make_model("Qwen3Moe", **mixture).eval(), world.make_examples()
@@ -83,7 +84,9 @@ def run(world, case, rank):
         balance = watch.loss(inputs, rows.lengths, context_group=mesh.get_group() if case.startswith("cp") else None)
         ((loss + 0.5 / len(examples.lengths) * balance) * microbatch.counted).backward()
         total += balance.detach() * microbatch.counted
+    orders = {shard.name: shard.row_order for shard in named_shards(model)}  # fused experts lie as the ranks have them
     gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    gradients = {name: g if orders[name] is None else orders[name].undealt(g) for name, g in gradients.items()}
     if not case.startswith("tp"):
         dist.all_reduce(total)
     if case.startswith("cp"):
