@@ -50,7 +50,7 @@ def test_styles_read_as_what_they_do():
     styles = plan_for(tiny_on_meta("gpt_oss"), tp=2, sequence_parallel=True).styles
     assert (
         repr(styles[f"{LAYER}.self_attn"])
-        == "Block(sequence_parallel=True, attention=True, table={'sinks': Shard(dim=0)})"
+        == "Block(sequence_parallel=True, table={'sinks': Shard(dim=0)}, attention=True)"
     )
     assert repr(styles[f"{LAYER}.self_attn.q_proj"]) == "Colwise(units=4, what='query heads')"
     assert repr(styles[f"{LAYER}.self_attn.o_proj"]) == "Rowwise()"
