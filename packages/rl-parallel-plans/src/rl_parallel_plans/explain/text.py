@@ -113,7 +113,7 @@ def _collectives(facts: Report) -> Iterator[str]:
     yield from _aligned(lines, right={1, 4})
     yield f"a rank sends {size(facts.sent_bytes)} a token in forward and backward, where collectives are rings"
     for style in dict.fromkeys(style for row in facts.collectives for style in row.untold):
-        yield f"not facts: what {style} communicates, for it does not tell (it has no collectives())"
+        yield f"not counted: what {style} communicates, for it does not tell (it has no collectives())"
 
 
 def _rest(facts: Report) -> Iterator[str]:
