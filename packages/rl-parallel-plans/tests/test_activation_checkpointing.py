@@ -223,5 +223,5 @@ def test_what_a_plan_puts_around_a_layer_is_recomputed_with_it_in_either_order(o
         apply_activation_checkpointing(model, "full")
     assert_same(gradients(model, ids), truth)
     assert len(calls) == 2 * len(model.model.layers)
-    with pytest.raises(PlanError, match="checkpoints its activations already"):
+    with pytest.raises(plans.PlanError, match="checkpoints its activations already"):
         apply_activation_checkpointing(model, "full")
