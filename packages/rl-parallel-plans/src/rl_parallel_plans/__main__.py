@@ -1,8 +1,7 @@
 """`rl-parallel-plans`, also `python -m rl_parallel_plans`: plans from the command line.
 
-Each command lives beside what it commands, in a module with `add_arguments(parser)` and `run(arguments) -> int`, which
-is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not, 2 refused or misused;
-the reasons are printed.
+Each command is a module with `add_arguments(parser)` and `run(arguments) -> int`, which is imported only when the
+command is chosen. Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
 """
 
 import argparse

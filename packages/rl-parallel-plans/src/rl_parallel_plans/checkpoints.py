@@ -1,8 +1,8 @@
 """Where the weights of a sharded model are in the unsharded one, and the unsharded weights themselves.
 
-`RowOrder` is the order in which the rows of a fused weight are dealt to the ranks of the tp axis. Such a weight
-([q | k | v], [gate | up]) has to give every rank some rows of each segment, which no `Shard(dim)` of the weight does.
-So a sharded one is registered in a shape of its own, in which it does:
+`RowOrder` says which rows of a fused weight each rank of the tp axis holds. Such a weight ([q | k | v], [gate | up])
+has to give every rank some rows of each segment, which no `Shard(dim)` of the weight does. So a sharded one is
+registered in another shape, in which it does:
 
     unsharded     [rows, ...]              [experts, rows, ...]
     registered    [rows / tp, tp, ...]     [experts, tp, rows / tp, ...]     Shard(1): the dim that counts ranks
@@ -10,8 +10,8 @@ So a sharded one is registered in a shape of its own, in which it does:
 
 Every piece of it is a plain contiguous shard, so FSDP (which shards dim 0), optimizers and torch's distributed
 checkpoints handle it as any other parameter. The shape differs from the unsharded one and from that at every other tp,
-so whatever takes rows for those of another layout (an optimizer's state, for example) fails on the shape instead of
-training on permuted rows.
+so that a mistake about the layout (in an optimizer's state, for example) fails on the shape instead of training on
+permuted rows.
 
 `export_state_dict` gathers one tensor after another, so that the memory in use is that of the largest one, under
 Hugging Face's names and in their layouts: rows of fused weights go back to their order, names lose what wrappers put

@@ -1,7 +1,7 @@
-"""What a tensor is, asked without importing DTensor.
+"""Checks for DTensors that do not import DTensor, and one-axis meshes.
 
-`torch.distributed.tensor` costs half a second to import, and a tensor cannot be a DTensor before somebody has
-imported it: a plain single-process program never pays.
+`torch.distributed.tensor` takes half a second to import, and a tensor cannot be a DTensor before somebody has imported
+it: a plain single-process program never pays for it.
 """
 
 import sys

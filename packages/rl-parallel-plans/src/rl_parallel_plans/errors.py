@@ -1,4 +1,4 @@
-"""The error of this package, and the kind of it that is about the model and not about a plan."""
+"""The errors that this package raises."""
 
 
 class PlanError(ValueError):

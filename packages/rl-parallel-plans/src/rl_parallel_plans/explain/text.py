@@ -3,19 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rl_parallel_plans.explain.report import (
-    STAGE_HEADER,
-    Report,
-    StageRow,
-    counts,
-    elements,
-    report,
-    shape,
-    share,
-    size,
-    stage_cells,
-    stage_notes,
-)
+from rl_parallel_plans.explain import report as numbers
+from rl_parallel_plans.explain.report import Report, StageRow, report, shape, share, size
 from rl_parallel_plans.plan.rows import ParameterRow
 
 if TYPE_CHECKING:
@@ -43,8 +32,8 @@ def as_text(plan: "ParallelPlan", *, dp: int = 1, every_row: bool = False, stage
         count = f"{len(facts.problems)} problem(s): this plan is refused where it is applied"
         blocks.insert(0, iter([count, *(f"PROBLEM: {_one_line(problem)}" for problem in facts.problems)]))
     if stages:
-        table = _aligned([list(STAGE_HEADER), *stage_cells(stages)], right={2, 3})
-        blocks.append(iter([*table, *stage_notes(stages)]))
+        table = _aligned([list(numbers.STAGE_HEADER), *numbers.stage_cells(stages)], right={2, 3})
+        blocks.append(iter([*table, *numbers.stage_notes(stages)]))
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := list(block)))
 
 
@@ -96,7 +85,7 @@ def _rule(row: ParameterRow) -> str:
 def _totals(facts: Report) -> Iterator[str]:
     plan = facts.plan
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in plan.parameters))
-    yield f"total: {elements(facts.elements)} in {dtypes}, {size(facts.global_bytes)}"
+    yield f"total: {numbers.elements(facts.elements)} in {dtypes}, {size(facts.global_bytes)}"
     held = f"a rank holds {size(facts.rank_bytes)} ({share(facts.rank_bytes, facts.global_bytes)})"
     if facts.dp > 1:
         held += f": {size(facts.tp_rank_bytes)} over tp={plan.tp}, which FSDP shards over dp={facts.dp}"
@@ -120,11 +109,11 @@ def _collectives(facts: Report) -> Iterator[str]:
     for row in facts.collectives:
         where = f"{row.where} ({', '.join(row.blocks)})" if row.blocks else row.where
         each = f"{row.forward_bytes:,} + {row.backward_bytes:,}"
-        lines.append([where, f"{row.count}", counts(row.forward), counts(row.backward), each])
+        lines.append([where, f"{row.count}", numbers.counts(row.forward), numbers.counts(row.backward), each])
     yield from _aligned(lines, right={1, 4})
     yield f"a rank sends {size(facts.sent_bytes)} a token in forward and backward, where collectives are rings"
     for style in dict.fromkeys(style for row in facts.collectives for style in row.untold):
-        yield f"not facts: what {style} communicates, for it does not tell (it has no collectives())"
+        yield f"not counted: what {style} communicates, for it does not tell (it has no collectives())"
 
 
 def _rest(facts: Report) -> Iterator[str]:

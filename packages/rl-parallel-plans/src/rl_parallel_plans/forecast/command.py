@@ -1,8 +1,8 @@
-"""`python -m rl_parallel_plans memory`: the memory of a training step of a model that is nowhere loaded."""
+"""`rl-parallel-plans memory`: predict the memory of a training step from a model's configuration alone."""
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import get_args
 
 import torch
@@ -72,37 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
         several = arguments.compare or arguments.pp > 1
         print(json.dumps([report.as_dict() for report in reports]) if several else reports[0].json())
         return exit_code
+    shown = reports[-1]
     if arguments.pp > 1:
         print(memory_table({f"pipeline rank {option.pp_rank}": r for option, r in zip(options, reports, strict=True)}))
         print()
-        print(max(reports, key=lambda report: report.peak.num_bytes).text())
-        return exit_code
-    if arguments.compare:
+        shown = max(reports, key=lambda report: report.peak.num_bytes)
+    elif arguments.compare:
         print(memory_table({option.lm_head: report for option, report in zip(options, reports, strict=True)}))
         print()
-    print(reports[-1].text())
+    print(shown.text())
     return exit_code
 
 
 def _options(arguments: argparse.Namespace) -> list[MemoryOptions]:
-    asked = MemoryOptions(
-        tp=arguments.tp,
-        dp=arguments.dp,
-        batch_size=arguments.batch_size,
-        sequence_length=arguments.sequence_length,
-        sequence_parallel=arguments.sequence_parallel,
-        lm_head=arguments.lm_head,
-        activation_checkpointing=arguments.activation_checkpointing,
-        weight_dtype=getattr(torch, arguments.weight_dtype),
-        param_dtype=getattr(torch, arguments.param_dtype),
-        reduce_dtype=getattr(torch, arguments.reduce_dtype),
-        optimizer=arguments.optimizer,
-        attention=arguments.attention,
-        custom=arguments.plan,
-        pp=arguments.pp,
-        microbatches=arguments.microbatches,
-        schedule=arguments.schedule,
-    )
+    given = vars(arguments) | {"custom": arguments.plan}
+    given |= {name: getattr(torch, given[name]) for name in ("weight_dtype", "param_dtype", "reduce_dtype")}
+    asked = MemoryOptions(**{each.name: given[each.name] for each in fields(MemoryOptions) if each.name in given})
     if arguments.compare and arguments.pp > 1:
         raise PlanError("--compare and --pp each show several predictions side by side: pass one of --compare and --pp")
     if arguments.compare:

@@ -41,8 +41,8 @@ GPUS = {
 }
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {"kib": 2**10, "mib": 2**20, "gib": GIB}
 RESERVE_BYTES, RESERVE_SHARE = 2 * GIB, 1 / 20
+# More ranks are tried up to this many times those that were asked for.
 MOST_RANKS = 8
-"""How many times the ranks that were asked for are tried."""
 
 Change = dict[str, Any]
 
@@ -68,20 +68,16 @@ class MemoryFit:
 
     def text(self) -> str:
         """The answer in a sentence or two."""
-        room = (
-            f"{self.gpu} ({self.capacity / GIB:.1f} GiB, {self.reserve / GIB:.1f} of them kept for what is not counted)"
-        )
+        kept, peak = f"{self.reserve / GIB:.1f} of them kept for what is not counted", f"{self.peak / GIB:.2f} GiB"
+        room = f"{self.gpu} ({self.capacity / GIB:.1f} GiB, {kept})"
         if self.fits:
-            return f"fits {room}: the peak is {self.peak / GIB:.2f} GiB"
-        if self.change is None and not self.tried:
-            return f"does not fit {room}: the peak is {self.peak / GIB:.2f} GiB"
-        if self.change is None:
-            return (
-                f"does not fit {room}, and no change that was tried does ({self.tried}): the least is "
-                f"{self.peak / GIB:.2f} GiB"
-            )
-        changed = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
-        return f"does not fit {room}; the smallest change that does: {changed}, peak {self.peak / GIB:.2f} GiB"
+            return f"fits {room}: the peak is {peak}"
+        if self.change is not None:
+            changed = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
+            return f"does not fit {room}; the smallest change that does: {changed}, peak {peak}"
+        if self.tried:
+            return f"does not fit {room}, and no change that was tried does ({self.tried}): the least is {peak}"
+        return f"does not fit {room}: the peak is {peak}"
 
 
 def gpu_bytes(gpu: str | int) -> int:
@@ -137,8 +133,7 @@ def fit(
         return answer
     peaks: dict[str, int | None] = {}
 
-    def peak_with(change: Change) -> int | None:
-        """None where the model cannot be planned so."""
+    def peak_with(change: Change) -> int | None:  # None where the model cannot be planned so
         key = repr(sorted(change.items()))
         if key not in peaks:
             try:
@@ -151,7 +146,7 @@ def fit(
         found = peak_with(change)
         return found is not None and found + reserve(found) <= capacity
 
-    # The one change among the cheap ones that not every model takes.
+    # Sequence parallelism is the only cheap change that not every model takes.
     singles = [c for c in _cheap_changes(options) if "sequence_parallel" not in c or peak_with(c) is not None]
     change = _smallest(options, singles, fits, lasting_ranks=(lasting + reserve(lasting)) / capacity)
     known = [found for found in peaks.values() if found is not None]
@@ -165,7 +160,7 @@ def _smallest(
 ) -> Change | None:
     """The smallest change that `fits`; at least `lasting_ranks` times the ranks must share what lasts between steps."""
     everything: Change = {}
-    for change in singles:  # the last word on an option is the change that saves most
+    for change in singles:  # of several changes of one option the last saves most
         everything |= change
     if lasting_ranks <= 1 and everything and fits(everything):
         for change in singles:

@@ -90,7 +90,7 @@ def require_axis(tensor: "DTensor", *, tp_axis: str, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The words of an lm_head that this rank holds."""
+    """The tokens of an lm_head that this rank holds."""
 
     weight: Tensor
     """[size, H]"""
@@ -189,27 +189,27 @@ class _SumOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The words asked for, in the rows that ask for any."""
+    """The tokens asked for, in the rows that ask for any."""
 
     token_ids: Tensor
     """[N, K], 0 where ignored."""
     rows: Tensor | None
     """[N] indices into all rows; None for all of them."""
     asked: Tensor | None
-    """[N, K] bool, None where none of those rows' words is ignored."""
+    """[N, K] bool, None where none of those rows' tokens is ignored."""
     leading: torch.Size
     """The leading shape of hidden or logits."""
-    words_dim: bool
+    has_k_dim: bool
     """Whether the caller's targets have a last axis K."""
 
-    def spread_words(self, values: Tensor) -> Tensor:
+    def spread_targets(self, values: Tensor) -> Tensor:
         """[N, K] of the rows that ask, as the targets were shaped; 0 where ignored."""
         if self.asked is not None:
             values = values.where(self.asked, 0)
         if self.rows is not None:
             whole = values.new_zeros(self.leading.numel(), values.shape[1])
             values = whole.index_copy(0, self.rows, values)
-        return values.reshape((*self.leading, values.shape[1]) if self.words_dim else self.leading)
+        return values.reshape((*self.leading, values.shape[1]) if self.has_k_dim else self.leading)
 
     def spread_rows(self, values: Tensor) -> Tensor:
         """[N] of the rows that ask, as the leading shape; 0 where ignored."""
@@ -221,18 +221,18 @@ class Targets:
 def read_targets(targets: Tensor, leading: torch.Size, *, total: int, ignore_index: int | None) -> Targets:
     """Targets [...] or [..., K], `leading` being [...].
 
-    Raises ValueError for a word outside the vocabulary that is not `ignore_index`, which a sharded gather would answer
+    Raises ValueError for a token outside the vocabulary that is not `ignore_index`, which a sharded gather would answer
     with a plausible number.
     """
     if is_dtensor(targets):
         targets = targets.full_tensor()
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets are {targets.dtype}: they must be token ids, int64 or int32")
-    words_dim = targets.ndim == len(leading) + 1
-    words = targets.shape[-1] if words_dim else 1
+    has_k_dim = targets.ndim == len(leading) + 1
+    words = targets.shape[-1] if has_k_dim else 1
     token_ids, rows, asked = targets.reshape(leading.numel(), words).long(), None, None
     if not has_numbers(token_ids):  # a forecast: every row costs what a row can cost
-        return Targets(token_ids=token_ids, rows=None, asked=None, leading=leading, words_dim=words_dim)
+        return Targets(token_ids=token_ids, rows=None, asked=None, leading=leading, has_k_dim=has_k_dim)
 
     # The smallest and largest id are read only on the CPU: elsewhere that would wait for the device.
     on_cpu = token_ids.device.type == "cpu" and token_ids.numel() > 0
@@ -258,7 +258,7 @@ def read_targets(targets: Tensor, leading: torch.Size, *, total: int, ignore_ind
             "the target ignore_index"
         )
     return Targets(
-        token_ids=token_ids, rows=rows, asked=None if words == 1 else asked, leading=leading, words_dim=words_dim
+        token_ids=token_ids, rows=rows, asked=None if words == 1 else asked, leading=leading, has_k_dim=has_k_dim
     )
 
 
@@ -297,13 +297,13 @@ class Options:
         return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-# log p of a word that has no probability: low enough for exp to give 0, high enough for 0 * it to be 0.
+# log p of a token that has no probability: low enough for exp to give 0, high enough for 0 * it to be 0.
 NO_PROBABILITY = -1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Logits of N rows over this rank's words, in the dtype of the statistics, made when asked for."""
+    """Logits of N rows over this rank's tokens, in the dtype of the statistics, made when asked for."""
 
     make: Callable[[slice], Tensor]
     """[n, size] for a slice of rows. The receiver may overwrite it over a sharded vocabulary, not over a whole one."""
@@ -374,7 +374,7 @@ def _at_targets_over_ranks(rows: Rows, targets: Tensor, *, entropy: bool) -> Sta
 
 
 def of_top_k(rows: Rows, k: int) -> Statistics:
-    """Log-probabilities and ids of each row's k most probable words, most probable first."""
+    """Log-probabilities and ids of each row's k most probable tokens, most probable first."""
     sizes = rows.where.sizes()
     width, own = min(k, max(sizes)), min(k, rows.where.size)
     lse = torch.full((rows.count,), -torch.inf, dtype=rows.dtype, device=rows.device)
@@ -403,13 +403,13 @@ def _candidates(lse: Tensor, values: Tensor, ids: Tensor, *, where: VocabularySl
     packed = torch.cat([lse[:, None].view(as_integers), values.view(as_integers), ids.to(as_integers)], -1)
     of_ranks = packed.new_empty((len(sizes), *packed.shape))
     dist.all_gather(list(of_ranks), packed, group=where.group)
-    owned = [min(width, size) for size in sizes]  # what lies behind them is no word
+    owned = [min(width, size) for size in sizes]  # what is behind them is no token
     numbers = [of_rank[:, 1 : 1 + own] for of_rank, own in zip(of_ranks, owned, strict=True)]
-    words = [of_rank[:, 1 + width : 1 + width + own] for of_rank, own in zip(of_ranks, owned, strict=True)]
+    token_ids = [of_rank[:, 1 + width : 1 + width + own] for of_rank, own in zip(of_ranks, owned, strict=True)]
     return (
         of_ranks[..., 0].contiguous().view(values.dtype).logsumexp(0),
         torch.cat(numbers, -1).view(values.dtype),
-        torch.cat(words, -1).long(),
+        torch.cat(token_ids, -1).long(),
     )
 
 
@@ -422,7 +422,7 @@ def _of_slice(x: Tensor, index: Tensor, *, entropy: bool) -> tuple[Tensor, Tenso
     if not entropy:
         return at, _logsumexp_(x), None
     lse = x.logsumexp(-1)
-    finite = lse.nan_to_num(neginf=0.0)  # a slice without a possible word has no mean
+    finite = lse.nan_to_num(neginf=0.0)  # a slice without a possible token has no mean
     p = x.sub_(finite[:, None]).exp_()
     return at, lse, finite - torch.special.entr(p, out=p).sum(-1)
 
@@ -466,12 +466,12 @@ class Upstream:
 
 
 class TopKLogp(NamedTuple):
-    """Log-probabilities and the words that have them, most probable first."""
+    """Log-probabilities and the tokens that have them, most probable first."""
 
     logp: Tensor
     """[..., k] fp32 (fp64 for fp64 inputs), differentiable."""
     token_ids: Tensor
-    """[..., k] int64. Of equally probable words any may come first, the same on every rank."""
+    """[..., k] int64. Of equally probable tokens any may come first, the same on every rank."""
 
 
 def top_k_of(logp: Tensor, token_ids: Tensor | None, leading: torch.Size) -> TopKLogp:

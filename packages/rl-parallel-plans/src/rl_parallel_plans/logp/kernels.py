@@ -91,7 +91,7 @@ def _liger(
 def _verl(
     hidden: Tensor, head: Head, targets: Tensor, *, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of hidden comes back for this rank's words alone."""
+    """The gradient of hidden comes back for this rank's tokens alone."""
     call: Callable[..., tuple[Tensor, Tensor]] = _imported("verl").linear_cross_entropy
     logp, entropies = call(hidden, head.weight.contiguous(), targets, temperature, "none", head.where.group)
     # The kernel demands contiguous gradients of both outputs; that of a sum is one number seen many times.

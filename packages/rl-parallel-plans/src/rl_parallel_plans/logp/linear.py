@@ -46,7 +46,7 @@ def logp_of(
     """Log-probabilities [N, K], entropy [N] if asked for, and the token ids [N, K] where they were not given.
 
     hidden: [M, H]; rows: [N] indices of those that are wanted, None for all.
-    wanted: token ids [N, K], or K for the K most probable words.
+    wanted: token ids [N, K], or K for the K most probable tokens.
     """
     where = head.where
     if isinstance(wanted, Tensor) and where.group is None and not options.entropy:
@@ -237,14 +237,14 @@ def linear_logp(
     lm_head: a linear layer, or its weight alone where there is no bias (a tied embedding, say). Weight [V, H] and bias
         [V] are plain tensors, or DTensors on a mesh with the one axis `tp_axis`, Shard(0) (V need not divide evenly) or
         Replicate, both alike.
-    targets: [...] token ids in [0, V), or [..., K] for K words in each row, on every rank those of the whole
+    targets: [...] token ids in [0, V), or [..., K] for K tokens in each row, on every rank those of the whole
         vocabulary and of all rows.
     chunk_size: rows whose logits exist at one time; memory is O(chunk_size * V / tp), independent of the number of
         rows. None: an eighth of them, at least 256, at most 1024 and at most 256 MiB of logits.
     entropy: also return the entropy of each row's distribution, in nats, differentiable.
     softcap: `cap(x) = softcap * tanh(x / softcap)`, the final_logit_softcapping of Gemma 2; None for none.
     ignore_index: a row with this target (all K of them) costs nothing: its logp and entropy are 0 and its gradient is
-        0, as in `F.cross_entropy`. None: every target is a word, and nothing waits for the device to count rows.
+        0, as in `F.cross_entropy`. None: every target is a token, and nothing waits for the device to count rows.
     kernel: "torch"; "liger" and "verl" hand the whole to their CUDA kernels, which take temperature and entropy alone.
 
     Returns logp, shaped as targets, fp32 (fp64 for fp64 inputs), plain, the same on every rank; or (logp, entropy
@@ -279,7 +279,7 @@ def linear_logp(
         logp, entropies = kernel_logp(kernel, rows, head, token_ids=asked.token_ids, options=options)
     else:
         logp, entropies, _ = logp_of(rows, head, asked.token_ids, rows=asked.rows, options=options)
-    logp = asked.spread_words(logp)
+    logp = asked.spread_targets(logp)
     return (logp, asked.spread_rows(entropies)) if entropies is not None else logp
 
 
@@ -294,10 +294,10 @@ def top_k_logp(
     logit_scale: float = 1.0,
     tp_axis: str = "tp",
 ) -> TopKLogp:
-    """The k largest of `log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` and their words.
+    """The k largest of `log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` and their tokens.
 
     hidden: [..., H], as `linear_logp` takes it, also sequence-parallel; the other arguments are those of `linear_logp`.
-    The gradient is that of the log-probabilities; which words they belong to is taken as given.
+    The gradient is that of the log-probabilities; which tokens they belong to is taken as given.
     Raises as `linear_logp` does, and ValueError for a k outside [1, V].
     """
     options = Options(temperature=temperature, chunk_size=chunk_size, softcap=softcap, logit_scale=logit_scale)
@@ -325,13 +325,13 @@ def logp_of_token_ids(
     logit_scale: float = 1.0,
     tp_axis: str = "tp",
 ) -> Tensor:
-    """`log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` at K words of each row.
+    """`log_softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)` at K tokens of each row.
 
     hidden: [..., H], as `linear_logp` takes it, also sequence-parallel; the other arguments are those of `linear_logp`.
-    token_ids: [..., K] int64 or int32 in [0, V), the same on every rank; a word may be asked for twice.
+    token_ids: [..., K] int64 or int32 in [0, V), the same on every rank; a token may be asked for twice.
 
     Returns logp [..., K], fp32 (fp64 for fp64 inputs), differentiable, plain, the same on every rank; normalised over
-    the whole vocabulary, not over the K words. Raises as `linear_logp` does, and ValueError for a K of 0.
+    the whole vocabulary, not over the K tokens. Raises as `linear_logp` does, and ValueError for a K of 0.
     """
     if token_ids.ndim != hidden.ndim or not token_ids.shape[-1]:
         raise ValueError(

@@ -65,7 +65,7 @@ def get_logprobs_from_vocab_parallel_logits(
 
     logits: [..., V] plain, or a DTensor Shard(-1) (V need not divide evenly) or Replicate on a mesh with the one axis
         `tp_axis`: what a plan's lm_head returns.
-    target: [...] token ids in [0, V), or [..., K] for K words in each row; nothing is shifted.
+    target: [...] token ids in [0, V), or [..., K] for K tokens in each row; nothing is shifted.
     ignore_index: a row with this target is not looked at: logp, entropy and gradient are 0, as in `linear_logp`.
 
     Returns logp, shaped as target, fp32 (fp64 for fp64 logits), or (logp, entropy [...]). Raises as `linear_logp` does.
@@ -80,7 +80,7 @@ def get_logprobs_from_vocab_parallel_logits(
     asked = read_targets(target, leading, total=where.total, ignore_index=ignore_index)
     flat = local.reshape(leading.numel(), where.size)
     logp, entropies, _ = logp_of_logits(flat, asked.token_ids, rows=asked.rows, where=where, options=options)
-    logp = asked.spread_words(logp)
+    logp = asked.spread_targets(logp)
     return (logp, asked.spread_rows(entropies)) if entropies is not None else logp
 
 
@@ -156,7 +156,7 @@ def top_k_logp_from_logits(
     chunk_size: int | None = None,
     tp_axis: str = "tp",
 ) -> TopKLogp:
-    """The k largest of `log_softmax(logits / temperature)` and their words.
+    """The k largest of `log_softmax(logits / temperature)` and their tokens.
 
     logits: [..., V], as `get_logprobs_from_vocab_parallel_logits` takes them. Raises as `top_k_logp` does.
     """

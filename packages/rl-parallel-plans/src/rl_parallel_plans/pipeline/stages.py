@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages by its structure: which layers and modules each stage holds, and a module for each.
+"""Split a model into pipeline stages by its structure: which layers and modules each holds, and a module for each.
 
 A stage is the model itself with empty modules instead of those that other stages hold. Its forward stays the model's
 own code, with the model's own masks, rotary embeddings and layer indices, and its parameters keep their names:

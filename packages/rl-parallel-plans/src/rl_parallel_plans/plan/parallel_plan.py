@@ -35,7 +35,7 @@ class PlanRequest:
     tp: int
     """Ranks that one layer is split over."""
     sequence_parallel: bool = False
-    """Whether the residual stream is cut along the sequence."""
+    """Whether the residual stream is sharded along the sequence."""
     output_projections: Literal["rowwise", "colwise"] = "rowwise"
     """How o_proj and down_proj are cut."""
     ep: int = 1

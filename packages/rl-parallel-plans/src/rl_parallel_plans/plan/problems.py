@@ -70,7 +70,7 @@ class Problem:
 
 
 def find_problems(model: nn.Module, styles: "Styles", tp: int, *, ep: int = 1) -> list[Problem]:
-    """All problems, in the order in which one would mend them; the same place in every layer counts once."""
+    """All problems, in the order in which one would fix them; the same place in every layer counts once."""
     if tp == 1 and ep == 1:
         return [Problem(kind="broken_tie", message=tie)] if (tie := broken_tie(model)) else []
     styled, assigned = _assign(model, styles)
@@ -111,13 +111,10 @@ def _assign(model: nn.Module, styles: "Styles") -> "tuple[Styled, list[Found]]":
 
 
 def _quantized(model: nn.Module) -> "Iterator[Found]":
-    config = getattr(model, "config", None)
-    quantization = getattr(config, "quantization_config", None)
-    name = next((name for name, p in model.named_parameters() if p.dtype not in PLAIN), None)
-    if name is not None or quantization:
-        what = (
-            "its config has a quantization_config" if name is None else f"{name} is {model.get_parameter(name).dtype}"
-        )
+    what = next((f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype not in PLAIN), None)
+    if what is None and getattr(getattr(model, "config", None), "quantization_config", None):
+        what = "its config has a quantization_config"
+    if what is not None:
         yield "quantized", f"the model is quantized ({what}): a plan shards plain weights; load it dequantized"
 
 
@@ -180,7 +177,7 @@ def _is_fused(model: nn.Module, name: str, styled: "Styled") -> bool:
 
 
 def _attention(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
-    """What torch's own styles do not know of attention; ours say it themselves."""
+    """What torch's own styles do not check of attention; ours have `problems()` of their own."""
     config = getattr(model, "config", None)
     for path, module in model.named_modules():
         children = dict(module.named_children())
@@ -205,8 +202,15 @@ def _attention(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]"
 
 
 def _ties(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
+    def placement(name: str) -> str:
+        path, _, parameter = name.rpartition(".")
+        if path not in styled:
+            return "Replicate"
+        found = (parameter_placements(styled[path], model.get_submodule(path)) or {}).get(parameter)
+        return f"unknown under {type(styled[path]).__name__}" if found is None else in_words(found)
+
     for names in tied_names(model):
-        ends = {name: _placement(model, styled, name) for name in names}
+        ends = {name: placement(name) for name in names}
         if len(set(ends.values())) > 1:
             where = ", ".join(f"{n}: {p}" for n, p in ends.items())
             message = f"tied parameters would be placed differently ({where}), which parts them"
@@ -216,7 +220,7 @@ def _ties(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
 
 
 def _embedding(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
-    """A model that takes rows out of its embedding's weight itself would meet this rank's words only."""
+    """A model that indexes its embedding's weight itself would find only this rank's tokens."""
     path = input_embedding(model)
     if path is None or path not in styled:
         return
@@ -231,7 +235,7 @@ def _embedding(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
 
 
 def _stream(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
-    """A module beside the layers that would meet the stream both whole and cut along the sequence (NanoChat's norm)."""
+    """A module beside the layers would get the stream both whole and sharded along the sequence (NanoChat's norm)."""
     for path, style in styled.items():
         if type(style).__name__ != "SequenceShardedParallel":
             continue
@@ -250,14 +254,17 @@ def _head(model: nn.Module, styled: "Styled", tp: int) -> "Iterator[Found]":
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     head = output_head(model)
-    style = styled.get(head) if head is not None else None
-    if isinstance(style, ColwiseParallel) and shards_features(style) and style.use_local_output:
-        message = f"{head} would return this rank's logits as a plain tensor, which nothing tells from all of them"
-        yield "local_lm_head", f"{message}; use ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
-    if isinstance(style, ColwiseParallel) and not shards_features(style):
-        words = getattr(model.get_submodule(head), "out_features", 0) if head is not None else 0
+    style = None if head is None else styled.get(head)
+    if head is None or not isinstance(style, ColwiseParallel):
+        return
+    remedy = "use ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
+    if not shards_features(style):
+        words = getattr(model.get_submodule(head), "out_features", 0)
         message = f"{head} would gather its output: {words:,} logits a token on every rank, and not {words // tp:,}"
-        yield "gathered_lm_head", f"{message}; use ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
+        yield "gathered_lm_head", f"{message}; {remedy}"
+    elif style.use_local_output:
+        message = f"{head} would return this rank's logits as a plain tensor, which nothing tells from all of them"
+        yield "local_lm_head", f"{message}; {remedy}"
 
 
 def _large(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
@@ -269,12 +276,3 @@ def _large(model: nn.Module, styled: "Styled") -> "Iterator[Found]":
             where = collapsed(joined(path, name))
             message = f"{where} {list(parameter.shape)} is named by no rule and would stay whole on every rank"
             yield "large_replicated", f"{message}: name it, or accept that by allow=['large_replicated']"
-
-
-def _placement(model: nn.Module, styled: "Styled", name: str) -> str:
-    path, _, parameter = name.rpartition(".")
-    if path not in styled:
-        return "Replicate"
-    placements = parameter_placements(styled[path], model.get_submodule(path)) or {}
-    placement = placements.get(parameter)
-    return f"unknown under {type(styled[path]).__name__}" if placement is None else in_words(placement)

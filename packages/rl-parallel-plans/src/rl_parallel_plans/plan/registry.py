@@ -39,8 +39,8 @@ def qualified_name(cls: type) -> str:
 def register_plan(model_name: str) -> Callable[[Builder], Builder]:
     """Register the decorated function as the plan of the model class named `model_name` (`module.qualname`).
 
-    The function is called with the model, and with what it has parameters for of `tp`, `ep`, `sequence_parallel` and
-    `output_projections`; asked for one that it has no parameter for, it is refused. It returns a mapping from a
+    The function is called with the model, and with those of `tp`, `ep`, `sequence_parallel` and `output_projections`
+    that it has parameters for; a plan that needs another one of them is refused. It returns a mapping from a
     pattern of module names (`model.layers.*.mlp.up_proj`) to a `ParallelStyle` or a Hugging Face style string.
 
     Raises PlanError where another function holds the name already.

@@ -5,8 +5,8 @@ are described here. `ParameterRow` stands for the same parameter in every layer,
 the largest piece where a dim does not divide evenly. `CollectiveRow` stands for all decoder layers that communicate
 alike, or for one place outside them; FSDP's collectives are not counted.
 
-Bytes of collectives are those of the tensors that they make whole or cut, per token: hidden size times the activations'
-item size, taken from the parameters. What a rank really sends for a tensor of N bytes, on a ring of t ranks:
+Bytes of collectives are those of the tensors that they gather or reduce, per token: hidden size times the item size of
+the activations, taken from the parameters. What a rank sends for a tensor of N bytes, on a ring of t ranks:
 
     all-reduce 2 N (t - 1) / t      all-gather, reduce-scatter N (t - 1) / t      all-to-all N (t - 1) / t^2
 """

@@ -6,12 +6,13 @@ makes no process group.
 Gradients are SUMMED over the data-parallel ranks and not averaged, at every number of them: a loss that divides by the
 step's global count gives results that do not depend on the ranks.
 
-A unit gathers its parameters in one collective, in one dtype and over one mesh. What of a layer does not fit the most
-of it becomes a small unit of its own inside of the layer: the module that holds it, for these parameters only.
+A unit gathers its parameters in one collective, in one dtype and over one mesh. Parameters that differ from most of
+their layer in dtype, precision or mesh become a small unit of their own inside of it: the module that holds them, for
+these parameters only.
 
-Some parameters stay in fp32 when the others are gathered in half precision: those that the model's own code says must
-(`_keep_in_fp32_modules_strict`; under float16 `_keep_in_fp32_modules` too: what `from_pretrained` reads), and a few
-that decide more than their size: the decay of a state-space layer is the exponential of an exponential, and a router's
+Some parameters stay in fp32 when the others are gathered in half precision: those that the model's own code names
+(`_keep_in_fp32_modules_strict`; under float16 `_keep_in_fp32_modules` too, as `from_pretrained` does), and a few small
+ones with a large effect: the decay of a state-space layer is the exponential of an exponential, and a router's
 correction bias ranks experts by differences that bfloat16 rounds away.
 """
 
