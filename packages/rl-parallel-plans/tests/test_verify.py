@@ -259,7 +259,7 @@ def test_check_that_compared_nothing_is_a_note_and_not_ok(check, facts):
         "absent": [],
         "thawed": [],
         "frozen": 1,
-        "placed": "words",
+        "placed": "vocabulary",
         "shape": [[1], [1]],
         "misplaced": {},
         "placed_gradients": 1,

@@ -24,7 +24,6 @@ from rl_parallel_plans.verification import probes
 from rl_parallel_plans.verification.gradients import gradient_facts, gradient_row, whole, whole_rows
 from rl_parallel_plans.verification.plan_under_test import imported, plan_of, shard
 from rl_parallel_plans.verification.reference import (
-    Batch,
     Microbatch,
     Subject,
     Truth,
@@ -67,7 +66,7 @@ def run_rank(
         elif task.measure == "checkpoint":
             facts = probes.checkpoint_facts(request, subject.model)
         elif task.measure == "outputs":
-            facts = probes.output_facts(request, subject.model, subject.batches[task.name])
+            facts = probes.output_facts(request, subject.model, subject.truths[task.name].batch)
         else:
             facts = (pipeline_facts if request.pp > 1 else step_facts)(request, task, subject)
         of_all: list[Any] = [None] * request.world
@@ -111,7 +110,7 @@ def step_facts(request: Request, task: Task, subject: Subject) -> Facts:
     """Forward and backward of the sharded model, and an optimizer step if the task has one. Collective."""
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-    batch, truth = subject.batches[task.name], subject.truths[task.name]
+    truth = subject.truths[task.name]
     model: Any = copy.deepcopy(subject.model)
     frozen = _freeze(model, task)
     ties = tie_groups(model)
@@ -122,12 +121,12 @@ def step_facts(request: Request, task: Task, subject: Subject) -> Facts:
         model.hidden_logp = hidden_logp.__get__(model)
         register_fsdp_forward_method(model, "hidden_logp")
     dp_rank = mesh.get_local_rank("dp") if request.dp > 1 else 0
-    facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": batch.margin}
-    for i, rows in enumerate(_rows_of_rank(request, batch, truth, dp_rank=dp_rank), start=1):
+    facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": truth.batch.margin}
+    for i, rows in enumerate(_rows_of_rank(request, truth, dp_rank), start=1):
         if task.defer and hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(i == len(batch.microbatches))
+            model.set_requires_gradient_sync(i == len(truth.batch.microbatches))
         logp: Any = _compared_logp(request, task, model, rows=rows, facts=facts, mesh=mesh)
-        (logp.sum() / -batch.count).backward()
+        (logp.sum() / -truth.batch.count).backward()
     facts |= {
         "tied": tie_groups(model) == ties,
         "ties": ties,
@@ -158,11 +157,11 @@ def _freeze(model: nn.Module, task: Task) -> set[str]:
     return frozen
 
 
-def _rows_of_rank(request: Request, batch: Batch, truth: Truth, *, dp_rank: int) -> list[tuple[Microbatch, Tensor]]:
+def _rows_of_rank(request: Request, truth: Truth, dp_rank: int) -> list[tuple[Microbatch, Tensor]]:
     """This data-parallel rank's rows of each microbatch, and their true logits."""
     return [
         (microbatch.rows_of(dp_rank, request.dp), logits.chunk(request.dp)[dp_rank])
-        for microbatch, logits in zip(batch.microbatches, truth.logits, strict=True)
+        for microbatch, logits in zip(truth.batch.microbatches, truth.logits, strict=True)
     ]
 
 
@@ -181,7 +180,7 @@ def _compared_logp(
         if is_dtensor(logits):
             (placement,) = logits.placements if len(logits.placements) == 1 else (logits.placements,)
             by_token = getattr(placement, "dim", None) in {-1, logits.ndim - 1}
-            facts["placed"] = "words" if by_token else str(placement)
+            facts["placed"] = "vocabulary" if by_token else str(placement)
         elif logits.shape[-1] != true.shape[-1] and request.tp > 1:
             # A plain slice of the vocabulary is one check's verdict; the others go on with what it stands for.
             from torch.distributed.tensor import DTensor, Shard
@@ -218,7 +217,7 @@ def pipeline_facts(request: Request, task: Task, subject: Subject) -> Facts:
     from rl_parallel_plans.pipeline.schedule import pipeline_stages
     from rl_parallel_plans.pipeline.stages import boundary_of
 
-    batch, truth = subject.batches[task.name], subject.truths[task.name]
+    truth = subject.truths[task.name]
     model = copy.deepcopy(subject.model)
     reference = {name: parameter.detach() for name, parameter in subject.model.named_parameters()}
     frozen = _freeze(model, task)
@@ -227,12 +226,12 @@ def pipeline_facts(request: Request, task: Task, subject: Subject) -> Facts:
     shape = (request.pp, request.dp, request.tp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     pipeline = pipeline_stages(model, mesh, plan_of(request, model), schedule=task.schedule, src_data_rank=None)
-    facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": batch.margin, "misplaced": {}}
+    facts: Facts = {"logits": 0.0, "logits_noise": 0.0, "margin": truth.batch.margin, "misplaced": {}}
 
     def loss_of(stage: nn.Module, rows: tuple[Microbatch, Tensor]) -> Tensor:
-        return _compared_logp(request, task, stage, rows=rows, facts=facts, mesh=mesh).sum() / -batch.count
+        return _compared_logp(request, task, stage, rows=rows, facts=facts, mesh=mesh).sum() / -truth.batch.count
 
-    microbatches = _rows_of_rank(request, batch, truth, dp_rank=mesh.get_local_rank("dp"))
+    microbatches = _rows_of_rank(request, truth, mesh.get_local_rank("dp"))
     rows, length = microbatches[0][0].ids.shape
     loss = pipeline.step(microbatches, loss_of, shape=(rows, length))
     dist.all_reduce(loss)  # every rank of a pipeline and of tp has the sum of its own rows

@@ -65,8 +65,9 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class Truth:
-    """What the unsharded model computes."""
+    """What the unsharded model computes from a batch."""
 
+    batch: Batch
     logits: list[Tensor]
     loss: float
     gradients: dict[str, Tensor]
@@ -75,10 +76,9 @@ class Truth:
 
 @dataclass(slots=True)
 class Subject:
-    """The model of one variant, with the batch and the truth of each task."""
+    """The model of one variant, with the truth of each task."""
 
     model: nn.Module
-    batches: dict[str, Batch] = field(default_factory=dict)
     truths: dict[str, Truth] = field(default_factory=dict)
 
 
@@ -139,18 +139,15 @@ def run_unsharded(request: Request, subjects: Mapping[str, Subject]) -> dict[str
     cannot do the first one.
     """
     skipped = {}
-    same: dict[tuple[Any, ...], str] = {}
+    same: dict[tuple[Any, ...], Truth] = {}
     for task in request.tasks:
         if task.measure not in {"step", "outputs"} or task.variant not in subjects:
             continue
         subject = subjects[task.variant]
         key = (task.variant, task.length, task.rows, task.microbatches, task.left_padding, task.image)
         try:
-            if key in same:
-                batch, truth = subject.batches[same[key]], subject.truths[same[key]]
-            else:
-                batch = draw(subject.model, task, dp=request.dp)
-                truth = run_truth(subject.model, batch)
+            if key not in same:
+                same[key] = run_truth(subject.model, draw(subject.model, task, dp=request.dp))
         except Exception as error:  # the code of a model may raise anything
             message = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if task is request.tasks[0]:
@@ -160,16 +157,16 @@ def run_unsharded(request: Request, subjects: Mapping[str, Subject]) -> dict[str
                 ) from error
             skipped[task.name] = f"the unsharded model cannot do this: {message[:240]}"
             continue
-        subject.batches[task.name], subject.truths[task.name] = batch, truth
-        same.setdefault(key, task.name)
-        if task.loss == "hidden" and (reason := _linear_logp_misfit(subject.model, batch.microbatches[0])) is not None:
+        subject.truths[task.name] = same[key]
+        if task.loss == "hidden" and (reason := _linear_logp_misfit(subject.model, same[key].batch)) is not None:
             skipped[task.name] = reason
     return skipped
 
 
 @torch.no_grad()
-def _linear_logp_misfit(model: nn.Module, microbatch: Microbatch) -> str | None:
+def _linear_logp_misfit(model: nn.Module, batch: Batch) -> str | None:
     """Why `linear_logp` does not compute what the unsharded model computes; None if it does."""
+    microbatch = batch.microbatches[0]
     try:
         logp = hidden_logp(model, microbatch.ids)
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything
@@ -228,7 +225,7 @@ def run_truth(model: nn.Module, batch: Batch) -> Truth:
     model.zero_grad()
     names = dict.fromkeys(name for gradients in by_microbatch for name in gradients)
     total: Any = {name: sum(g[name] for g in by_microbatch if name in g) for name in names}
-    return Truth(logits=all_logits, loss=loss, gradients=total, by_microbatch=by_microbatch)
+    return Truth(batch=batch, logits=all_logits, loss=loss, gradients=total, by_microbatch=by_microbatch)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -278,7 +275,7 @@ def add_rounding_noise(task: Task, facts: dict[str, Any], subject: Subject) -> N
                 sign = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + sign * ULP)
         try:
-            moved = run_truth(model, subject.batches[task.name])
+            moved = run_truth(model, truth.batch)
         finally:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

@@ -225,7 +225,7 @@ def _frozen(_request: Request, _task: Task, facts: Facts) -> Outcome:
 def _head(request: Request, _task: Task, facts: Facts) -> Outcome:
     if request.tp == 1:
         return {"verdict": "skipped", "detail": "tp=1"}
-    if facts["placed"] == "words":
+    if facts["placed"] == "vocabulary":
         return _outcome((), detail="logits are a DTensor Shard(-1)")
     if facts["shape"][0] != facts["shape"][1]:
         line = "logits are a plain slice of the vocabulary, and nothing says which; give it use_local_output=False"
