@@ -7,6 +7,7 @@ do it for all (`block`). Weights are those of nn.Linear, [out, in], unless a sty
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -328,7 +329,7 @@ class VocabularyParallelEmbedding(LocalParameters):
     padding word is one on the rank that holds it and on no other.
     """
 
-    table = every(ROWS)
+    table = MappingProxyType({"weight": ROWS})
 
     def collectives(self) -> tuple[Counts, Counts]:
         """The sum."""
