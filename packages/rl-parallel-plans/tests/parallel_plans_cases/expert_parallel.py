@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import rl_parallel_plans as plans
 from parallel_plans_cases.cases import error, gradient_errors, total_loss
 from parallel_plans_cases.models import tiny, token_ids
-from rl_parallel_plans.plan.parallel_plan import _own_plan, make_plan
+from rl_parallel_plans.plan.parallel_plan import PlanRequest, _own_plan, make_plan
 
 
 def parity(
