@@ -5,6 +5,7 @@ import torch
 import transformers
 from parallel_plans_cases.models import tiny, tiny_on_meta
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from rl_parallel_plans import ParallelPlan, PlanError, ReplicatedParallel, plan_for
 
@@ -282,3 +283,21 @@ def test_bare_backbone_has_a_plan_too():
     assert plan.source == "structure"
     assert "layers.*.self_attn.q_proj" in plan.styles
     assert "embed_tokens" in plan.styles
+
+
+class Around(nn.Module):
+    """A model around others, with the methods by which a Hugging Face model names its embedding and its head."""
+
+    def __init__(self, embedding, head=None, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.get_input_embeddings = lambda: self.get_submodule(embedding)
+        self.get_output_embeddings = lambda: None if head is None else self.get_submodule(head)
+
+
+def test_head_of_the_language_model_that_a_model_holds_is_the_head():
+    """Nemotron-H Omni names an embedding and no head: its logits are those of the model inside."""
+    model = Around("text.model.embed_tokens", text=tiny_on_meta("llama"), vision=nn.Linear(8, 8))
+    head = plan_for(model, tp=2).styles["text.lm_head"]
+    assert (head.output_layouts, head.use_local_output) == ((Shard(-1),), False)

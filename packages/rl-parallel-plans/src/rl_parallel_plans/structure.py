@@ -77,9 +77,20 @@ def text_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def output_head(model: nn.Module) -> str | None:
-    """Path of the linear layer that makes logits: `get_output_embeddings()`, else a child `lm_head`."""
-    head = _embedding(model, "get_output_embeddings")
-    return _path_of(model, getattr(model, "lm_head", None) if head is None else head)
+    """Path of what makes logits: `get_output_embeddings()`, else a child `lm_head`.
+
+    Of the model, or of the outermost of the modules around its input embedding that has one: a model may hold a whole
+    language model, and its logits are the model's.
+    """
+    embedding = input_embedding(model)
+    names = [] if embedding is None else embedding.split(".")
+    for depth in range(max(len(names), 1)):
+        owner = model.get_submodule(".".join(names[:depth]))
+        head = _embedding(owner, "get_output_embeddings")
+        head = getattr(owner, "lm_head", None) if head is None else head
+        if (path := _path_of(model, head)) is not None:
+            return path
+    return None
 
 
 def input_embedding(model: nn.Module) -> str | None:
