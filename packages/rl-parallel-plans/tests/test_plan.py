@@ -301,3 +301,13 @@ def test_head_of_the_language_model_that_a_model_holds_is_the_head():
     model = Around("text.model.embed_tokens", text=tiny_on_meta("llama"), vision=nn.Linear(8, 8))
     head = plan_for(model, tp=2).styles["text.lm_head"]
     assert (head.output_layouts, head.use_local_output) == ((Shard(-1),), False)
+
+
+def test_several_embeddings_and_heads_are_refused_and_promise_no_tie():
+    """MusicGen has an embedding and a head for each codebook."""
+    lists = {name: nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for name in ("embed_tokens", "lm_heads")}
+    model = Around("embed_tokens", "lm_heads", layers=tiny_on_meta("llama").model.layers, **lists)
+    model.config = transformers.LlamaConfig(tie_word_embeddings=True)
+    assert plan_for(model, tp=1).problems == ()
+    with pytest.raises(PlanError, match=r"its input embedding embed_tokens is a ModuleList and not an nn\.Emb"):
+        plan_for(model, tp=2)

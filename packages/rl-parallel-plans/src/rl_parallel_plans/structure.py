@@ -267,8 +267,11 @@ def broken_tie(model: nn.Module) -> str | None:
     embedding, head = input_embedding(model), output_head(model)
     if not promised or embedding is None or head is None:
         return None
-    if any("pipeline_path" in model.get_submodule(path).__dict__ for path in (embedding, head)):
+    modules = [model.get_submodule(path) for path in (embedding, head)]
+    if any("pipeline_path" in module.__dict__ for module in modules):
         return None  # a pipeline stage that holds one end: the pipeline keeps both equal
+    if not all(isinstance(getattr(module, "weight", None), nn.Parameter) for module in modules):
+        return None  # several embeddings or heads in a list (MusicGen), of which no rule says which are one
     ends = [f"{path}.weight" for path in (embedding, head)]
     if model.get_parameter(ends[0]) is model.get_parameter(ends[1]):
         return None

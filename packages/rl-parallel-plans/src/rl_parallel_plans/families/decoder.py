@@ -159,8 +159,10 @@ def _cut_stream(model: nn.Module, backbone: str, *, layers: str, in_blocks: bool
 
 def _embedding(model: nn.Module) -> Styles:
     path = input_embedding(model)
-    if path is None or not isinstance(embedding := model.get_submodule(path), nn.Embedding):
+    if path is None:
         raise NotRecognizedError("it has no input embedding that is an nn.Embedding")
+    if not isinstance(embedding := model.get_submodule(path), nn.Embedding):
+        raise NotRecognizedError(f"its input embedding {path} is a {type(embedding).__name__} and not an nn.Embedding")
     if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
         raise NotRecognizedError(f"{path} has max_norm, sparse or scale_grad_by_freq, which need all words on one rank")
     return {path: VocabularyParallelEmbedding()}
