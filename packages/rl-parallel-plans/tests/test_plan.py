@@ -311,3 +311,10 @@ def test_several_embeddings_and_heads_are_refused_and_promise_no_tie():
     assert plan_for(model, tp=1).problems == ()
     with pytest.raises(PlanError, match=r"its input embedding embed_tokens is a ModuleList and not an nn\.Emb"):
         plan_for(model, tp=2)
+
+
+def test_attention_that_reshapes_to_the_features_of_its_input_is_refused():
+    with torch.device("meta"):
+        model = transformers.TrOCRForCausalLM(transformers.TrOCRConfig(decoder_layers=1))
+    with pytest.raises(PlanError, match=r"TrOCRAttention\.forward gives the output of its heads the features of its"):
+        plan_for(model, tp=2)

@@ -115,6 +115,32 @@ def source_of_forward(module: nn.Module) -> str:
         return ""
 
 
+def reshapes_to_input_width(module: nn.Module) -> str | None:
+    """The local name in which a module's forward keeps the features of its input, to reshape what it computes to them.
+
+    `b, t, width = x.size()` and later `y.reshape(b, t, width)`: wrong where `y` is made of some of the features only.
+    None where its text shows no such thing.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(source_of_forward(module)))
+    except SyntaxError:
+        return None
+    widths = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(names := node.targets[0], ast.Tuple):
+            continue
+        if ast.unparse(node.value) in ("hidden_states.size()", "hidden_states.shape") and len(names.elts) == 3:
+            widths |= {name.id for name in names.elts[2:] if isinstance(name, ast.Name)}
+    reshapes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("reshape", "view")
+    ]
+    last = [call.args[-1] for call in reshapes if call.args]
+    last = [each.elts[-1] if isinstance(each, ast.Tuple) and each.elts else each for each in last]
+    return next((each.id for each in last if isinstance(each, ast.Name) and each.id in widths), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AroundLayers:
     """What a module's forward does around its loop over a list of layers."""
