@@ -318,3 +318,12 @@ def test_attention_that_reshapes_to_the_features_of_its_input_is_refused():
         model = transformers.TrOCRForCausalLM(transformers.TrOCRConfig(decoder_layers=1))
     with pytest.raises(PlanError, match=r"TrOCRAttention\.forward gives the output of its heads the features of its"):
         plan_for(model, tp=2)
+
+
+def test_layers_spread_over_several_lists_are_not_cut_along_the_sequence():
+    """XLM calls attention, norms and feed-forwards by turns, each from a list of its own."""
+    with torch.device("meta"):
+        model = transformers.XLMWithLMHeadModel(transformers.XLMConfig(n_layers=2))
+    assert plan_for(model, tp=2).source == "structure"
+    with pytest.raises(PlanError, match=r"calls items of attentions, layer_norm1, layer_norm2 between those of ffns"):
+        plan_for(model, tp=2, sequence_parallel=True)

@@ -148,7 +148,7 @@ class AroundLayers:
     before: frozenset[str]
     """Children that it calls before the loop."""
     inside: frozenset[str]
-    """Children that it calls in the loop, beside the layers."""
+    """Children that it calls in the loop, beside the layers; a list where it calls an item of it."""
     repeated: bool
     """Whether the layers run more than once in a forward: a loop in a loop, or several of them."""
 
@@ -172,7 +172,8 @@ def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
     calls = [
         (name, node.lineno)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and (name := child(node.func)) is not None
+        if isinstance(node, ast.Call)
+        and (name := child(node.func.value if isinstance(node.func, ast.Subscript) else node.func)) is not None
     ]
     begin = min(loop.lineno for loop in of_layers)
     end = max(loop.end_lineno or loop.lineno for loop in of_layers)

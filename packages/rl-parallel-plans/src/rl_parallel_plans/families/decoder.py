@@ -55,6 +55,8 @@ def decoder_plan(model: nn.Module, layout: Layout) -> Styles:
         raise NotRecognizedError(f"it is quantized: {quantized} is {model.get_parameter(quantized).dtype}")
     config = text_config(model)
     backbone = path.rpartition(".")[0]
+    if layout.sequence_parallel:
+        _refuse_other_lists(model, backbone, path)
     why = _why_whole(model, backbone, path) if layout.sequence_parallel else None
     in_blocks = layout.sequence_parallel and why is None
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
@@ -122,6 +124,19 @@ def _merged(by_pattern: dict[str, list[tuple[str, ParallelStyle]]]) -> Styles:
         alike = len({repr(style) for _, style in found}) == 1
         styles |= {pattern: found[0][1]} if alike else dict(found)
     return styles
+
+
+def _refuse_other_lists(model: nn.Module, backbone: str, layers: str) -> None:
+    """NotRecognizedError where items of other lists run between those of `layers`: the stream is cut between layers."""
+    owner, own = model.get_submodule(backbone), layers.rpartition(".")[2]
+    around = around_layers(owner, own)
+    children = dict(owner.named_children())
+    others = sorted(n for n in (around.inside if around else ()) if isinstance(children.get(n), nn.ModuleList))
+    if others:
+        raise NotRecognizedError(
+            f"{type(owner).__name__}.forward calls items of {', '.join(others)} between those of {own}, where the "
+            "residual stream would be cut along the sequence; plan with sequence_parallel=False"
+        )
 
 
 def _why_whole(model: nn.Module, backbone: str, layers: str) -> str | None:
