@@ -190,13 +190,14 @@ def _leave(tensor: Tensor, mesh: "DeviceMesh", *, produced: Placement, outside: 
 
 def _in_the_shape_of_the_stream(_module: nn.Module, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Llama 4's mixture returns [B * S, H], whose dim 1 is not the sequence; its layer views that as the stream."""
-    stream = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim > 2), None)
     output = call(*args, **kwargs)
     first = output[0] if isinstance(output, tuple | list) else output
-    # Of the same features only: a view of anything else could be the wrong one.
-    if stream is None or first.ndim != 2 or first.shape != (stream.shape[:-1].numel(), stream.shape[-1]):
+    if first.ndim != 2:
         return output
-    first = first.view(stream.shape)
+    streams = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 3]
+    if not streams or first.shape != (streams[0].shape[0] * streams[0].shape[1], streams[0].shape[2]):
+        return output
+    first = first.view(streams[0].shape)
     return type(output)([first, *output[1:]]) if isinstance(output, tuple | list) else first
 
 
