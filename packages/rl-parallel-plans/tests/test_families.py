@@ -151,7 +151,7 @@ def test_column_wise_output_projections_are_refused_for_mixers(architecture):
         plans.plan_for(tiny(architecture, device="meta"), tp=2, output_projections="colwise")
 
 
-@pytest.mark.parametrize("architecture", ["bamba", "minimax", "qwen3_next", "opt"])
+@pytest.mark.parametrize("architecture", ["bamba", "llama4", "minimax", "qwen3_next", "opt"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_plan_counts_the_collectives_that_run(ranks, architecture, sequence_parallel):
     needs(architecture)

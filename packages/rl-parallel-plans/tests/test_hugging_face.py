@@ -258,6 +258,16 @@ def test_norm_over_features_that_are_cut_is_refused():
         translate_plan(Part(attention=attention), {"attention.q_a_proj": "colwise"})
 
 
+def test_layer_that_sums_cut_features_where_nothing_cuts_them_is_refused():
+    """GLM-5-Next's plan knows the output projection of linear attention, and not what leads to it."""
+    plan = {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}
+    known = Part(q_proj=nn.Linear(4, 4), o_proj=nn.Linear(4, 4))
+    assert set(translate_plan(Part(layers=nn.ModuleList([known])), plan).styles) == set(plan)
+    other = Part(in_proj=nn.Linear(4, 4), o_proj=nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"o_proj' .*no rule cuts what is beside it \(in_proj\)"):
+        translate_plan(Part(layers=nn.ModuleList([known, other])), plan)
+
+
 def test_pattern_that_a_caller_brings_and_that_matches_nothing_is_left_for_check_to_list():
     model = built("llama", device="meta")
     plan = plan_for(model, tp=2, custom={"model.layers.*.mlp.no_such_proj": "colwise"})

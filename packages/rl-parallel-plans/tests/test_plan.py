@@ -5,6 +5,7 @@ import torch
 import transformers
 from parallel_plans_cases.models import tiny, tiny_on_meta
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from rl_parallel_plans import ParallelPlan, PlanError, ReplicatedParallel, plan_for
 
@@ -282,3 +283,47 @@ def test_bare_backbone_has_a_plan_too():
     assert plan.source == "structure"
     assert "layers.*.self_attn.q_proj" in plan.styles
     assert "embed_tokens" in plan.styles
+
+
+class Around(nn.Module):
+    """A model around others, with the methods by which a Hugging Face model names its embedding and its head."""
+
+    def __init__(self, embedding, head=None, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.get_input_embeddings = lambda: self.get_submodule(embedding)
+        self.get_output_embeddings = lambda: None if head is None else self.get_submodule(head)
+
+
+def test_head_of_the_language_model_that_a_model_holds_is_the_head():
+    """Nemotron-H Omni names an embedding and no head: its logits are those of the model inside."""
+    model = Around("text.model.embed_tokens", text=tiny_on_meta("llama"), vision=nn.Linear(8, 8))
+    head = plan_for(model, tp=2).styles["text.lm_head"]
+    assert (head.output_layouts, head.use_local_output) == ((Shard(-1),), False)
+
+
+def test_several_embeddings_and_heads_are_refused_and_promise_no_tie():
+    """MusicGen has an embedding and a head for each codebook."""
+    lists = {name: nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for name in ("embed_tokens", "lm_heads")}
+    model = Around("embed_tokens", "lm_heads", layers=tiny_on_meta("llama").model.layers, **lists)
+    model.config = transformers.LlamaConfig(tie_word_embeddings=True)
+    assert plan_for(model, tp=1).problems == ()
+    with pytest.raises(PlanError, match=r"its input embedding embed_tokens is a ModuleList and not an nn\.Emb"):
+        plan_for(model, tp=2)
+
+
+def test_attention_that_reshapes_to_the_features_of_its_input_is_refused():
+    with torch.device("meta"):
+        model = transformers.TrOCRForCausalLM(transformers.TrOCRConfig(decoder_layers=1))
+    with pytest.raises(PlanError, match=r"TrOCRAttention\.forward gives the output of its heads the features of its"):
+        plan_for(model, tp=2)
+
+
+def test_layers_spread_over_several_lists_are_not_cut_along_the_sequence():
+    """XLM calls attention, norms and feed-forwards by turns, each from a list of its own."""
+    with torch.device("meta"):
+        model = transformers.XLMWithLMHeadModel(transformers.XLMConfig(n_layers=2))
+    assert plan_for(model, tp=2).source == "structure"
+    with pytest.raises(PlanError, match=r"calls items of attentions, layer_norm1, layer_norm2 between those of ffns"):
+        plan_for(model, tp=2, sequence_parallel=True)

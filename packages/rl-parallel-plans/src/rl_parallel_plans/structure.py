@@ -77,9 +77,20 @@ def text_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def output_head(model: nn.Module) -> str | None:
-    """Path of the linear layer that makes logits: `get_output_embeddings()`, else a child `lm_head`."""
-    head = _embedding(model, "get_output_embeddings")
-    return _path_of(model, getattr(model, "lm_head", None) if head is None else head)
+    """Path of what makes logits: `get_output_embeddings()`, else a child `lm_head`.
+
+    Of the model, or of the outermost of the modules around its input embedding that has one: a model may hold a whole
+    language model, and its logits are the model's.
+    """
+    embedding = input_embedding(model)
+    names = [] if embedding is None else embedding.split(".")
+    for depth in range(max(len(names), 1)):
+        owner = model.get_submodule(".".join(names[:depth]))
+        head = _embedding(owner, "get_output_embeddings")
+        head = getattr(owner, "lm_head", None) if head is None else head
+        if (path := _path_of(model, head)) is not None:
+            return path
+    return None
 
 
 def input_embedding(model: nn.Module) -> str | None:
@@ -104,6 +115,32 @@ def source_of_forward(module: nn.Module) -> str:
         return ""
 
 
+def reshapes_to_input_width(module: nn.Module) -> str | None:
+    """The local name in which a module's forward keeps the features of its input, to reshape what it computes to them.
+
+    `b, t, width = x.size()` and later `y.reshape(b, t, width)`: wrong where `y` is made of some of the features only.
+    None where its text shows no such thing.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(source_of_forward(module)))
+    except SyntaxError:
+        return None
+    widths = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(names := node.targets[0], ast.Tuple):
+            continue
+        if ast.unparse(node.value) in ("hidden_states.size()", "hidden_states.shape") and len(names.elts) == 3:
+            widths |= {name.id for name in names.elts[2:] if isinstance(name, ast.Name)}
+    reshapes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("reshape", "view")
+    ]
+    last = [call.args[-1] for call in reshapes if call.args]
+    last = [each.elts[-1] if isinstance(each, ast.Tuple) and each.elts else each for each in last]
+    return next((each.id for each in last if isinstance(each, ast.Name) and each.id in widths), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AroundLayers:
     """What a module's forward does around its loop over a list of layers."""
@@ -111,7 +148,7 @@ class AroundLayers:
     before: frozenset[str]
     """Children that it calls before the loop."""
     inside: frozenset[str]
-    """Children that it calls in the loop, beside the layers."""
+    """Children that it calls in the loop, beside the layers; a list where it calls an item of it."""
     repeated: bool
     """Whether the layers run more than once in a forward: a loop in a loop, or several of them."""
 
@@ -135,7 +172,8 @@ def around_layers(module: nn.Module, layers: str) -> AroundLayers | None:
     calls = [
         (name, node.lineno)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and (name := child(node.func)) is not None
+        if isinstance(node, ast.Call)
+        and (name := child(node.func.value if isinstance(node.func, ast.Subscript) else node.func)) is not None
     ]
     begin = min(loop.lineno for loop in of_layers)
     end = max(loop.end_lineno or loop.lineno for loop in of_layers)
@@ -256,8 +294,11 @@ def broken_tie(model: nn.Module) -> str | None:
     embedding, head = input_embedding(model), output_head(model)
     if not promised or embedding is None or head is None:
         return None
-    if any("pipeline_path" in model.get_submodule(path).__dict__ for path in (embedding, head)):
+    modules = [model.get_submodule(path) for path in (embedding, head)]
+    if any("pipeline_path" in module.__dict__ for module in modules):
         return None  # a pipeline stage that holds one end: the pipeline keeps both equal
+    if not all(isinstance(getattr(module, "weight", None), nn.Parameter) for module in modules):
+        return None  # several embeddings or heads in a list (MusicGen), of which no rule says which are one
     ends = [f"{path}.weight" for path in (embedding, head)]
     if model.get_parameter(ends[0]) is model.get_parameter(ends[1]):
         return None

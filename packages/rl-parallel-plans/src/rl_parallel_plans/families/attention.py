@@ -28,7 +28,7 @@ from rl_parallel_plans.families.parts import (
     refuse_unknown,
     replicated_inside,
 )
-from rl_parallel_plans.structure import head_size
+from rl_parallel_plans.structure import head_size, reshapes_to_input_width
 from rl_parallel_plans.styles import Colwise, Norm, PackedColwise, ReplicatedHeads, ReplicatedParallel
 from rl_parallel_plans.styles.table import ROWS
 
@@ -56,6 +56,11 @@ def attention_block(module: nn.Module, config: object, layout: Layout) -> Styles
         styles = _interleaved(module, config)
     else:
         return None
+    if (width := reshapes_to_input_width(module)) is not None:
+        raise NotRecognizedError(
+            f"{type(module).__name__}.forward gives the output of its heads the features of its input, in {width}, and "
+            "a rank has those of some heads; reshape to -1 features there, or use tp=1"
+        )
     if (output := first_linear(module, OUTPUTS)) is None:
         raise NotRecognizedError(f"its attention ({type(module).__name__}) has no output projection among {OUTPUTS}")
     styles[output[0]] = layout.output(output[1])

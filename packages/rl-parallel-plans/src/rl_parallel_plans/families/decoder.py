@@ -55,6 +55,8 @@ def decoder_plan(model: nn.Module, layout: Layout) -> Styles:
         raise NotRecognizedError(f"it is quantized: {quantized} is {model.get_parameter(quantized).dtype}")
     config = text_config(model)
     backbone = path.rpartition(".")[0]
+    if layout.sequence_parallel:
+        _refuse_other_lists(model, backbone, path)
     why = _why_whole(model, backbone, path) if layout.sequence_parallel else None
     in_blocks = layout.sequence_parallel and why is None
     by_pattern: dict[str, list[tuple[str, ParallelStyle]]] = defaultdict(list)
@@ -124,6 +126,19 @@ def _merged(by_pattern: dict[str, list[tuple[str, ParallelStyle]]]) -> Styles:
     return styles
 
 
+def _refuse_other_lists(model: nn.Module, backbone: str, layers: str) -> None:
+    """NotRecognizedError where items of other lists run between those of `layers`: the stream is cut between layers."""
+    owner, own = model.get_submodule(backbone), layers.rpartition(".")[2]
+    around = around_layers(owner, own)
+    children = dict(owner.named_children())
+    others = sorted(n for n in (around.inside if around else ()) if isinstance(children.get(n), nn.ModuleList))
+    if others:
+        raise NotRecognizedError(
+            f"{type(owner).__name__}.forward calls items of {', '.join(others)} between those of {own}, where the "
+            "residual stream would be cut along the sequence; plan with sequence_parallel=False"
+        )
+
+
 def _why_whole(model: nn.Module, backbone: str, layers: str) -> str | None:
     """Why each layer must compute on the whole sequence under sequence parallelism; None where it need not."""
     stack, owner = model.get_submodule(layers), model.get_submodule(backbone)
@@ -159,8 +174,10 @@ def _cut_stream(model: nn.Module, backbone: str, *, layers: str, in_blocks: bool
 
 def _embedding(model: nn.Module) -> Styles:
     path = input_embedding(model)
-    if path is None or not isinstance(embedding := model.get_submodule(path), nn.Embedding):
+    if path is None:
         raise NotRecognizedError("it has no input embedding that is an nn.Embedding")
+    if not isinstance(embedding := model.get_submodule(path), nn.Embedding):
+        raise NotRecognizedError(f"its input embedding {path} is a {type(embedding).__name__} and not an nn.Embedding")
     if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
         raise NotRecognizedError(f"{path} has max_norm, sparse or scale_grad_by_freq, which need all words on one rank")
     return {path: VocabularyParallelEmbedding()}

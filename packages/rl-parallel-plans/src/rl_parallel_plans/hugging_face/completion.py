@@ -31,6 +31,7 @@ def completed(model: nn.Module, styles: Styles, plan: Mapping[str, str], *, bloc
     """Complete `styles`, the rules of `plan` with `blocks` among them; a note of each departure from its letter."""
     replicate_in_blocks(model, styles, blocks)
     check_attention(model, styles)
+    check_output_projections(model, styles)
     check_norms(model, styles)
     completions = (sum_norm_gradients, sum_rope_gradients, sum_activation_gradients, sum_embedding_gradients)
     notes = shard_head(model, styles, plan) + [note for complete in completions for note in complete(model, styles)]
@@ -152,6 +153,22 @@ def check_attention(model: nn.Module, styles: Styles) -> None:
         if own and _cuts(children.get("q_proj")) and _cuts(children.get("k_proj")):
             reason = "no rule names it, while the heads of the attention that holds it are cut"
             raise refusal(model, collapsed(joined(path, own[0])), reason)
+
+
+def check_output_projections(model: nn.Module, styles: Styles) -> None:
+    """A layer that sums cut features needs one beside it that cuts them (GLM-5-Next's linear attention has none)."""
+    for path, module, children in _modules(model, styles):
+        beside = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+        sums = [
+            name
+            for name in beside
+            if isinstance(style := children[name], RowwiseParallel) and style.input_layouts[0].is_shard()
+        ]
+        whole = [name for name in beside if children[name] is None]
+        within = [style for name, style in children.items() if style is not None and name not in sums]
+        if sums and whole and not within:
+            reason = f"it takes features that are cut, and no rule cuts what is beside it ({', '.join(whole)})"
+            raise refusal(model, collapsed(joined(path, sums[0])), reason)
 
 
 def check_feed_forward(model: nn.Module, styles: Styles) -> None:

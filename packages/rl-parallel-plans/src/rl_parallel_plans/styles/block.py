@@ -128,6 +128,8 @@ class Block(LocalParameters):
 
     def communicate(self, module: nn.Module, mesh: "DeviceMesh") -> None:
         """Across the borders; and inside them, its buffers, its config and its code path."""
+        if self.sequence_parallel:
+            wrap_forward(module, _in_the_shape_of_the_stream)
         super().communicate(module, mesh)
         config = module.__dict__.get("config")
         if self.attention and config is not None and not isinstance(config, LocalHeadsConfig):
@@ -184,6 +186,19 @@ def _leave(tensor: Tensor, mesh: "DeviceMesh", *, produced: Placement, outside: 
     placement = Shard(tensor.ndim - 1) if produced.is_shard() else produced
     summed = DTensor.from_local(tensor, mesh, [placement], run_check=False).redistribute(placements=[outside])
     return summed if outside.is_shard() else summed.to_local()
+
+
+def _in_the_shape_of_the_stream(_module: nn.Module, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Llama 4's mixture returns [B * S, H], whose dim 1 is not the sequence; its layer views that as the stream."""
+    output = call(*args, **kwargs)
+    first = output[0] if isinstance(output, tuple | list) else output
+    if first.ndim != 2:
+        return output
+    streams = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 3]
+    if not streams or first.shape != (streams[0].shape[0] * streams[0].shape[1], streams[0].shape[2]):
+        return output
+    first = first.view(streams[0].shape)
+    return type(output)([first, *output[1:]]) if isinstance(output, tuple | list) else first
 
 
 def _with_own_buffers(
