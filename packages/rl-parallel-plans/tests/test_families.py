@@ -151,13 +151,19 @@ def test_column_wise_output_projections_are_refused_for_mixers(architecture):
         plans.plan_for(tiny(architecture, device="meta"), tp=2, output_projections="colwise")
 
 
-@pytest.mark.parametrize("architecture", ["bamba", "llama4", "minimax", "qwen3_next", "opt"])
+@pytest.mark.parametrize("architecture", ["bamba", "minimax", "qwen3_next", "opt"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_plan_counts_the_collectives_that_run(ranks, architecture, sequence_parallel):
     needs(architecture)
     case = {"architecture": architecture, "sequence_parallel": sequence_parallel}
     for ran, told in ranks("hybrids:collectives", 2, **case):
         assert ran == told
+
+
+def test_mixture_that_flattens_its_tokens_hands_on_the_stream_cut_along_the_sequence(ranks):
+    """Llama 4's returns [B * S, H], whose dim 1 is features: cut there, its layer would exchange all of it again."""
+    needs("llama4")
+    assert ranks("hybrids:what_a_mixture_hands_on", 2) == [["(Shard(dim=1),)", [1, 6, 64], [1, 3, 64]]] * 2
 
 
 def test_router_of_a_layer_keeps_its_whole_gradient(ranks):

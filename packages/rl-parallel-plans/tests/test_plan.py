@@ -327,3 +327,26 @@ def test_layers_spread_over_several_lists_are_not_cut_along_the_sequence():
     assert plan_for(model, tp=2).source == "structure"
     with pytest.raises(PlanError, match=r"calls items of attentions, layer_norm1, layer_norm2 between those of ffns"):
         plan_for(model, tp=2, sequence_parallel=True)
+
+
+def test_single_module_after_the_last_layer_is_no_list_between_layers():
+    """BLT's cross-attention, of which there is one."""
+
+    class Decoder(nn.Module):
+        def forward(self, hidden):
+            for index, layer in enumerate(self.layers):
+                hidden = layer(hidden)
+                if index == len(self.layers) - 1:
+                    hidden = self.others[0](hidden)
+            return hidden
+
+    for others in (1, 2):
+        decoder = Decoder()
+        llama = tiny_on_meta("llama").model
+        decoder.embed_tokens, decoder.layers = llama.embed_tokens, llama.layers
+        decoder.others = nn.ModuleList(nn.Linear(64, 64) for _ in range(others))
+        if others == 1:
+            assert plan_for(decoder, tp=2, sequence_parallel=True).source == "structure"
+        else:
+            with pytest.raises(PlanError, match="calls items of others between those of layers"):
+                plan_for(decoder, tp=2, sequence_parallel=True)

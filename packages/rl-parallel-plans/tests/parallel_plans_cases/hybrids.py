@@ -293,6 +293,17 @@ def shape_of_logits(architecture):
     return [str(logits.placements), list(whole(logits).shape)]
 
 
+def what_a_mixture_hands_on():
+    """The placement, shape and local shape of the output of Llama 4's mixture under sequence parallelism."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny("llama4")
+    plans.apply_tensor_parallel(model, mesh, plans.plan_for(model, tp=2, sequence_parallel=True))
+    seen = []
+    model.model.layers[1].feed_forward.register_forward_hook(lambda _module, _args, output: seen.append(output[0]))
+    model(input_ids=token_ids(1, 6))
+    return [str(seen[0].placements), list(seen[0].shape), list(seen[0].to_local().shape)]
+
+
 def collectives(architecture, sequence_parallel):
     """How often each collective ran, forward and backward, and what the plan says."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

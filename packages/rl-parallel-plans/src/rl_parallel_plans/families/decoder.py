@@ -130,9 +130,10 @@ def _refuse_other_lists(model: nn.Module, backbone: str, layers: str) -> None:
     """NotRecognizedError where items of other lists run between those of `layers`: the stream is cut between layers."""
     owner, own = model.get_submodule(backbone), layers.rpartition(".")[2]
     around = around_layers(owner, own)
-    children = dict(owner.named_children())
-    others = sorted(n for n in (around.inside if around else ()) if isinstance(children.get(n), nn.ModuleList))
-    if others:
+    lists = {name: len(child) for name, child in owner.named_children() if isinstance(child, nn.ModuleList)}
+    # A single item may run after the last layer, where the stream is whole (BLT's cross-attention).
+    others = sorted(name for name in (around.inside if around else ()) if lists.get(name, 0) > 1)
+    if others and lists[own] > 1:
         raise NotRecognizedError(
             f"{type(owner).__name__}.forward calls items of {', '.join(others)} between those of {own}, where the "
             "residual stream would be cut along the sequence; plan with sequence_parallel=False"
