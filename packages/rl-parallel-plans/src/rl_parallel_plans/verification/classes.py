@@ -324,7 +324,8 @@ def _short(model: nn.Module | None, refusal: str) -> str:
     """The last rule's reason, or the first problem of a plan, without the class that the row names anyway."""
     lines = [line.strip() for line in refusal.splitlines() if line.startswith("  ")]
     reasons = [line for line in lines if line.startswith("- ")]
-    telling = [reason for reason in reasons if ": a tp_plan " not in reason]  # what no tp_plan can do is no reason
+    # What no tp_plan can do, and that there is none, are no reasons beside one that is the model's.
+    telling = [each for each in reasons if ": a tp_plan " not in each and "no tp_plan of its own" not in each]
     chosen = (telling or reasons or lines or [refusal])[-1 if reasons else 0].removeprefix("- ")
     name = "" if model is None else f"{qualified_name(type(model))}, "
     for noise in ("; pass a plan of parallel styles as custom=", name, "1. "):
