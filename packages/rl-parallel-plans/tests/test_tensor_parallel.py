@@ -1,5 +1,8 @@
 """Two ranks against one: logits and every gradient, in real processes over gloo."""
 
+import subprocess
+import sys
+
 import pytest
 import transformers
 
@@ -82,3 +85,30 @@ def test_mesh_that_does_not_fit_is_refused_before_anything_changes(ranks):
 
 def test_sharding_twice_is_refused(ranks):
     assert all("parameters are DTensors already" in message for message in ranks("applied_twice", 2))
+
+
+MESH_THEN_FORK = """
+import multiprocessing
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from rl_parallel_plans.dtensor import submesh
+
+
+def meet_and_part():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert submesh(mesh, "tp") is submesh(mesh, "tp")
+    dist.destroy_process_group()
+
+
+meet_and_part()
+child = multiprocessing.get_context("fork").Process(target=meet_and_part, daemon=True)
+child.start()
+child.join(300)
+print("the child ended with", child.exitcode)
+"""
+
+
+def test_a_mesh_of_an_earlier_process_group_does_not_hang_a_process_that_is_forked_after_it():
+    ended = subprocess.run([sys.executable, "-c", MESH_THEN_FORK], capture_output=True, text=True, check=False)
+    assert ended.stdout == "the child ended with 0\n", ended.stderr

@@ -6,6 +6,7 @@ it: a plain single-process program never pays for it.
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from rl_parallel_plans.errors import PlanError
 
@@ -47,7 +48,9 @@ def submesh(mesh: "DeviceMesh", axis: str) -> "DeviceMesh":
     return _one_of_equals(mesh[axis])
 
 
-_kept: "dict[DeviceMesh, tuple[DeviceMesh, ProcessGroup]]" = {}
+# Weak: a group kept beyond `destroy_process_group` and freed in a forked process waits there for threads of the parent.
+_kept: "WeakKeyDictionary[DeviceMesh, tuple[ReferenceType[DeviceMesh], ReferenceType[ProcessGroup]]]"
+_kept = WeakKeyDictionary()
 
 
 def _one_of_equals(mesh: "DeviceMesh") -> "DeviceMesh":
@@ -58,13 +61,14 @@ def _one_of_equals(mesh: "DeviceMesh") -> "DeviceMesh":
     meshes apart by identity, finds the mesh of such a result only among the tangents, and fails on a compiled layer:
     `Node tangents_2 was invalid, but is output`.
     """
-    kept, group = _kept.setdefault(mesh, (mesh, mesh.get_group()))
+    first, group = _kept.setdefault(mesh, (ref(mesh), ref(mesh.get_group())))
+    kept = first()
     try:
-        usable = kept.get_group() is group  # by name: another one after a new init_process_group
+        usable = kept is not None and kept.get_group() is group()  # by name: another one after a new init_process_group
     except (RuntimeError, ValueError):
         usable = False
-    if not usable:
-        del _kept[mesh]
-        _kept[mesh] = mesh, mesh.get_group()
+    if kept is None or not usable:
+        _kept.pop(mesh, None)
+        _kept[mesh] = ref(mesh), ref(mesh.get_group())
         return mesh
     return kept
