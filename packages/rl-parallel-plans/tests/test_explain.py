@@ -130,7 +130,8 @@ def test_style_that_does_not_tell_is_named_and_not_counted():
 
 
 def test_layers_that_communicate_differently_are_told_apart():
-    custom = {"model.layers.0.mlp.down_proj": "rowwise", f"{LAYER}.self_attn.o_proj": "rowwise"}
+    split = "rowwise_split_input"  # cuts the whole features that it is given
+    custom = {"model.layers.0.mlp.down_proj": split, f"{LAYER}.self_attn.o_proj": split}
     plan = plan_for(tiny_on_meta("llama"), tp=2, custom=custom)
     told = [(row.parts, row.count, row.forward) for row in plan.collectives if row.in_layers]
     assert told == [
