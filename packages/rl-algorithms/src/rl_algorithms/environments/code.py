@@ -1,7 +1,7 @@
-r"""A verifier of code: does the program that an answer holds pass the row's tests?
+r"""A code verifier: run the program in a response against the tests of its row.
 
-THE PROGRAM RUNS UNDER LIMITS, WHICH IS RESOURCE ISOLATION AND NOT A SECURITY BOUNDARY: see `sandbox.py`. Give a
-`Runner` of your own for programs that you would not run yourself.
+THE PROGRAM RUNS UNDER RESOURCE LIMITS, WHICH ARE NOT A SECURITY BOUNDARY: see `sandbox.py`. Pass your own `Runner` for
+programs that you would not run yourself.
 
 Column `tests` holds a list, or the same as JSON text; each test is one of
 
@@ -10,7 +10,7 @@ Column `tests` holds a list, or the same as JSON text; each test is one of
     "assert add(3, 4) == 7"                              statements that must not raise
 
 A test that is none of these (JSON cut off, arguments that are no list, statements that this Python cannot compile) is a
-failure of the data, and says nothing of the answer. Expected outputs and values are compared here and never reach the
+failure of the data, and not of the response. Expected outputs and values are compared here and never reach the
 program. Statements do, and code that is out to deceive could pass them without being right; prefer the other two.
 """
 

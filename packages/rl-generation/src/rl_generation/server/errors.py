@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and which of ours has which status.
+"""Errors in the format of OpenAI's API, and the HTTP status of each exception of this package.
 
 `{"error": {"message": …, "type": …, "param": the field it is about or null, "code": …}}`
 """
