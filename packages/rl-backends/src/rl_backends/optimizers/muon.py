@@ -67,8 +67,8 @@ class Muon(torch.optim.Optimizer):
                     continue
                 dims = _sharing_dims(parameter, row_dim=self._row_dim(parameter))
                 if dims:
-                    assert isinstance(parameter, DTensor)
-                    shared.setdefault((parameter.device_mesh, dims), []).append((parameter, group))
+                    mesh: DeviceMesh = parameter.device_mesh
+                    shared.setdefault((mesh, dims), []).append((parameter, group))
                 else:
                     whole = _whole(self._direction(parameter, group), row_dim=self._row_dim(parameter))
                     update = self._orthogonalized(whole, parameter)
