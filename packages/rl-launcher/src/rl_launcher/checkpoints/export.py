@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl_backends import DTensorConfig, select_backend
-from rl_backends.checkpoints.atomic import atomic_folder
+from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.checkpoints.manifest import read_manifest
 from rl_backends.selection import TrainedPolicy
 from rl_launcher.build.models import load_policy

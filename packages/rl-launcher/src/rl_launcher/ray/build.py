@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from rl_backends import check_vocabulary, load_tokenizer, open_model
-from rl_backends.checkpoints.atomic import atomic_folder
+from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.loading import pad_token_id
 from rl_backends.selection import TrainedPolicy
 from rl_generation.seeding import CallSeeds

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends import process_group, select_backend
-from rl_backends.checkpoints.shared_folder import sees
+from rl_backends.checkpoints.folders import sees
 from rl_backends.packed_batch import PackedBatch, unpack
 from rl_backends.selection import Backend
 from rl_launcher.build.engines import dtypes_of, weight_source
