@@ -1,4 +1,4 @@
-"""Checkpoints that any mesh can resume from: safetensors and JSON, complete or absent, written while training goes on."""
+"""Checkpoints that any mesh can resume from: safetensors and JSON, complete or absent, also written asynchronously."""
 
 from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
 from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers

@@ -263,7 +263,7 @@ class Contents:
 class CheckpointWriter(FileSystemWriter):
     """Writes each rank's boxes into the folder `unfinished`, which exists, and renames it to `target` at the end."""
 
-    def __init__(self, unfinished: Path, target: Path, contents: Contents, buffers: StagingBuffers) -> None:
+    def __init__(self, unfinished: Path, target: Path, *, contents: Contents, buffers: StagingBuffers) -> None:
         super().__init__(unfinished)
         self._unfinished, self._target = unfinished, target
         self._contents, self._buffers = contents, buffers

@@ -230,7 +230,7 @@ def write_checkpoint(
         raise CheckpointError(f"the ranks were given different folders ({target} here): give all of them the same one")
     unfinished = target.with_name(unfinished_name(target))
     on_rank_0(lambda: _make_room(target, unfinished), group=group)
-    writer = CheckpointWriter(unfinished, target, contents, _buffers)
+    writer = CheckpointWriter(unfinished, target, contents=contents, buffers=_buffers)
     future: Future[Any] = Future()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank without a group

@@ -28,7 +28,7 @@ from rl_backends.batching.microbatches import (
 )
 from rl_backends.batching.words import require_token_ids
 from rl_backends.examples import TokenBatch
-from rl_backends.loading.shards_by_name import first_names
+from rl_backends.loading.weights import first_names
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat

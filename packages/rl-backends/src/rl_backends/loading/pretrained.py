@@ -1,5 +1,7 @@
-"""A whole model or tokenizer in one process, by transformers. Refuses what would only fail later, or silently."""
+"""Whole models and tokenizers by transformers, and what is checked of them before a run and not after it."""
 
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,15 @@ import torch
 from torch import nn
 
 from rl_backends.errors import ModelError
-from rl_backends.loading.checks import check_generation_config
 
-__all__ = ["load_causal_lm", "load_tokenizer"]
-
+__all__ = [
+    "check_generation_config",
+    "check_vocabulary",
+    "load_causal_lm",
+    "load_tokenizer",
+    "pad_token_id",
+    "stop_token_ids",
+]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
@@ -81,3 +88,53 @@ def _require_whole(model_name: str, report: dict[str, Any]) -> None:
                 f"{model_name}: {kind.replace('_', ' ')}: {some}. Training would go on from random weights there; "
                 f"give the folder of the whole causal language model"
             )
+
+
+def check_generation_config(model: Any) -> None:
+    """Refuse a generation configuration that transformers would refuse to save, before a run and not after it.
+
+    Raises:
+        ModelError: it contradicts itself.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+        except ValueError as error:
+            raise ModelError(
+                f"the model's generation_config.json contradicts itself, so it could not be saved again: {error}"
+            ) from error
+
+
+def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded: bool = False) -> None:
+    """Refuse a model whose vocabulary is not the tokenizer's.
+
+    Raises:
+        ModelError: the sizes differ; a larger model is accepted with `allow_padded`, a smaller one never.
+    """
+    if model_vocab_size == tokenizer_size or (allow_padded and model_vocab_size > tokenizer_size):
+        return
+    if model_vocab_size < tokenizer_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} tokens and the model only {model_vocab_size} embeddings, so they do "
+            f"not belong together; use the model's own tokenizer, or resize the model's embeddings"
+        )
+    raise ModelError(
+        f"the model has {model_vocab_size} embeddings and the tokenizer only {tokenizer_size} tokens; if the "
+        f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, accept "
+        f"them by allow_padded=True (policy.padded_vocabulary=true in a recipe), or use the model's own tokenizer"
+    )
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end of sequence, then those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
+    """The tokenizer's padding token; without one, the first stop token, since padding is never attended to."""
+    return int(stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
