@@ -79,9 +79,12 @@ def export_pretrained(
     groups = plan_groups(skeleton, _planned_tensors(model, skeleton, dtype=dtype, adapted=tensors is not None))
     outputs = {name: tensor for group in groups for name, tensor in group.outputs.items()}
 
-    def begin() -> None:
+    def refuse_existing() -> None:
         if target.exists():
             raise FileExistsError(f"{target} exists already; a saved model is never overwritten, choose another folder")
+
+    def begin() -> None:
+        refuse_existing()
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
@@ -110,8 +113,7 @@ def export_pretrained(
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             sync([*unfinished.iterdir(), unfinished])
-            if target.exists():  # an empty folder would be replaced silently
-                raise FileExistsError(f"{target} was made while the model was written; choose another folder")
+            refuse_existing()  # an empty folder, made in the meantime, would be replaced silently
             unfinished.rename(target)
             sync([target.parent])
         except BaseException:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_backends.metrics import StepMeter, memory_by_category
-from rl_backends.metrics.hardware import peak_of_this_device
+from rl_backends.metrics.flops import peak_of_this_device
 
 __all__ = ["make_meter"]
 

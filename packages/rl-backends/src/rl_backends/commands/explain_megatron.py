@@ -165,7 +165,7 @@ def _read_config(arguments: argparse.Namespace) -> Any:
 
 
 def _skeleton(arguments: argparse.Namespace) -> nn.Module:
-    from rl_backends.dry_run.source import skeleton_of
+    from rl_backends.dry_run.predict import skeleton_of
 
     return skeleton_of(arguments.model, revision=None, trust_remote_code=arguments.trust_remote_code)
 
