@@ -156,7 +156,7 @@ def _one_microbatch(backend: DTensorBackend, asked: StepRequest) -> Sequence[int
     lengths = asked.lengths
     if len(set(lengths)) > 1:
         return lengths
-    cut = backend._sharded.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
+    cut = backend._distributed.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
     return lengths[: max(1, len(lengths) // len(cut[0]))]
 
 
@@ -250,7 +250,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> _Fak
             f"run has none: experts that are run one at a time are the usual case; choose another implementation of "
             f"them where the model has one (experts_implementation)"
         ) from error
-    sharded = backends[0]._sharded  # noqa: SLF001 - ours
+    sharded = backends[0]._distributed  # noqa: SLF001 - ours
     mesh = sharded.mesh
     return _FakeStep(
         ledger=ledger,

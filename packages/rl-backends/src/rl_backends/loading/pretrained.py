@@ -13,6 +13,7 @@ from rl_backends.errors import ModelError
 __all__ = [
     "check_generation_config",
     "check_vocabulary",
+    "dtypes_in_files",
     "load_causal_lm",
     "load_tokenizer",
     "pad_token_id",
@@ -34,7 +35,7 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
     Raises:
         ModelError: the folder is missing, lacks weights or contradicts itself, or transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     model, report = _load(
         AutoModelForCausalLM,
@@ -48,8 +49,21 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
     )
     _require_whole(model_name, report)
     check_generation_config(model)
+    config = AutoConfig.from_pretrained(model_name, revision=revision, trust_remote_code=trust_remote_code)
+    model._file_dtypes = dtypes_in_files(model, config)  # noqa: SLF001
     loaded: nn.Module = model
     return loaded
+
+
+def dtypes_in_files(model: nn.Module, config: Any) -> dict[str, torch.dtype]:
+    """Name -> the dtype that the configuration of a folder gives its floating-point tensors.
+
+    The model itself is loaded in float32. `export_pretrained(dtype="auto")` finds this as `model._file_dtypes`.
+    """
+    dtype = getattr(config, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        return {}
+    return {name: dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
 
 
 def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 
 from rl_backends.errors import ModelError, RankError
 from rl_backends.file_names import is_plain_name
-from rl_backends.loading.pretrained import check_generation_config
+from rl_backends.loading.pretrained import check_generation_config, dtypes_in_files
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
@@ -53,6 +53,7 @@ class ModelSource:
         model = self._bare()
         self._attach_generation_config(model)
         check_generation_config(model)
+        model._file_dtypes = dtypes_in_files(model, self.config)  # type: ignore[assignment]  # noqa: SLF001
         return model
 
     def load_into(self, model: nn.Module, *, new_head: bool = False, seed: int = 0) -> LoadReport:
