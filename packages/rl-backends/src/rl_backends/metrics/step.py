@@ -61,6 +61,7 @@ class _Step:
     end: Any
     outcome: StepOutcome
     skipped_steps: int
+    peaks: tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,13 @@ class StepMetrics:
 
     router: Mapping[str, float]
     """Figures of a mixture's router, by name."""
+
+    peak_allocated_bytes: int | None
+    """The most GPU memory that tensors of this rank had from the step's first forward to the end of its update; None on
+    a CPU."""
+
+    peak_reserved_bytes: int | None
+    """The same of what torch's allocator had taken from the device."""
 
     memory: MemoryUse | None
     """Of this rank, when the metrics were asked for."""
@@ -332,6 +340,8 @@ class StepMeter:
             cut: microbatches of every data-parallel rank.
             asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
         """
+        if not self._passes and self._device.type == "cuda":  # a step begins, and its peak memory is its own
+            torch.cuda.reset_peak_memory_stats(self._device)
         start = self._now()
         try:
             yield
@@ -352,7 +362,11 @@ class StepMeter:
             outcome.skipped, failure = True, error
         self._skipped_steps += outcome.skipped
         if self._passes:  # otherwise there was nothing to step along
-            self._step, self._passes = _Step(self._passes, start, self._now(), outcome, self._skipped_steps), []
+            peaks: tuple[int | None, int | None] = (None, None)
+            if self._device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
+                peaks = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+            end = self._now()
+            self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks), []
         if failure is not None:
             raise failure
 
@@ -413,6 +427,8 @@ class StepMeter:
             skipped=outcome.skipped,
             skipped_steps=step.skipped_steps,
             router=dict(outcome.router),
+            peak_allocated_bytes=step.peaks[0],
+            peak_reserved_bytes=step.peaks[1],
             memory=None if self._memory is None else self._memory(),
         )
 
