@@ -23,6 +23,7 @@ from rl_backends.checkpoints.manifest import (
     write_manifest,
     write_safetensors,
 )
+from rl_backends.checkpoints.shards import model_shards
 from rl_backends.errors import CheckpointError
 
 
@@ -670,6 +671,32 @@ def test_a_marker_that_is_written_is_read_as_it_was(tmp_path):
     manifest = Manifest(version=3, written_at_ns=4, torch="2.13.0", weights=True, **fields)
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
+
+
+def test_tensors_of_one_memory_are_saved_each_by_itself(tmp_path, start):
+    model, optimizers = start()
+    for parameter in optimizers.each[0].param_groups[0]["params"]:
+        optimizers.each[0].state[parameter] = {"step": torch.tensor(3.0)}
+    first, second, _ = optimizers.each[0].param_groups[0]["params"]
+    optimizers.each[0].state[second]["step"] = optimizers.each[0].state[first]["step"]
+    save_checkpoint(model, optimizers, tmp_path / "step-3", version=3)
+    again, its_optimizers = start(seed=1)
+    load_checkpoint(again, its_optimizers, tmp_path / "step-3")
+    assert_same(numbers_of(again, its_optimizers), numbers_of(model, optimizers))
+
+
+def test_a_save_copies_into_the_memory_of_the_one_before_it(start):
+    model, _ = start()
+    buffers = dcp.StagingBuffers()
+    shards = {name: shard.of() for name, shard in model_shards(model).items()}
+    first = {name: staged.local.data_ptr() for name, staged in buffers.stage(shards).items()}
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    second = buffers.stage(shards)
+    assert {name: staged.local.data_ptr() for name, staged in second.items()} == first
+    assert len(set(first.values())) == len(first)
+    for name, staged in second.items():
+        assert torch.equal(staged.boxes[0].of_local(staged.local), model.get_parameter(name))
 
 
 def test_the_file_of_tensors_is_one_that_safetensors_reads(tmp_path):

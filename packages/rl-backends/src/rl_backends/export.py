@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from rl_backends.checkpoints.folders import probe_file, sees
 from rl_backends.checkpoints.manifest import sync
 from rl_backends.errors import ModelError
+from rl_backends.loading.pretrained import dtype_of_config
 from rl_backends.loading.skeleton import twin_of
 from rl_backends.loading.weights import first_names, has_conversions
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
@@ -159,7 +160,7 @@ def _planned_tensors(
             f"save them by themselves"
         )
     in_files: Mapping[str, torch.dtype] = getattr(model, "_file_dtypes", {})
-    of_config = next(iter(in_files.values()), None) or getattr(model.config, "dtype", None)
+    of_config = next(iter(in_files.values()), None) or dtype_of_config(model.config)
     tensors = {}
     for name in dict.fromkeys(first_names(skeleton).values()):
         if name in (skeleton._keys_to_ignore_on_save or ()):  # noqa: SLF001 - no public one

@@ -285,7 +285,12 @@ class CheckpointWriter(FileSystemWriter):
         if plan.items:
             self._buffers.wait()
             tensors: dict[str, Any] = {_key(item.index): planner.resolve_data(item) for item in plan.items}
-            tensors = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+            addresses: set[int] = set()
+            for key, tensor in tensors.items():
+                # safetensors refuses tensors that share memory, as the step count of a fused q, k and v does.
+                shared = tensor.data_ptr() in addresses and tensor.numel() > 0
+                tensors[key] = tensor.detach().clone() if shared else tensor.detach().contiguous()
+                addresses.add(tensor.data_ptr())
             record = write_safetensors(self._unfinished / plan.storage_data, tensors)
             results = [
                 WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=record)

@@ -13,6 +13,7 @@ from rl_backends.errors import ModelError
 __all__ = [
     "check_generation_config",
     "check_vocabulary",
+    "dtype_of_config",
     "dtypes_in_files",
     "load_causal_lm",
     "load_tokenizer",
@@ -55,13 +56,19 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
     return loaded
 
 
+def dtype_of_config(config: Any) -> torch.dtype | None:
+    """The dtype that a configuration of transformers names, which may be text; None if it names none."""
+    dtype: torch.dtype | str | None = getattr(config, "dtype", None)
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
 def dtypes_in_files(model: nn.Module, config: Any) -> dict[str, torch.dtype]:
     """Name -> the dtype that the configuration of a folder gives its floating-point tensors.
 
     The model itself is loaded in float32. `export_pretrained(dtype="auto")` finds this as `model._file_dtypes`.
     """
-    dtype = getattr(config, "dtype", None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = dtype_of_config(config)
+    if dtype is None:
         return {}
     return {name: dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
 
