@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -209,7 +209,8 @@ class StagingBuffers:
         device = next((shard.local.device for shard in shards.values() if shard.local.is_cuda), None)
         if device is None:
             return {name: self._copy(shard, pinned=False) for name, shard in shards.items()}
-        side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             staged = {name: self._copy(shard, pinned=True) for name, shard in shards.items()}
@@ -368,7 +369,9 @@ class CheckpointReader(FileSystemReader):
 
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self._file_of[item.storage_index.fqn, item.storage_index.offset], []).append(item)
+            index = item.storage_index
+            assert index.offset is not None
+            by_file.setdefault(self._file_of[index.fqn, tuple(index.offset)], []).append(item)
         for name, items in by_file.items():
             path = self._folder / name
             try:
