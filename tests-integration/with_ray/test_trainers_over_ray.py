@@ -29,7 +29,7 @@ from trainer_examples import (
 )
 
 from rl_backends import DTensorBackend, DTensorConfig, ModelError, OptimizerConfig
-from rl_backends.checkpoints.shared_folder import probe_file, require_shared
+from rl_backends.checkpoints.folders import probe_file, require_shared
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.placement import plan_placement

@@ -94,7 +94,7 @@ def test_a_checkpoint_is_safetensors_and_json_and_no_pickle(found):
 @pytest.mark.parametrize("act", ["full", "full later"])
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint_before_it(found, act):
     for rank in found("two", act):
-        assert "step-2 was not written: rank 1: OSError: [Errno 27] File too large" in rank["error"]
+        assert "step-2 was not written: rank 1: OSError: " in rank["error"]
         assert rank["returned first"] == (act == "full later")
         assert rank["kept"] == ["step-1"]
         assert rank["differ"] == []

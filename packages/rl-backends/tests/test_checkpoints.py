@@ -14,9 +14,16 @@ import torch
 import torch.distributed as dist
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig, load_causal_lm
-from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint, storage
-from rl_backends.checkpoints.files import FileRecord, TensorEntry, write_json, write_safetensors
-from rl_backends.checkpoints.manifest import read_manifest, write_manifest
+from rl_backends.checkpoints import dcp, find_latest, load_checkpoint, prune, save_checkpoint
+from rl_backends.checkpoints.manifest import (
+    FileRecord,
+    Manifest,
+    read_manifest,
+    write_json,
+    write_manifest,
+    write_safetensors,
+)
+from rl_backends.checkpoints.shards import model_shards
 from rl_backends.errors import CheckpointError
 
 
@@ -257,11 +264,11 @@ def gate(monkeypatch):
     """Holds back the writing of every file of tensors until it is set."""
     gate = threading.Event()
 
-    def write_later(path, entries):
+    def write_later(path, tensors):
         assert gate.wait(timeout=60)
-        return write_safetensors(path, entries)
+        return write_safetensors(path, tensors)
 
-    monkeypatch.setattr(storage, "write_safetensors", write_later)
+    monkeypatch.setattr(dcp, "write_safetensors", write_later)
     yield gate
     gate.set()
 
@@ -317,11 +324,11 @@ def names_of_frames(thread):
 def test_a_background_failure_is_told_by_wait_or_by_the_next_save(start, tmp_path, process_group, monkeypatch):
     model, optimizers = start()
 
-    def refuse(path, entries):
+    def refuse(path, tensors):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "write_safetensors", refuse)
+        patched.setattr(dcp, "write_safetensors", refuse)
         save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"step-1 was not written.*No space left"):
             save_checkpoint(model, optimizers, tmp_path / "step-2", version=2, asynchronous=True)
@@ -384,10 +391,12 @@ def test_an_unfinished_checkpoint_is_refused_and_not_found(start, saved):
 
 
 @pytest.mark.parametrize("name", ["rank-00000-of-00001.safetensors", "state.json", "tensors.json"])
-def test_a_truncated_or_missing_file_is_refused(start, saved, name):
+def test_a_truncated_longer_or_missing_file_is_refused(start, saved, name):
     data = (saved / name).read_bytes()
     (saved / name).write_bytes(data[:-1])
     refused(start, saved, rf"{name}: {len(data) - 1} bytes, and {len(data)} were written: truncated", verify=False)
+    (saved / name).write_bytes(data + b" ")
+    refused(start, saved, rf"{name}: {len(data) + 1} bytes, and {len(data)} were written: longer than", verify=False)
     (saved / name).unlink()
     refused(start, saved, f"{name}: missing")
 
@@ -659,22 +668,46 @@ def test_the_newest_is_the_one_written_last_and_the_oldest_are_pruned(start, tmp
 def test_a_marker_that_is_written_is_read_as_it_was(tmp_path):
     records = (FileRecord(name="a", num_bytes=3, sha256="ff"),)
     fields = {"mesh": {"ranks": 1, "axes": {"dp": 1}}, "model": {"w": ["float32", [2, 3]]}, "files": records}
-    manifest = storage.Manifest(version=3, written_at_ns=4, torch="2.13.0", weights=True, **fields)
+    manifest = Manifest(version=3, written_at_ns=4, torch="2.13.0", weights=True, **fields)
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
+
+
+def test_tensors_of_one_memory_are_saved_each_by_itself(tmp_path, start):
+    model, optimizers = start()
+    for parameter in optimizers.each[0].param_groups[0]["params"]:
+        optimizers.each[0].state[parameter] = {"step": torch.tensor(3.0)}
+    first, second, _ = optimizers.each[0].param_groups[0]["params"]
+    optimizers.each[0].state[second]["step"] = optimizers.each[0].state[first]["step"]
+    save_checkpoint(model, optimizers, tmp_path / "step-3", version=3)
+    again, its_optimizers = start(seed=1)
+    load_checkpoint(again, its_optimizers, tmp_path / "step-3")
+    assert_same(numbers_of(again, its_optimizers), numbers_of(model, optimizers))
+
+
+def test_a_save_copies_into_the_memory_of_the_one_before_it(start):
+    model, _ = start()
+    buffers = dcp.StagingBuffers()
+    shards = {name: shard.of() for name, shard in model_shards(model).items()}
+    first = {name: staged.local.data_ptr() for name, staged in buffers.stage(shards).items()}
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    second = buffers.stage(shards)
+    assert {name: staged.local.data_ptr() for name, staged in second.items()} == first
+    assert len(set(first.values())) == len(first)
+    for name, staged in second.items():
+        assert torch.equal(staged.boxes[0].of_local(staged.local), model.get_parameter(name))
 
 
 def test_the_file_of_tensors_is_one_that_safetensors_reads(tmp_path):
     from safetensors.torch import load_file
 
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.float8_e4m3fn]
-    tensors = {str(dtype): torch.randn(3, 5).to(dtype).t() for dtype in dtypes}
-    tensors |= {"number": torch.tensor(7), "nothing": torch.zeros(0, 4)}
-    entries = [
-        TensorEntry(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), read=lambda tensor=tensor: tensor)
-        for key, tensor in tensors.items()
-    ]
-    record = write_safetensors(tmp_path / "file.safetensors", entries)
+    tensors = {str(dtype): torch.randn(5, 3).to(dtype) for dtype in dtypes}
+    fused = torch.randn(6, 4)  # boxes of one storage
+    tensors |= {"q": fused[:4], "k": fused[4:], "number": torch.tensor(7), "nothing": torch.zeros(0, 4)}
+    record = write_safetensors(tmp_path / "file.safetensors", tensors)
+    assert record.sha256 == hashlib.sha256((tmp_path / "file.safetensors").read_bytes()).hexdigest()
     assert record.num_bytes == (tmp_path / "file.safetensors").stat().st_size
     read = load_file(tmp_path / "file.safetensors")
     assert read.keys() == tensors.keys()

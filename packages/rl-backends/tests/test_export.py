@@ -4,10 +4,13 @@ import json
 import math
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers.models import WordLevel
 
+from rl_backends import DTensorBackend, DTensorConfig
 from rl_backends.errors import ModelError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import load_causal_lm
@@ -54,6 +57,28 @@ def test_a_folder_says_the_dtype_that_it_was_asked_for(world, tmp_path):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert model.config.dtype != torch.bfloat16  # the model itself is as it was
+
+
+def test_by_default_a_backend_keeps_the_dtype_of_each_tensor_of_the_folder(world, tmp_path):
+    model = world.make_model("Llama").to(torch.bfloat16)
+    model.model.norm.float()
+    model.save_pretrained(tmp_path / "original")
+    character_tokens = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(WordLevel({"a": 0}, "a"))
+    )
+    expected = load_file(tmp_path / "original" / "model.safetensors")
+    backend = DTensorBackend.from_pretrained(str(tmp_path / "original"), DTensorConfig())
+    backend.save_pretrained(tmp_path / "auto", tokenizer=character_tokens)
+    assert (tmp_path / "auto" / "tokenizer.json").is_file()
+    torch.testing.assert_close(load_file(tmp_path / "auto" / "model.safetensors"), expected, rtol=0, atol=0)
+    assert json.loads((tmp_path / "auto" / "config.json").read_text())["dtype"] == "bfloat16"
+    backend.save_pretrained(tmp_path / "masters", dtype=None)
+    masters = load_file(tmp_path / "masters" / "model.safetensors")
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    in_hand = DTensorBackend(model, DTensorConfig())
+    in_hand.save_pretrained(tmp_path / "in hand")
+    found = load_file(tmp_path / "in hand" / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
 def test_a_file_is_as_large_as_asked_unless_one_tensor_is_larger(world, tmp_path):

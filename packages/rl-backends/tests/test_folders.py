@@ -2,8 +2,7 @@
 
 import pytest
 
-from rl_backends.checkpoints.atomic import atomic_folder
-from rl_backends.checkpoints.shared_folder import probe_file, require_shared, sees
+from rl_backends.checkpoints.folders import atomic_folder, probe_file, require_shared, sees
 
 
 def test_a_folder_that_failed_while_it_was_written_does_not_appear(tmp_path):

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl_backends.errors import ModelError
 from rl_backends.metrics import ModelFlops, peak_flops_per_s
-from rl_backends.metrics.hardware import peak_of_this_device
-from rl_backends.metrics.modules import attention_widths, decoder_of
+from rl_backends.metrics.flops import attention_widths, decoder_of, peak_of_this_device
 
 FAMILIES = {
     "Llama": {},

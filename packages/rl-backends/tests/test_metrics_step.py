@@ -13,7 +13,7 @@ from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits, cut_
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.metrics import ModelFlops, StepMeter, memory_by_category
 from rl_backends.metrics.flops import AttentionFlops, TokenFlops
-from rl_backends.metrics.work import work_of
+from rl_backends.metrics.step import work_of
 
 CPU = torch.device("cpu")
 FLOPS = ModelFlops(layers=TokenFlops(10.0, 20.0), head=TokenFlops(3.0, 6.0), attention=(AttentionFlops(None, 1.0),))

@@ -222,7 +222,7 @@ def test_weights_that_lie_in_a_file_get_memory_of_their_own_first(tmp_path):
     before = copy.deepcopy(list(model.parameters()))
     offloader = Offloader(model, to="disk", directory=tmp_path)
     offloader.offload()
-    assert all(storage_bytes(p.stands_for) == 0 for p in model.parameters())
+    assert all(storage_bytes(p.offloaded_parameter) == 0 for p in model.parameters())
     offloader.onload()
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     assert model.weight.data_ptr() == model.tied.weight.data_ptr()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_backends.checkpoints.atomic import write_text
+from rl_backends.checkpoints.folders import write_text
 from rl_launcher.checkpoints import CheckpointError, export, find_latest, list_checkpoints
 from rl_launcher.checkpoints.disk import DiskSpaceError, check_space, claimed
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes

@@ -26,7 +26,7 @@ PROGRAM = """
     from rl_backends import DTensorBackend
 
     atomic, save, run_file = map(importlib.import_module, (
-        "rl_backends.checkpoints.atomic", "rl_launcher.checkpoints.save", "rl_launcher.run.run"))
+        "rl_backends.checkpoints.folders", "rl_launcher.checkpoints.save", "rl_launcher.run.run"))
 
     places = {
         "a step": (DTensorBackend, "optim_step"),

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from rl_backends.dry_run.explanation import Explanation, explain
-    from rl_backends.dry_run.predict import predict
-    from rl_backends.dry_run.report import DryRun
+    from rl_backends.dry_run.predict import DryRun, predict
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
     from rl_backends.errors import (
@@ -70,7 +69,7 @@ _HOMES = {
     "CheckpointWrite": "checkpoints",
     "DTensorBackend": "dtensor.backend",
     "DTensorConfig": "dtensor.config",
-    "DryRun": "dry_run.report",
+    "DryRun": "dry_run.predict",
     "Explanation": "dry_run.explanation",
     "GradientStep": "optimizers",
     "LoadReport": "loading",

@@ -38,7 +38,7 @@ from rl_backends.errors import BatchError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
-from rl_backends.metrics.hardware import peak_of_this_device
+from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import require_same_batch
@@ -113,7 +113,7 @@ class TrainingBackend(Protocol):
         """Bring back what `offload` moved."""
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, whole or not at all."""
+        """Write a Hugging Face model folder, completely or not at all."""
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
         """Write the adapters in PEFT's format, whole or not at all."""
@@ -575,10 +575,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, adapters merged, tensor by tensor; every rank must call it.
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
+    ) -> None:
+        """Write a Hugging Face model folder, adapters merged, completely or not at all; every rank must call it.
 
-        Whole or not at all.
+        Args:
+            folder: where to; it must not exist.
+            dtype: of floating-point tensors. "auto" gives each tensor the dtype that it has in the folder which the
+                model came from; None writes the float32 that was trained.
+            tokenizer: saved beside the model if it is given, so that an engine can serve the folder as it is.
 
         Raises:
             FileExistsError: `folder` is there already; nothing is overwritten.

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_backends import DTensorBackend, DTensorConfig
-from rl_backends.dry_run.predict import predict
-from rl_backends.dry_run.step import StepAsked, rows_of, run_step
+from rl_backends.dry_run.fake import rows_of, run_step
+from rl_backends.dry_run.predict import StepRequest, predict
 from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans.forecast import Ledger
@@ -78,7 +78,7 @@ def predicted(case, ranks):
 def measured(case, ranks):
     """The peak of every phase. Of several ranks the lower of two runs: a thread of gloo that is late to let go of what
     it has sent, on a busy machine, only adds to a peak."""
-    step = StepAsked(lengths=tuple(case["lengths"]), **asked(case))
+    step = StepRequest(lengths=tuple(case["lengths"]), **asked(case))
     runs = []
     for _ in range(min(ranks, 2)):
         ledger = Ledger()

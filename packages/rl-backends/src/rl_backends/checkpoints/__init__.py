@@ -1,11 +1,9 @@
-"""Checkpoints that any mesh can resume from: safetensors and JSON, whole or absent, written while training goes on."""
+"""Checkpoints that any mesh can resume from: safetensors and JSON, complete or absent, also written asynchronously."""
 
-from rl_backends.checkpoints.folders import find_latest, prune
-from rl_backends.checkpoints.loading import load_checkpoint
+from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
 from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers
-from rl_backends.checkpoints.reading import CheckpointState
-from rl_backends.checkpoints.saving import save_checkpoint
-from rl_backends.checkpoints.writing import CheckpointWrite
+from rl_backends.checkpoints.retention import find_latest, prune
+from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, save_checkpoint
 
 __all__ = [
     "CheckpointState",
@@ -14,5 +12,6 @@ __all__ = [
     "find_latest",
     "load_checkpoint",
     "prune",
+    "release_staging_buffers",
     "save_checkpoint",
 ]

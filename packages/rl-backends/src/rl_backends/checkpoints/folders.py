@@ -1,71 +1,159 @@
-"""Which checkpoints a folder holds, and which of them may go. Reads markers, never tensors."""
+"""Folders and files that are complete or absent, folders that prove it by a marker, and folders that all ranks see."""
 
+import json
+import secrets
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from rl_backends.checkpoints.manifest import MARKER, Manifest, read_manifest
-from rl_backends.checkpoints.together import on_all, on_first
-from rl_backends.checkpoints.writing import idle_group, unfinished_name
+from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
 from rl_backends.errors import CheckpointError
 
-__all__ = ["find_latest", "prune"]
+__all__ = [
+    "atomic_folder",
+    "probe_file",
+    "read_marker",
+    "require_shared",
+    "sees",
+    "unfinished_name",
+    "write_marker",
+    "write_text",
+]
 
 
-def find_latest(parent: str | Path) -> Path | None:
-    """The checkpoint in `parent` that was completed last; None where there is none.
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which is renamed to `folder` if the block succeeds and removed if it fails.
 
-    By when it was written and not by its version: a run that went back to step 5 goes on from its own step 6.
-    Folders without a marker do not count; a marker that cannot be read is an error and never skipped, since that
-    checkpoint might be the newest. Not a collective: let one rank ask, or all after `CheckpointWrite.wait`.
-
-    Raises:
-        CheckpointError: a marker is damaged or of an unknown format: which one is newest cannot be told.
-    """
-    found = _complete(Path(parent))
-    return found[-1] if found else None
-
-
-def prune(parent: str | Path, *, keep: int) -> list[Path]:
-    """Remove all complete checkpoints in `parent` but the `keep` newest; every rank must call it.
-
-    One that is being removed has no name of a checkpoint any more, so that a kill half-way leaves no torn one.
-
-    Returns:
-        What was removed.
+    An existing `folder` is replaced only when the new one is complete. A kill leaves either the unfinished folder or
+    the complete one.
 
     Raises:
-        ValueError: keep < 1.
-        CheckpointError: on every rank: a marker is damaged, or a folder cannot be removed.
+        NotADirectoryError: the parent of `folder` is a file.
     """
-    if keep < 1:
-        raise ValueError(f"keep={keep} must be >= 1, or nothing is left to resume from")
-    group = idle_group()
-    old = on_all(lambda: _complete(Path(parent))[:-keep], group=group)
-    on_first(lambda: _remove(old), group=group)
-    return old
+    unfinished = folder.with_name(unfinished_name(folder))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # which a caller would take for `folder` being there
+        raise NotADirectoryError(f"{folder.parent} is a file, so {folder} cannot be a folder in it") from error
+    try:
+        unfinished.mkdir()
+        yield unfinished
+        sync([*sorted(unfinished.rglob("*"), reverse=True), unfinished])
+        if folder.exists():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+        sync([folder.parent])
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
-def _complete(parent: Path) -> list[Path]:
-    """Oldest first."""
-    folders = [marker.parent for marker in parent.glob(f"*/{MARKER}") if not marker.parent.name.startswith(".")]
-
-    def written(folder: Path) -> tuple[int, int, str]:
-        try:
-            manifest: Manifest = read_manifest(folder)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. Which checkpoint of {parent} is the newest cannot be told: move {folder.name} elsewhere"
-            ) from error
-        return manifest.written_at_ns, manifest.version, folder.name
-
-    return sorted(folders, key=written)
+def unfinished_name(folder: Path) -> str:
+    """The name under which a file or folder is written, beside its target."""
+    return f".{folder.name}.unfinished"
 
 
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
-        doomed = folder.with_name(unfinished_name(folder))
-        try:
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be removed: {error}") from error
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically, replacing what is there."""
+    unfinished = path.with_name(unfinished_name(path))
+    unfinished.write_text(text, encoding="utf-8")
+    sync([unfinished])
+    unfinished.replace(path)
+    sync([path.parent])
+
+
+# ---- A marker: size and digest of the other files, and a digest of its own text.
+
+
+def write_marker(marker: Path, about: dict[str, Any], *, format: tuple[str, int], files: Iterable[Path]) -> None:  # noqa: A002
+    """Write the marker of a folder whose other files are written.
+
+    Args:
+        marker: the new file, in that folder.
+        about: further content, as JSON.
+        format: name and version of the folder's layout.
+        files: those in the folder that the marker vouches for.
+    """
+    sizes = {path.relative_to(marker.parent).as_posix(): [path.stat().st_size, digest_of(path)] for path in files}
+    body = {"format": format[0], "format_version": format[1], **about, "files": sizes}
+    marker.write_text(json.dumps({**body, "sha256": text_digest(body)}), encoding="utf-8")
+
+
+def read_marker(marker: Path, *, format: tuple[str, int], remedy: str) -> dict[str, Any]:  # noqa: A002
+    """Read a marker, and compare the files with their digests.
+
+    Raises:
+        CheckpointError: the folder is incomplete, damaged, or of another format; the message ends with `remedy`.
+    """
+    if not marker.is_file():
+        raise CheckpointError(
+            f"{marker.parent} is incomplete, or no checkpoint: it has no {marker.name}, which is written last; {remedy}"
+        )
+    try:
+        body: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+        digest, written = body.pop("sha256"), (body["format"], body["format_version"])
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{marker} is damaged: {error}; {remedy}") from error
+    if digest != text_digest(body):
+        raise CheckpointError(f"{marker} is damaged: its digest does not match its text; {remedy}")
+    if written != format:
+        raise CheckpointError(
+            f"{marker} has format {written[0]} {written[1]}, and this release reads {format[0]} {format[1]}: resume "
+            f"with the release that wrote it"
+        )
+    for name, (num_bytes, file_digest) in body["files"].items():
+        path = marker.parent / name
+        if not path.is_file() or path.stat().st_size != num_bytes or digest_of(path) != file_digest:
+            raise CheckpointError(f"{path} is not what was written: missing or damaged; {remedy}")
+    return body
+
+
+# ---- A file that shows which ranks see the same folder.
+
+
+@contextmanager
+def probe_file(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the path and the content of a file in `folder`, which is removed after the block.
+
+    All ranks write their shards into one checkpoint, so without a common folder no node would have a complete one.
+
+        with probe_file(folder) as (path, token):
+            require_shared(folder, {"rank 1 on node b": call_rank_1(sees, path, token)})
+    """
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(16)  # a file of the same name on another disk has another content
+    path = folder / f".shared-{token[:8]}"
+    path.write_text(token, encoding="utf-8")
+    try:
+        yield str(path), token
+    finally:
+        path.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def sees(path: str, token: str) -> bool:
+    """Return whether the calling process can read that file; to be called on every rank."""
+    try:
+        return Path(path).read_text(encoding="utf-8") == token
+    except OSError:  # absent or unreadable
+        return False
+
+
+def require_shared(folder: Path, seen: Mapping[str, bool]) -> None:
+    """Refuse a folder that not every rank sees; `seen` has the result of `sees` by rank.
+
+    Raises:
+        ValueError: with the ranks that do not see it, and the remedy.
+    """
+    if blind := [rank for rank, sees_it in seen.items() if not sees_it]:
+        raise ValueError(
+            f"{folder.absolute()} is not the same folder for {', '.join(blind)}: all ranks write checkpoints, and read "
+            f"them when the run is resumed; choose a folder that every node mounts at the same path (in a recipe, "
+            f"run_dir)"
+        )

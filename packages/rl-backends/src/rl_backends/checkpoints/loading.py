@@ -1,30 +1,96 @@
-"""Load a checkpoint into a model of torch on any mesh, or refuse it before anything is changed.
+"""Load a checkpoint on any mesh, or refuse it before anything is changed.
 
-Knows what of a model, its optimizers and the generators of random numbers is to be read; how is the affair of
-`reading`.
+`open_checkpoint`, `check_holds` and `read_shards` serve any backend; `load_checkpoint` says which tensors and figures
+of a model of torch are read. Each rank reads the boxes that it holds, and the ranks share the digests to be checked.
 """
 
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
+from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner, describe_failure, metadata_of
 from rl_backends.checkpoints.frozen_weights import check_frozen_weights
-from rl_backends.checkpoints.manifest import check_model
-from rl_backends.checkpoints.optimizer_state import (
-    CheckpointedOptimizers,
-    State,
-    check_optimizers,
-    new_state,
-    put_state,
+from rl_backends.checkpoints.manifest import (
+    DAMAGED,
+    INDEX,
+    MARKER,
+    STATE,
+    Manifest,
+    check_digest,
+    check_model,
+    check_sizes,
+    read_json,
+    read_manifest,
 )
-from rl_backends.checkpoints.pieces import Held, Piece, device_of, has_rng, held_by, mesh_of, rng_pieces, set_rng
-from rl_backends.checkpoints.reading import CheckpointState, OpenCheckpoint, check_holds, open_checkpoint, read_pieces
-from rl_backends.checkpoints.together import fingerprint, on_all
-from rl_backends.errors import CheckpointError
+from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, check_optimizers, new_state, put_state
+from rl_backends.checkpoints.saving import idle_group, other_ranks_failures
+from rl_backends.checkpoints.shards import (
+    TensorShard,
+    device_of,
+    fingerprint,
+    has_rng,
+    mesh_of,
+    model_shards,
+    num_ranks,
+    rng_shards,
+    set_rng,
+    this_rank,
+)
+from rl_backends.errors import CheckpointError, RankError
+from rl_backends.rank_agreement import gather_text, on_every_rank
 
-__all__ = ["load_checkpoint"]
+__all__ = ["CheckpointState", "OpenCheckpoint", "check_holds", "load_checkpoint", "open_checkpoint", "read_shards"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """What a checkpoint says besides its tensors."""
+
+    version: int
+    """Optimizer steps that the weights have seen."""
+    extra: dict[str, Any]
+    """What `save_checkpoint` was given."""
+    mesh: dict[str, Any]
+    """Of the ranks that wrote it: `ranks`, and `axes` with their sizes."""
+    rng_restored: bool
+    """Whether the random-number generators were restored; only on as many ranks as wrote it, and on the same kind of
+    device."""
+    torch: str
+    """Release of torch that wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint that is complete and undamaged; whether it fits is not checked yet."""
+
+    source: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    """Everything that is not a tensor: `extra`, `optimizers`, `schedule`."""
+    index: dict[str, Any]
+    """Dtype, shape and boxes of each tensor."""
+    group: dist.ProcessGroup | None
+    """Over which the ranks coordinate."""
+
+    def result(self, *, rng_restored: bool) -> CheckpointState:
+        """What the caller of `load_checkpoint` is given."""
+        return CheckpointState(
+            version=self.manifest.version,
+            extra=self.state["extra"],
+            mesh=self.manifest.mesh,
+            rng_restored=rng_restored,
+            torch=self.manifest.torch,
+        )
+
+
+@other_ranks_failures()
 def load_checkpoint(
     model: nn.Module,
     optimizers: CheckpointedOptimizers | None,
@@ -34,15 +100,15 @@ def load_checkpoint(
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
-    """Put what a checkpoint holds into a model, its optimizers and the generators of random numbers, in place.
+    """Restore a model, its optimizers and the random-number generators from a checkpoint, in place.
 
-    Every rank must call it; the mesh may be any. Gradients are cleared. Betas, weight decay and what else a group of
-    parameters has must be those of the checkpoint. Its learning rate holds until the schedule, which goes on from the
-    checkpoint's step, sets another.
+    Every rank must call it; the mesh may be any. Gradients are cleared. Betas, weight decay and the other options of
+    parameter groups must be those of the checkpoint. Its learning rate holds until the schedule, which continues from
+    the checkpoint's step, sets another.
 
     Args:
-        model: built as the one that wrote it, sharded as you like.
-        optimizers: as when it was written; None where there is none.
+        model: built like the one that wrote it, sharded in any way.
+        optimizers: as when it was written; None if there is none.
         folder: of the checkpoint.
         weights: False leaves the weights as they are.
         optimizer: False leaves optimizers and schedule as they are, whatever the checkpoint has of them.
@@ -51,44 +117,131 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, with the reason: absent, unfinished, damaged, of another model, of other
             optimizers or hyperparameters, of an unknown format, without what was asked for, or with more. Nothing has
-            changed then, unless a file became unreadable after it was checked, which the message tells.
+            changed then, unless a file became unreadable after it was checked, which the message says.
     """
     opened = open_checkpoint(folder, verify=verify)
-    held = held_by(model)
-    kept = optimizers if optimizer else None
+    held = model_shards(model)
+    restored = optimizers if optimizer else None
 
     def check() -> None:
         check_model(opened.source, opened.manifest.model, fingerprint(held))
         check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
-        if kept is not None:
-            _check_optimizers(opened, kept, held)
+        if restored is not None:
+            same_mesh = opened.manifest.mesh == mesh_of(held)
+            try:
+                check_optimizers(restored, held, opened.state["optimizers"], same_mesh=same_mesh)
+            except CheckpointError as error:
+                raise CheckpointError(f"{opened.source}: {error}") from error
 
-    on_all(check, group=opened.group)
+    on_every_rank(check, group=opened.group)
     frozen: dict[str, int] = opened.state.get("frozen", {})
     if frozen:
         check_frozen_weights(opened.source, frozen, model, group=opened.group)
-    rng = rng_pieces(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
-    states, pieces = on_all(lambda: _new_state(opened, kept, held), group=opened.group)
-    pieces |= rng
+    rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
+    states, shards = on_every_rank(
+        lambda: ([], {}) if restored is None else new_state(restored, held, opened.state["optimizers"]),
+        group=opened.group,
+    )
+    shards |= rng
     if weights:
-        pieces |= {f"weights/{name}": each.piece() for name, each in held.items() if name not in frozen}
-    read_pieces(opened, pieces, schedule=kept)
-    if kept is not None:
-        put_state(kept, held, opened.state["optimizers"], states=states)
+        shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
+    read_shards(opened, shards, schedule=restored)
+    if restored is not None:
+        put_state(restored, held, opened.state["optimizers"], states=states)
     set_rng(rng)
     model.zero_grad()
-    return opened.told(rng_restored=bool(rng))
+    return opened.result(rng_restored=bool(rng))
 
 
-def _check_optimizers(opened: OpenCheckpoint, optimizers: CheckpointedOptimizers, held: dict[str, Held]) -> None:
-    same_mesh = opened.manifest.mesh == mesh_of(held)
+def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
+    """Check that every rank was given the same complete checkpoint; every rank must call it.
+
+    verify: compare the digest of every file, which reads each once more.
+
+    Raises:
+        CheckpointError, RankError: on every rank: absent, unfinished, damaged or of an unknown format.
+    """
+    group = idle_group()
+    source = Path(folder)
+    manifest = on_every_rank(lambda: read_manifest(source), group=group)
+    if len(set(gather_text(str(manifest.written_at_ns), group=group))) > 1:
+        raise CheckpointError(f"the ranks were given different checkpoints ({source} here): give all the same one")
+
+    def check_files() -> None:
+        check_sizes(source, manifest)
+        if verify:
+            for record in manifest.files[this_rank() :: num_ranks()]:
+                check_digest(source, record)
+
+    on_every_rank(check_files, group=group)
+    state, index = on_every_rank(lambda: (read_json(source / STATE), read_json(source / INDEX)), group=group)
+    return OpenCheckpoint(source=source, manifest=manifest, state=state, index=index, group=group)
+
+
+def check_holds(opened: OpenCheckpoint, *, weights: bool, optimizer: bool, has_optimizers: bool) -> None:
+    """Check that the checkpoint has what is asked for, and no optimizer state that would be lost.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    source, saved = opened.source, opened.state["optimizers"]
+    if weights and not opened.manifest.weights:
+        raise CheckpointError(
+            f"{source} holds no weights, which were left out: load them elsewhere, with weights=False"
+        )
+    if optimizer and not has_optimizers and saved is not None:
+        raise CheckpointError(
+            f"{source} holds the state of an optimizer, and there is none here to take it: call start_training "
+            f"first, or leave it behind with optimizer=False"
+        )
+    if optimizer and has_optimizers and saved is None:
+        raise CheckpointError(
+            f"{source} holds no state of optimizers, only weights: load it with optimizer=False, and training starts "
+            f"with fresh moments"
+        )
+
+
+@torch.no_grad()
+def read_shards(
+    opened: OpenCheckpoint, shards: dict[str, TensorShard], *, schedule: CheckpointedOptimizers | None
+) -> None:
+    """Fill this rank's shards, in place, after all ranks have found theirs; every rank must call it.
+
+    schedule: continues where that of the checkpoint stood; None leaves it.
+
+    Raises:
+        CheckpointError, RankError: on every rank: something is not in the checkpoint or has another shape, or the
+            schedule refuses; nothing has changed then, unless a file became unreadable, which the message says.
+    """
+    source, index, group = opened.source, opened.index, opened.group
+
+    def plan() -> CheckpointReader:
+        reader = CheckpointReader(source, index)
+        if unlisted := sorted(reader.files - {record.name for record in opened.manifest.files}):
+            raise CheckpointError(f"{source / INDEX}: names {unlisted[0]!r}, which {MARKER} does not list; {DAMAGED}")
+        planner = ShardLoadPlanner()
+        planner.set_up_planner(shards, metadata_of(index))
+        try:
+            planner.create_local_plan()
+        except CheckpointError as error:
+            raise CheckpointError(f"{source}: {error}") from error
+        return reader
+
+    reader = on_every_rank(plan, group=group)
+    if schedule is not None:  # before anything is read, since it may refuse; then it is put back on every rank
+        before = schedule.schedule_state()
+        try:
+            on_every_rank(lambda: schedule.load_schedule_state(opened.state["schedule"]), group=group)
+        except (CheckpointError, RankError):
+            if schedule.schedule_state() != before:
+                schedule.load_schedule_state(before)
+            raise
     try:
-        check_optimizers(optimizers, held, opened.state["optimizers"], same_mesh=same_mesh)
-    except CheckpointError as error:
-        raise CheckpointError(f"{opened.source}: {error}") from error
-
-
-def _new_state(
-    opened: OpenCheckpoint, optimizers: CheckpointedOptimizers | None, held: dict[str, Held]
-) -> tuple[list[State], dict[str, Piece]]:
-    return ([], {}) if optimizers is None else new_state(optimizers, held, opened.state["optimizers"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank without a group
+            load(shards, storage_reader=reader, planner=ShardLoadPlanner(), process_group=group)
+    except (CheckpointException, RuntimeError) as error:
+        raise CheckpointError(
+            f"{source} could not be read: {describe_failure(error)}. Weights may be in part those of the checkpoint: "
+            f"build the model anew before you go on"
+        ) from error

@@ -1,33 +1,45 @@
-"""The marker of a complete checkpoint: what lies in its folder, and what model and mesh wrote it.
+"""The files of a checkpoint and its marker, which says what must be in the folder and what model and mesh wrote it.
 
-A folder is a checkpoint when it has this file, which is written last and appears with the folder, by one rename. It
-says the size and digest of every other file and, by a digest of its own text, that it is itself undamaged.
+    <folder>/rank-00000-of-00002.safetensors    boxes of tensors: key `<tensor>@<offset>,<offset>`
+    <folder>/tensors.json                       dtype, shape and boxes of each tensor, and the file of each box
+    <folder>/state.json                         everything that is not a tensor
+    <folder>/checkpoint.json                    the marker
+
+A folder is a checkpoint if it has the marker, which is written last and appears with the folder, by one rename. It
+holds the size and SHA-256 of every other file, and the SHA-256 of its own text.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from rl_backends.checkpoints.files import FileRecord, digest_of, write_json
+from torch import Tensor
+
 from rl_backends.errors import CheckpointError
 from rl_backends.file_names import is_plain_name
 
 __all__ = [
     "DAMAGED",
-    "FORMAT_VERSION",
     "INDEX",
     "MARKER",
     "STATE",
+    "FileRecord",
     "Manifest",
     "check_digest",
     "check_model",
     "check_sizes",
+    "digest_of",
     "read_json",
     "read_manifest",
+    "sync",
+    "text_digest",
+    "write_json",
     "write_manifest",
+    "write_safetensors",
 ]
 
 MARKER, INDEX, STATE = "checkpoint.json", "tensors.json", "state.json"
@@ -37,13 +49,22 @@ DAMAGED = "restore it from a copy, or resume from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """Name, size and digest of a file that was written."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is, without its numbers."""
+    """The content of the marker."""
 
     version: int
-    """Optimizer steps that its weights have seen."""
+    """Optimizer steps that the weights have seen."""
     written_at_ns: int
-    """When it was completed, in nanoseconds since 1970."""
+    """When the checkpoint was completed, in nanoseconds since 1970."""
     torch: str
     """Release of torch that wrote it."""
     mesh: dict[str, Any]
@@ -51,19 +72,96 @@ class Manifest:
     model: dict[str, list[Any]]
     """Fingerprint: name -> [dtype, shape] of every parameter and persistent buffer."""
     weights: bool
-    """It holds them, and not the optimizers alone."""
+    """Whether it holds the weights, or the optimizers alone."""
     files: tuple[FileRecord, ...]
     """All other files of the folder."""
 
 
+# ---- Files that are on disk when the call returns.
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
+    """Write contiguous CPU tensors into a new file and wait until it is on disk.
+
+    safetensors writes from the tensors' own memory, without a copy. The digest is computed from the file, so that it
+    is the digest of what a reader gets.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: safetensors has no name for a dtype.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # its own name for an error of the operating system
+        raise OSError(f"{path} cannot be written: {error}") from error
+    sync([path])
+    return FileRecord(name=path.name, num_bytes=path.stat().st_size, sha256=digest_of(path))
+
+
+def write_json(path: Path, value: Any) -> FileRecord:
+    """Write a value as JSON into a new file and wait until it is on disk.
+
+    Raises:
+        OSError: the file cannot be written, or exists.
+    """
+    data = json.dumps(value).encode()
+    with path.open("xb") as file:
+        file.write(data)
+    sync([path])
+    return FileRecord(name=path.name, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until files, and the names in folders, are on disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, read as a stream.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_digest(body: Mapping[str, Any]) -> str:
+    """The SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read or parsed.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}; {DAMAGED}") from error
+
+
+# ---- The marker.
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Mark a folder as complete.
+    """Mark a folder as a complete checkpoint.
 
     Raises:
         OSError: it cannot be written.
     """
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
-    write_json(folder / MARKER, {**body, "sha256": _digest(body)})
+    write_json(folder / MARKER, {**body, "sha256": text_digest(body)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -71,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         CheckpointError: absent, unfinished, damaged, of a format that this release does not know, or with names of
-            files that lie elsewhere.
+            files outside of the folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint; find_latest(parent) names the newest complete one")
@@ -89,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"the release of rl-backends that wrote it"
         )
     digest = body.pop("sha256", None)
-    if digest != _digest(body):
+    if digest != text_digest(body):
         raise CheckpointError(f"{marker}: damaged: its text is not the one whose digest it holds; {DAMAGED}")
     del body["format"], body["format_version"]
     try:
@@ -103,26 +201,25 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every file is there, with its size.
+    """Check that every file is there and has its size.
 
     Raises:
-        CheckpointError: one is missing or has another size.
+        CheckpointError: a file is missing, truncated or longer than what was written.
     """
     for record in manifest.files:
         path = folder / record.name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing, though the checkpoint was complete; {DAMAGED}")
-        if path.stat().st_size != record.num_bytes:
-            raise CheckpointError(
-                f"{path}: {path.stat().st_size} bytes, and {record.num_bytes} were written: truncated; {DAMAGED}"
-            )
+        if (size := path.stat().st_size) != record.num_bytes:
+            kind = "truncated" if size < record.num_bytes else "longer than what was written"
+            raise CheckpointError(f"{path}: {size} bytes, and {record.num_bytes} were written: {kind}; {DAMAGED}")
 
 
 def check_digest(folder: Path, record: FileRecord) -> None:
-    """A file has the bytes that were written.
+    """Check that a file has the bytes that were written.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it has others, or cannot be read.
     """
     path = folder / record.name
     try:
@@ -136,30 +233,18 @@ def check_digest(folder: Path, record: FileRecord) -> None:
         )
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}; {DAMAGED}") from error
-
-
 def check_model(folder: Path, saved: Mapping[str, list[Any]], here: Mapping[str, list[Any]]) -> None:
-    """The model of the checkpoint is this one: names, shapes and dtypes.
+    """Check that the checkpoint is of this model: names, shapes and dtypes.
 
     Raises:
-        CheckpointError: it is another; the first differences are listed.
+        CheckpointError: it is another model's; the first differences are listed.
     """
     if saved == here:
         return
     differences = [f"{name} is only in the checkpoint" for name in saved if name not in here]
     differences += [f"{name} is only in this model" for name in here if name not in saved]
     differences += [
-        f"{name} is {_told(saved[name])} in the checkpoint and {_told(here[name])} here"
+        f"{name} is {' '.join(map(str, saved[name]))} in the checkpoint and {' '.join(map(str, here[name]))} here"
         for name in saved
         if name in here and saved[name] != here[name]
     ]
@@ -168,12 +253,3 @@ def check_model(folder: Path, saved: Mapping[str, list[Any]], here: Mapping[str,
         f"{folder}: a checkpoint of another model: {'; '.join(differences[:3])}{more}. Build the model that wrote "
         f"it, in the same dtype, or choose another checkpoint"
     )
-
-
-def _told(entry: list[Any]) -> str:
-    dtype, shape = entry
-    return f"{dtype} {cast('list[int]', shape)}"
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

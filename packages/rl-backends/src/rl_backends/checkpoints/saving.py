@@ -1,27 +1,68 @@
-"""Save a model of torch, its optimizers and the generators of random numbers.
+"""Save a checkpoint, either complete or not at all, at once or while training goes on.
 
-Knows which tensors and figures a checkpoint has; how it is written is the affair of `writing`.
+The order of a save: the previous save is awaited; all ranks agree on what to write; rank 0 makes a folder beside the
+target; each rank writes its file there; rank 0 writes the marker and renames the folder. `write_checkpoint` does this
+for any backend, and `save_checkpoint` says which tensors and figures a model of torch has.
 """
 
 import json
-from collections.abc import Mapping
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from rl_backends.checkpoints.bound_state import holds_subclasses
-from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, describe_optimizers, optimizer_pieces
-from rl_backends.checkpoints.pieces import Piece, device_of, held_by, mesh_of, rng_pieces
-from rl_backends.checkpoints.storage import Contents
-from rl_backends.checkpoints.together import fingerprint, on_all
-from rl_backends.checkpoints.writing import CheckpointWrite, as_json, write_checkpoint
-from rl_backends.rank_agreement import gather_text
+from rl_backends.checkpoints.dcp import CheckpointWriter, Contents, ShardSavePlanner, StagingBuffers, describe_failure
+from rl_backends.checkpoints.manifest import MARKER
+from rl_backends.checkpoints.optimizer_state import (
+    CheckpointedOptimizers,
+    describe_optimizers,
+    holds_subclasses,
+    optimizer_shards,
+)
+from rl_backends.checkpoints.shards import (
+    TensorShard,
+    device_of,
+    fingerprint,
+    mesh_of,
+    model_shards,
+    rng_shards,
+    this_rank,
+)
+from rl_backends.errors import CheckpointError, RankError
+from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 
-__all__ = ["save_checkpoint"]
+__all__ = [
+    "CheckpointWrite",
+    "as_json",
+    "idle_group",
+    "other_ranks_failures",
+    "release_staging_buffers",
+    "save_checkpoint",
+    "unfinished_name",
+    "write_checkpoint",
+]
 
 
+@contextmanager
+def other_ranks_failures() -> Iterator[None]:
+    """Raise what another rank failed with as a CheckpointError."""
+    try:
+        yield
+    except RankError as error:
+        raise CheckpointError(str(error)) from error
+
+
+@other_ranks_failures()
 def save_checkpoint(
     model: nn.Module,
     optimizers: CheckpointedOptimizers | None,
@@ -32,17 +73,18 @@ def save_checkpoint(
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
-) -> CheckpointWrite:
+) -> "CheckpointWrite":
     """Write weights, optimizers, schedule and random-number generators into a new folder; every rank must call it.
 
     Args:
         model: sharded by rl_parallel_plans, or plain.
         optimizers: None saves the weights alone.
-        folder: the checkpoint to be; its parent belongs to this run, which removes what killed saves left there.
+        folder: the checkpoint to be written; its parent belongs to this run, which removes what killed saves left.
         version: optimizer steps that the weights have seen.
-        weights: False leaves them out, where they lie elsewhere; the model is still remembered by names and shapes.
-        asynchronous: return when everything is copied to host memory, and write while training goes on. The host needs
-            room for this rank's shards of weights and moments.
+        weights: False leaves them out, if they are saved elsewhere; the model is still identified by names and shapes.
+        asynchronous: return when the copies to host memory are made or queued, and write while training goes on. The
+            host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
+            the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
         frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` gives
             them. A model that loads the checkpoint must have them.
@@ -51,46 +93,206 @@ def save_checkpoint(
         The write; already complete unless `asynchronous`.
 
     Raises:
-        CheckpointError: on every rank: it cannot be written, something is there already, or the asynchronous save
-            before this one failed and nobody has been told; nothing was saved then.
+        CheckpointError: on every rank: it cannot be written, something is there already, or the previous asynchronous
+            save failed and nobody has been told; nothing was saved then.
     """
 
-    def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, Piece], Contents]:
-        return _collect(
-            model, optimizers, group, version=version, weights=weights, extra=dict(extra or {}), frozen=frozen or {}
-        )
+    def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, TensorShard], Contents]:
+        # An optimizer may hold quantized state on some ranks only; all must treat it alike.
+        flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
+        every_ranks = [json.loads(text) for text in gather_text(json.dumps(flags), group=group)]
+        bound = [any(flags) for flags in zip(*every_ranks, strict=True)]
+
+        def collect_here() -> tuple[dict[str, TensorShard], Contents]:
+            held = model_shards(model)
+            shards = rng_shards(device_of(held))
+            state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
+            state |= {"optimizers": None, "schedule": None}
+            state["frozen"] = dict(frozen or {}) if weights else {}
+            if weights:
+                shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
+            if optimizers is not None:
+                shards |= optimizer_shards(optimizers, held, bound=bound)
+                state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
+                state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
+            return shards, Contents(
+                version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights, state=state
+            )
+
+        return on_every_rank(collect_here, group=group)
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
 
 
-def _collect(
-    model: nn.Module,
-    optimizers: CheckpointedOptimizers | None,
-    group: dist.ProcessGroup | None,
+class CheckpointWrite:
+    """A save that was started; the checkpoint is on disk when `wait` returns."""
+
+    def __init__(self, folder: Path, future: "Future[Any]", *, waited_s: float) -> None:
+        self.folder = folder
+        """Where the checkpoint will be."""
+        self.waited_s = waited_s
+        """Seconds that this save first waited for the previous one."""
+        self._future = future
+        self._raised = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete; on every rank, any number of times.
+
+        Raises:
+            CheckpointError: it could not be written. Checkpoints that were complete before still are.
+        """
+        error = self._error()
+        self._raised = True
+        if error is not None:
+            raise error
+
+    def unseen_error(self) -> CheckpointError | None:
+        """Wait for the end; return the failure, unless `wait` has raised it already."""
+        error = self._error()
+        return None if self._raised else error
+
+    def _error(self) -> CheckpointError | None:
+        error = self._future.exception()
+        if error is None:
+            return None
+        if this_rank() == 0:  # all ranks have stopped writing, and what they wrote may be what filled the disk
+            shutil.rmtree(self.folder.with_name(unfinished_name(self.folder)), ignore_errors=True)
+        failure = CheckpointError(
+            f"{self.folder} was not written: {describe_failure(error)}. Checkpoints that were complete still are; free "
+            f"space or mend what is named, and save again"
+        )
+        failure.__cause__ = error
+        return failure
+
+
+_last: list[CheckpointWrite] = []
+"""The last asynchronous save of this process."""
+_buffers = StagingBuffers()
+"""Host memory of asynchronous saves, kept from one to the next."""
+
+
+def release_staging_buffers() -> None:
+    """Free the host memory that asynchronous saves keep for the next one, when the last one has ended."""
+    global _buffers  # noqa: PLW0603 - a process saves one checkpoint at a time
+    for write in _last:
+        write.unseen_error()
+    _buffers = StagingBuffers()
+
+
+def idle_group() -> dist.ProcessGroup | None:
+    """The process group over which checkpoints are coordinated, when no save is using it any more."""
+    for write in _last:
+        write.unseen_error()
+    return host_group()
+
+
+def unfinished_name(folder: Path) -> str:
+    """The name under which a checkpoint is written, beside its target."""
+    return f".{folder.name}.checkpoint-unfinished"
+
+
+@other_ranks_failures()
+def write_checkpoint(
+    collect: Callable[[dist.ProcessGroup | None], tuple[dict[str, TensorShard], Contents]],
+    folder: str | Path,
     *,
-    version: int,
-    weights: bool,
-    extra: dict[str, Any],
-    frozen: Mapping[str, int],
-) -> tuple[dict[str, Piece], Contents]:
-    flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
-    bound = [
-        any(flags)
-        for flags in zip(*(json.loads(text) for text in gather_text(json.dumps(flags), group=group)), strict=True)
-    ]
+    asynchronous: bool,
+) -> CheckpointWrite:
+    """Write what `collect` returns on each rank. It is called when nothing else is being written.
 
-    def collect() -> tuple[dict[str, Piece], Contents]:
-        held = held_by(model)
-        pieces = rng_pieces(device_of(held))
-        state: dict[str, Any] = {"extra": as_json("extra", extra, exact=True), "optimizers": None, "schedule": None}
-        state["frozen"] = dict(frozen) if weights else {}
-        if weights:
-            pieces |= {f"weights/{name}": each.piece() for name, each in held.items() if name not in frozen}
-        if optimizers is not None:
-            pieces |= optimizer_pieces(optimizers, held, bound=bound)
-            state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
-            state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
-        contents = Contents(version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights, state=state)
-        return pieces, contents
+    Args:
+        collect: returns this rank's shards by name, and what rank 0 writes besides; it may communicate over the group.
+        folder: the checkpoint to be written.
+        asynchronous: return when the copies to host memory are made or queued.
 
-    return on_all(collect, group=group)
+    Raises:
+        CheckpointError: on every rank: see `save_checkpoint`.
+    """
+    start, running = time.perf_counter(), any(not write.done for write in _last)
+    group = idle_group()
+    waited_s = time.perf_counter() - start if running else 0.0
+    unseen = [error for write in _last if (error := write.unseen_error()) is not None]
+    _last.clear()
+
+    def raise_unseen() -> None:
+        if unseen:
+            raise unseen[0]
+
+    on_every_rank(raise_unseen, group=group)
+    target = Path(folder).absolute()  # also if the process changes its directory while it is written
+    if asynchronous and group is None:
+        raise CheckpointError(
+            "asynchronous=True needs a process group: call torch.distributed.init_process_group first"
+        )
+    shards, contents = collect(group)
+    if len(set(gather_text(str(target), group=group))) > 1:
+        raise CheckpointError(f"the ranks were given different folders ({target} here): give all of them the same one")
+    unfinished = target.with_name(unfinished_name(target))
+    on_rank_0(lambda: _make_room(target, unfinished), group=group)
+    writer = CheckpointWriter(unfinished, target, contents=contents, buffers=_buffers)
+    future: Future[Any] = Future()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank without a group
+        planner = ShardSavePlanner()
+        if asynchronous:
+            started = async_save(
+                shards, storage_writer=writer, planner=planner, process_group=group, async_stager=writer
+            )
+            assert isinstance(started, Future)
+            future = started
+        else:
+            # A future that has ended already, so that both ways to save fail in the same way.
+            try:
+                if any(not shard.local.is_cpu for shard in shards.values()):
+                    shards = writer.stage(shards)
+                future.set_result(save(shards, storage_writer=writer, planner=planner, process_group=group))
+            except (CheckpointException, RuntimeError, OSError) as error:
+                future.set_exception(error)
+    write = CheckpointWrite(target, future, waited_s=waited_s)
+    if asynchronous:
+        _last.append(write)
+    else:
+        write.wait()
+    return write
+
+
+def _make_room(target: Path, unfinished: Path) -> None:
+    """Remove what killed saves left, and make the folder to write in."""
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a symbolic link, which a folder cannot take the place of: choose another")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = "a complete checkpoint" if (target / MARKER).is_file() else "something else"
+        raise CheckpointError(f"{target} is there already, {what}; nothing is overwritten: choose another folder")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in target.parent.glob(unfinished_name(Path("*"))):
+            shutil.rmtree(leftover)
+        unfinished.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{target.parent} cannot be written to: {error}") from error
+
+
+def as_json(what: str, value: Any, *, exact: bool = False) -> Any:
+    """A copy of a value as JSON returns it, which the caller cannot change while it is written.
+
+    exact: refuse values that would come back changed.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    try:
+        again = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{what} cannot be written as JSON: {error}; give numbers, text, lists and dicts"
+        ) from error
+    if exact and again != value:
+        raise CheckpointError(
+            f"{what} would not come back from JSON as it is: give lists for tuples, text for keys, and no NaN"
+        )
+    return again

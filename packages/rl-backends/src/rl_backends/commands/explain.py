@@ -72,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.dry_run.document import answer_here
-    from rl_backends.dry_run.explanation import Explanation
+    from rl_backends.dry_run.explanation import Explanation, answer_here
 
     # This process has nothing to keep: no other one need be started.
     explanation = Explanation(answer_here({"what": "explain", **_request(arguments)}))

@@ -17,7 +17,7 @@ from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.megatron_conversion import look_for_conversion
 from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, readable_layout, stages_of
 from rl_backends.loading import ModelSource, open_model
-from rl_backends.loading.shards_by_name import first_names
+from rl_backends.loading.weights import first_names
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.conversion.space import told_bytes
 from rl_backends.megatron.installed import INSTALL
@@ -165,7 +165,7 @@ def _read_config(arguments: argparse.Namespace) -> Any:
 
 
 def _skeleton(arguments: argparse.Namespace) -> nn.Module:
-    from rl_backends.dry_run.source import skeleton_of
+    from rl_backends.dry_run.predict import skeleton_of
 
     return skeleton_of(arguments.model, revision=None, trust_remote_code=arguments.trust_remote_code)
 

@@ -119,30 +119,28 @@ def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, 
 
 
 def _fingerprint(skeleton: Any) -> Mapping[str, list[Any]]:
-    from rl_backends.checkpoints.pieces import held_by
-    from rl_backends.checkpoints.together import fingerprint
+    from rl_backends.checkpoints.shards import fingerprint, model_shards
 
-    return fingerprint(held_by(skeleton))
+    return fingerprint(model_shards(skeleton))
 
 
 def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner
     from rl_backends.checkpoints.manifest import INDEX, read_json
-    from rl_backends.checkpoints.pieces import whole_piece
-    from rl_backends.checkpoints.planners import PieceLoadPlanner
-    from rl_backends.checkpoints.storage import CheckpointReader
+    from rl_backends.checkpoints.shards import whole_tensor
 
     index = read_json(checkpoint / INDEX)
     for name in names:
-        piece = f"weights/{name}"
-        entry = index[piece]
+        key = f"weights/{name}"
+        entry = index[key]
         tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
-            reader = CheckpointReader(checkpoint, {piece: entry})
-            load({piece: whole_piece(tensor)}, storage_reader=reader, planner=PieceLoadPlanner())
+            reader = CheckpointReader(checkpoint, {key: entry})
+            load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)
 

@@ -6,7 +6,7 @@ from typing import Any
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.errors import CheckpointError, ModelError
 from rl_backends.loading import ModelSource
-from rl_backends.loading.files import weight_files
+from rl_backends.loading.source import weight_files
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.conversion.content import source_content
 from rl_backends.megatron.conversion.place import Place

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rl_backends.commands.console import CommandError
-from rl_backends.loading.shards_by_name import first_names
+from rl_backends.loading.weights import first_names
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.conversion.space import told_bytes

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from rl_backends.dry_run.document import answer_here
+from rl_backends.dry_run.explanation import answer_here
 
 
 def main() -> None:

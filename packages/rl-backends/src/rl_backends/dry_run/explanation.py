@@ -1,20 +1,54 @@
-"""`explain`: what the DTensor backend would do with a model on so many ranks, without weights, GPU or ranks."""
+"""`explain`: what the DTensor backend would do with a model on so many ranks, without weights, GPU or ranks.
+
+Everything that it says is a document of plain values with stable keys. Bytes are those of one rank unless said
+otherwise.
+
+    format          1; another number where a key changed its meaning or went away. Keys may be added.
+    model           class, parameters (elements), config (of transformers, its model_type)
+    versions        of torch, transformers and this package
+    config          every field of DTensorConfig
+    mesh            one object for each axis: axis, ranks, what it does
+    numbers         dtype of trained weights, of frozen ones (null: none are), of computation and gradient reduction,
+                    and the optimizer's name
+    batch           rows, tokens, layout, microbatches of a rank, and what bounds them
+    flops           of a step: model (what its mathematics needs), of all ranks; null where the model does not tell
+    memory          a `DryRun`: phases, categories, the largest holders, host memory, collectives, assumptions
+    plan            as `rl_parallel_plans.explain.document` lists it: rules, shapes, what is whole, what is sent
+    plan_text       the same for people
+    seconds         that the dry run took
+"""
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_backends.dry_run.predict import ask_child, request_of, step_asked
-from rl_backends.dry_run.report import Collective, DryRun, aligned, gib
+from rl_backends.dry_run.predict import (
+    Collective,
+    DryRun,
+    StepRequest,
+    aligned,
+    ask_child,
+    config_from_dict,
+    format_bytes,
+    request_of,
+    skeleton_of,
+    step_asked,
+    step_from_dict,
+)
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.errors import ModelError
 from rl_backends.optimizers import OptimizerConfig
+from rl_parallel_plans import as_json
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "answer_here", "document_of", "explain"]
 
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
@@ -25,7 +59,7 @@ class Explanation:
     """What a backend would do. Made by `explain`."""
 
     document: Mapping[str, Any]
-    """Plain values, whose keys `rl_backends.dry_run.document` lists."""
+    """Plain values, whose keys `rl_backends.dry_run.explanation` lists."""
 
     @property
     def dry_run(self) -> DryRun:
@@ -79,7 +113,6 @@ def explain(
         offload_reference=offload_reference,
     )
     if isinstance(model, nn.Module) and not dist.is_initialized():
-        from rl_backends.dry_run.document import document_of
         from rl_backends.reference import without_weights
 
         return Explanation(document_of(without_weights(model), config, asked, world_size=world_size))
@@ -140,7 +173,7 @@ def _sent(collectives: Sequence[Collective]) -> Iterator[str]:
         for each in sorted((c for c in collectives if c.phase == phase), key=lambda c: -c.num_bytes):
             if each.num_bytes >= 1024:
                 name = f"  {phase} {each.kind.replace('_', '-')}"
-                rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", gib(each.num_bytes)])
+                rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", format_bytes(each.num_bytes)])
     if len(rows) > 1:
         yield from aligned(rows)
 
@@ -154,3 +187,99 @@ def _count(elements: int) -> str:
         if elements >= unit:
             return f"{elements / unit:.2f} {name}"
     return f"{elements:,}"
+
+
+# ---- The document.
+
+FORMAT = 1
+AXES = {
+    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
+    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
+    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
+    "cp": "shares the tokens of each row; shards parameters as dp does",
+    "tp": "shares each matrix multiplication",
+}
+
+
+def answer_here(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request in plain values asks for, in this process, which must have no process group."""
+    from rl_backends.dry_run.fake import dry_run_here
+
+    config, asked = config_from_dict(request["config"]), step_from_dict(request["asked"])
+    skeleton = skeleton_of(
+        request["source"],
+        revision=request["revision"],
+        trust_remote_code=request["trust_remote_code"],
+        model_config=request["model_config"],
+    )
+    if request["what"] == "explain":
+        return document_of(skeleton, config, asked, world_size=request["world_size"])
+    return {"dry_run": dry_run_here(skeleton, config, asked, world_size=request["world_size"])[0].as_dict()}
+
+
+def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int) -> dict[str, Any]:
+    """The document of a model on the meta device, which is taken over.
+
+    Raises:
+        ModelError, PlanError, ValueError: as `dry_run_here`.
+    """
+    from rl_backends.dry_run.fake import dry_run_here
+
+    started = time.monotonic()
+    flops = _flops(skeleton, asked)
+    model_type = getattr(getattr(skeleton, "config", None), "model_type", None)
+    made, plan = dry_run_here(skeleton, config, asked, world_size=world_size)
+    sharded_over = made.mesh["dp"] * made.mesh["ep"] * made.mesh["cp"]
+    return {
+        "format": FORMAT,
+        "model": {"class": made.model, "parameters": made.num_parameters, "model_type": model_type},
+        "versions": {name: _release(name) for name in ("torch", "transformers", "rl-backends")},
+        "world_size": world_size,
+        "config": asdict(config),
+        "mesh": [{"axis": axis, "ranks": ranks, "does": AXES[axis]} for axis, ranks in made.mesh.items()],
+        "numbers": _dtypes(config, asked),
+        "batch": _batch_figures(config, made),
+        "flops": flops,
+        "memory": made.as_dict(),
+        "plan": json.loads(as_json(plan, dp=sharded_over)),
+        "plan_text": plan.explain(dp=sharded_over),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _dtypes(config: DTensorConfig, asked: StepRequest) -> dict[str, Any]:
+    return {
+        "weights": "float32",
+        "frozen_weights": None if config.lora_cfg is None else config.lora_cfg.base_dtype,
+        "computation": config.precision,
+        "reduction": "float32",
+        "optimizer": None if asked.optimizer is None else asked.optimizer.name,
+    }
+
+
+def _batch_figures(config: DTensorConfig, made: DryRun) -> dict[str, Any]:
+    return {
+        "rows": made.num_rows,
+        "tokens": made.num_tokens,
+        "layout": "packed" if config.sequence_packing else "padded",
+        "microbatches": made.num_microbatches,
+        "micro_batch_size": config.micro_batch_size,
+        "micro_batch_tokens": config.micro_batch_tokens,
+    }
+
+
+def _flops(skeleton: nn.Module, asked: StepRequest) -> dict[str, float] | None:
+    from rl_backends.metrics.flops import ModelFlops
+
+    lengths = torch.tensor(asked.lengths)
+    try:
+        return {"model": float(ModelFlops.of(skeleton).of_rows(lengths, lengths - 1).sum())}
+    except ModelError:  # a model whose modules do not tell
+        return None
+
+
+def _release(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,38 +1,177 @@
-"""A backend on fake ranks and fake tensors, and the step that it takes there. Needs a process without a process group.
+"""A step of `DTensorBackend` on fake ranks and fake tensors, under a count of its storages and collectives.
 
-Calls `DTensorBackend` as a trainer does, on a model without weights. What it does not see: the CUDA context, NCCL's
-buffers, workspace inside kernels, what the allocator rounds up and fragments.
+    start, one optimizer step -> between steps | logp | reference logp | forward_backward | optim_step
+
+`dry_run_here` calls the backend as a trainer does, on a model without weights, in a process without a process group.
+`run_step` takes the same step on whatever tensors the backend has: real ones to compare a prediction with. What is not
+seen: the CUDA context, NCCL's buffers, workspace inside kernels, what the allocator rounds up and fragments.
+
+Axes: B rows, T tokens.
 """
 
+import gc
+import math
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from rl_backends.dry_run.collectives import CollectiveCounter
-from rl_backends.dry_run.report import Collective, DryRun, Phase
-from rl_backends.dry_run.step import REFERENCE, StepAsked, rows_of, run_step
+from rl_backends.dry_run.predict import DIFFERENT_TOKENS, Collective, DryRun, Phase, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.lora import add_lora
+from rl_backends.optimizers import OptimizerConfig
+from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import ParallelPlan
-from rl_parallel_plans.forecast import Ledger, Peak, fake_floats, fake_process_group, fused_attention
-from rl_parallel_plans.forecast.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from rl_parallel_plans.forecast import (
+    Ledger,
+    MemoryTracker,
+    Peak,
+    fake_floats,
+    fake_process_group,
+    fused_attention,
+    gathered_labels,
+)
+from rl_parallel_plans.forecast.tracker import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    TEMPORARIES,
+)
 
-__all__ = ["dry_run_here"]
+__all__ = ["BETWEEN_STEPS", "REFERENCE", "CollectiveCounter", "dry_run_here", "rows_of", "run_step"]
+
+BETWEEN_STEPS = "between steps"
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Examples of which every token but the first is trained."""
+
+    rows_per_unit: ClassVar[int] = 1
+    tokens: Int[Tensor, "B T"]
+    lengths: Int[Tensor, " B"]
+    trainable: Bool[Tensor, "B T"]
+
+
+def run_step(
+    make_backend: Callable[[], DTensorBackend],
+    asked: StepRequest,
+    *,
+    ledger: Ledger,
+    also: Callable[[Any, Any, Any], None] | None = None,
+) -> None:
+    """Make a backend and let it take a step; the phases in `ledger` have the names at the head of this file.
+
+    Args:
+        make_backend: called once, under the count.
+        asked: rows and optimizer.
+        ledger: the account to write into.
+        also: called with each operator, its arguments and its result.
+    """
+    rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
+    with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
+        backend = make_backend()
+        names.update((module, _place(name)) for name, module in backend.model.named_modules())
+        tracker.label(backend.model.parameters(), PARAMETERS)
+        tracker.label(backend.model.buffers(), BUFFERS)
+        labelled.enter_context(gathered_labels(tracker, backend.model))
+        reference = _prepare(backend, asked, tracker)
+        ledger.moment(BETWEEN_STEPS)
+        some = rows_of(_one_microbatch(backend, asked), different_tokens=asked.different_tokens)
+        with ledger.phase("logp"):
+            backend.logp(some)
+        if reference is not None:
+            with ledger.phase("reference logp"):
+                reference.logp(some)
+        with ledger.phase("forward_backward"):
+            backend.forward_backward(rows, _loss)
+        # FSDP has put other parameters in the place of those that were labelled.
+        tracker.label(backend.model.parameters(), PARAMETERS)
+        tracker.label((p.grad for p in backend.model.parameters() if p.grad is not None), GRADIENTS)
+        gc.collect()  # as Python does now and then; what hangs in cycles would count for the step
+        if asked.optimizer is not None:
+            tracker.outside_backward = TEMPORARIES
+            with ledger.phase("optim_step"):
+                backend.optim_step()
+
+
+def _prepare(backend: DTensorBackend, asked: StepRequest, tracker: MemoryTracker) -> ReferenceModel | None:
+    """What lasts from step to step: the optimizer's state, and the reference, which is returned."""
+    if asked.optimizer is not None:
+        tracker.outside_backward = OPTIMIZER_STATE
+        _give_state(backend, asked.optimizer, temperature=asked.temperature)
+    reference = None
+    if asked.reference:
+        tracker.outside_backward = REFERENCE
+        reference = backend.freeze_reference(offload=asked.offload_reference)
+    tracker.outside_backward = ACTIVATIONS
+    gc.collect()
+    return reference
+
+
+def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> _Rows:
+    """Rows of these lengths, with ids below `different_tokens`."""
+    width = max(lengths)
+    each = torch.tensor(lengths)
+    place = torch.arange(width)
+    return _Rows(
+        tokens=(place + each[:, None]) % different_tokens,
+        lengths=each,
+        trainable=(place > 0) & (place < each[:, None]),
+    )
+
+
+def _loss(logp: Float[Tensor, "b w"], _: _Rows) -> tuple[Tensor, dict[str, Tensor]]:
+    total = -logp.sum()
+    return total, {"loss": total.detach()}
+
+
+def _give_state(backend: DTensorBackend, optimizer: OptimizerConfig, *, temperature: float) -> None:
+    """The state that the optimizer has after its first step, of gradients of 0."""
+    num_steps = optimizer.warmup_steps + (optimizer.decay_steps or 0) + 2
+    backend.start_training(optimizer, num_steps=num_steps, temperature=temperature)
+    for parameter in backend.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    backend._clip_and_step()  # noqa: SLF001 - ours; optim_step() refuses a step without forward_backward()
+
+
+def _one_microbatch(backend: DTensorBackend, asked: StepRequest) -> Sequence[int]:
+    """Rows that show what all would: without gradients, one microbatch leaves nothing for the next."""
+    lengths = asked.lengths
+    if len(set(lengths)) > 1:
+        return lengths
+    cut = backend._distributed.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
+    return lengths[: max(1, len(lengths) // len(cut[0]))]
+
+
+def _place(name: str) -> str:
+    """The same for the same module of every layer."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+# ---- On fake ranks and tensors.
 
 LARGEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _FakeStep:
     """What a fake step has to tell."""
 
     ledger: Ledger
@@ -44,7 +183,7 @@ class _Told:
 
 
 def dry_run_here(
-    skeleton: nn.Module, config: DTensorConfig, asked: StepAsked, *, world_size: int
+    skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int
 ) -> tuple[DryRun, ParallelPlan]:
     """Let a backend of `skeleton`, which lies on the meta device and is taken over, take a step as rank 0.
 
@@ -84,7 +223,7 @@ def dry_run_here(
     return made, told.plan
 
 
-def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
+def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> _FakeStep:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
@@ -113,7 +252,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
         ) from error
     sharded = backends[0]._distributed  # noqa: SLF001 - ours
     mesh = sharded.mesh
-    return _Told(
+    return _FakeStep(
         ledger=ledger,
         mesh=sizes_of(mesh),
         num_microbatches=len(sharded.cut(rows_of(asked.lengths, different_tokens=asked.different_tokens))[0]),
@@ -137,7 +276,7 @@ def _phase(name: str, peak: Peak) -> Phase:
     return Phase(name=name, num_bytes=peak.total, by_category=peak.by_category, largest=largest)
 
 
-def _in_host_memory(config: DTensorConfig, asked: StepAsked) -> tuple[str, ...]:
+def _in_host_memory(config: DTensorConfig, asked: StepRequest) -> tuple[str, ...]:
     """Categories that do not lie on the device; on a CPU there is one memory only."""
     if config.device == "cpu":
         return ()
@@ -159,3 +298,99 @@ def _assumptions(config: DTensorConfig, *, attention_calls: int) -> Iterator[str
         yield "not counted: the copies that shards and gradients of one layer have on the device as they pass by"
     if config.compile:
         yield "layers are counted as they run without torch.compile, which holds no more"
+
+
+# ---- What ranks send one another, by phase and axes of the mesh; counted below DTensor and FSDP.
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast_functional": "broadcast",
+}
+"""Operators of torch.distributed and of its functional collectives."""
+
+
+class CollectiveCounter:
+    """Counts every collective over more than one rank that it is shown.
+
+    phase: the name of what runs now; "" is not counted.
+    """
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        self._phase = phase
+        self._kinds: dict[object, str | None] = {}
+        self._counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self._sizes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+
+    def saw(self, operator: Any, args: Any, result: object) -> None:
+        """An operator ran."""
+        if operator not in self._kinds:
+            self._kinds[operator] = _kind(operator)
+        kind, phase = self._kinds[operator], self._phase()
+        if kind is None or not phase:
+            return
+        ranks = _ranks_of(args)
+        if len(ranks) > 1:
+            self._counts[phase, kind, ranks] += 1
+            self._sizes[phase, kind, ranks] += max(tensor.nbytes for tensor in _tensors_in((args, result)))
+
+    def found(self, mesh: DeviceMesh) -> tuple[Collective, ...]:
+        """What was counted, over the axes of `mesh`."""
+        return tuple(
+            Collective(
+                phase=phase,
+                kind=kind,
+                axes=_axes(mesh, ranks),
+                ranks=len(ranks),
+                count=count,
+                num_bytes=self._sizes[phase, kind, ranks],
+            )
+            for (phase, kind, ranks), count in self._counts.items()
+        )
+
+
+def _kind(operator: Any) -> str | None:
+    space, _, name = operator.name().partition("::")
+    return KINDS.get(name.partition(".")[0]) if space in {"c10d", "_c10d_functional"} else None
+
+
+def _ranks_of(args: Any) -> tuple[int, ...]:
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+            except RuntimeError:  # the operation of a reduction is an object too
+                continue
+    names = [value for value in args if isinstance(value, str)]
+    registry: Any = dist.distributed_c10d
+    group = registry._resolve_process_group(names[-1])  # noqa: SLF001 - no public one
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> str:
+    """The axes along which the ranks differ."""
+    names = mesh.mesh_dim_names or ()
+    shape: Mapping[str, int] = dict(zip(names, mesh.shape, strict=True))
+    coordinates = [_coordinates(rank, tuple(shape.values())) for rank in ranks]
+    varying = [name for i, name in enumerate(names) if len({each[i] for each in coordinates}) > 1]
+    return " x ".join(varying)
+
+
+def _coordinates(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(rank // math.prod(shape[axis + 1 :]) % shape[axis] for axis in range(len(shape)))

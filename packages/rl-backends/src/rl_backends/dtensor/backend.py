@@ -269,12 +269,12 @@ class DTensorBackend(Backend):
             self._merged.refresh()
         return report
 
-    def save_pretrained(self, folder: str | Path) -> None:  # noqa: D102
+    def save_pretrained(  # noqa: D102
+        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
+    ) -> None:
         self._require_on_device("save_pretrained", WEIGHTS)
-        if self.config.lora_cfg is None:
-            export_pretrained(self.model, Path(folder))
-        else:
-            export_pretrained(self.model, Path(folder), tensors=export_merged(self.model))
+        merged = None if self.config.lora_cfg is None else export_merged(self.model, every_rank=True)
+        export_pretrained(self.model, folder, dtype=dtype, tokenizer=tokenizer, tensors=merged, every_rank=True)
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         self._require_on_device("save_adapter", WEIGHTS)

@@ -27,7 +27,7 @@ from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.loading import materialize
-from rl_backends.metrics.modules import decoder_of
+from rl_backends.metrics.flops import decoder_of
 from rl_backends.packing import enable_packing
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, require_same_model

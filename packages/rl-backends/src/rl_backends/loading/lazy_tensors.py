@@ -1,18 +1,39 @@
-"""Tensors in files, and what stacking, joining, cutting and transposing makes of them; not read until asked.
+"""Tensors in safetensors files, read when asked, and what stacking, splitting and transposing make of them.
 
-A conversion that transformers runs on tensors (`torch.stack`, `torch.cat`, ...) runs on these as well, and gives
-another one. `read_into` then copies any box of the result straight from the files. Where a conversion needs the
-numbers, or another view of them, it is refused by its name.
+The conversions that transformers runs on tensors (`torch.stack`, `torch.cat`, ...) run on a `LazyTensor` too, and
+return another one. `read_into` then copies any box of the result straight from the files. A conversion that needs the
+elements, or another view of them, is refused by its name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LazyTensor", "UnknownConversionError"]
+from rl_backends.errors import ModelError
+
+__all__ = ["FileTensor", "LazyTensor", "UnknownConversionError", "open_tensors"]
+
+PIECE_BYTES = 32 * 2**20
+"""Most bytes that are read at once, where a row of a tensor is not larger."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Under the names of safetensors. Floats of 8 bits and fewer are absent: their scales lie in other tensors."""
 
 
 class UnknownConversionError(TypeError):
@@ -66,7 +87,7 @@ class LazyTensor(ABC):
 
 
 class _Stacked(LazyTensor):
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+    def __init__(self, parts: Sequence[LazyTensor], dim: int = 0) -> None:
         _same([part.shape for part in parts])
         first = parts[0].shape
         self._parts, self._dim = tuple(parts), dim % (len(first) + 1)
@@ -79,7 +100,7 @@ class _Stacked(LazyTensor):
 
 
 class _Joined(LazyTensor):
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+    def __init__(self, parts: Sequence[LazyTensor], dim: int = 0) -> None:
         self._parts, self._dim = tuple(parts), dim % parts[0].ndim
         _same([[size for dim, size in enumerate(part.shape) if dim != self._dim] for part in parts])
         shape = list(parts[0].shape)
@@ -109,7 +130,7 @@ class _Cut(LazyTensor):
 
 
 class _Transposed(LazyTensor):
-    def __init__(self, other: LazyTensor, *, dim0: int, dim1: int) -> None:
+    def __init__(self, other: LazyTensor, dim0: int, dim1: int) -> None:
         self._other, self._dims = other, (dim0 % other.ndim, dim1 % other.ndim)
         super().__init__(self._swapped(other.shape), other.dtype)
 
@@ -130,18 +151,6 @@ class _Squeezed(LazyTensor):
 
     def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
         self._other.read_into(out.unsqueeze(self._dim), [*offsets[: self._dim], 0, *offsets[self._dim :]])
-
-
-def _stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    return _Stacked(parts, dim)
-
-
-def _cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    return _Joined(parts, dim)
-
-
-def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
-    return _Transposed(tensor, dim0=dim0, dim1=dim1)
 
 
 def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
@@ -165,9 +174,59 @@ def _same(shapes: Sequence[Sequence[int]]) -> None:
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.transpose: _transpose,
+    torch.stack: _Stacked,
+    torch.cat: _Joined,
+    torch.transpose: _Transposed,
     torch.chunk: _chunk,
     torch.split: _split,
 }
+
+
+# ---- Files.
+
+
+class FileTensor(LazyTensor):
+    """One tensor of an open safetensors file."""
+
+    def __init__(self, handle: Any, name: str, *, file: Path) -> None:
+        header = handle.get_slice(name)
+        if (dtype := DTYPES.get(header.get_dtype())) is None:
+            raise ModelError(
+                f"{file}: {name} is stored as {header.get_dtype()}; quantized weights cannot be trained, give the "
+                f"folder of the model in bfloat16, float16 or float32"
+            )
+        super().__init__(header.get_shape(), dtype)
+        self._handle, self._name = handle, name
+
+    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
+        """Copy a box, some rows at a time, so that what is read and not yet cast stays small."""
+        if not offsets:
+            out.copy_(self._handle.get_tensor(self._name))
+            return
+        row_bytes = max(1, out[:1].numel() * self.dtype.itemsize)
+        rows = max(1, PIECE_BYTES // row_bytes)
+        inner = tuple(slice(at, at + size) for at, size in zip(offsets[1:], out.shape[1:], strict=True))
+        stored = self._handle.get_slice(self._name)
+        for first in range(0, out.shape[0], rows):
+            piece = out[first : first + rows]
+            piece.copy_(stored[(slice(offsets[0] + first, offsets[0] + first + piece.shape[0]), *inner)])
+
+
+@contextmanager
+def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
+    """Every tensor of safetensors files under its name there, to be read until the end of the context.
+
+    Raises:
+        ModelError: a file is damaged, or holds a dtype that cannot be trained.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, LazyTensor] = {}
+    with ExitStack() as stack:
+        for file in files:
+            try:
+                handle = stack.enter_context(safe_open(str(file), framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} cannot be read: {type(error).__name__}: {error}; fetch it again") from error
+            found |= {name: FileTensor(handle, name, file=file) for name in handle.keys()}  # noqa: SIM118 - no mapping
+        yield found

@@ -1,20 +1,23 @@
-"""Models without their weights: parameters on the meta device, everything that is computed from the configuration real.
+"""Models without their weights (parameters on the meta device), and their first weights.
 
-A Hugging Face model computes some buffers (rotary frequencies) when it is made, and no file holds them. So it is made
-here on the CPU, only that the memory of parameters is never there. Reads no files.
+A Hugging Face model computes some buffers (rotary frequencies) when it is made, and no file holds them. `make_skeleton`
+therefore makes it on the CPU, without allocating memory for its parameters. `materialize` allocates that memory once
+the model is sharded, and `initial_value` draws a parameter as a new model would have it.
 """
 
 import copy
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rl_backends.errors import ModelError
+from rl_parallel_plans.structure import retie, tied_names
 
-__all__ = ["in_float32", "make_skeleton", "original_class", "twin_of"]
+__all__ = ["in_float32", "initial_value", "make_skeleton", "materialize", "original_class", "twin_of"]
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -43,7 +46,8 @@ def make_skeleton(make: Callable[[], nn.Module]) -> nn.Module:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in moved:
-                moved[id(parameter)] = _on_meta(parameter)
+                on_meta = torch.empty_like(parameter, device="meta")
+                moved[id(parameter)] = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
             module.register_parameter(name, moved[id(parameter)])
     tie: Callable[[], None] | None = getattr(model, "tie_weights", None)
     if tie is not None:  # code that comes with a model need not have it
@@ -80,12 +84,6 @@ def original_class(model: nn.Module) -> type[nn.Module]:
     return next(cls for cls in type(model).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
 
 
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.is_meta:
-        return parameter
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-
-
 def _require_real_buffers(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -94,3 +92,91 @@ def _require_real_buffers(model: nn.Module) -> None:
                     f"{type(model).__name__}: no file holds the buffer {path}.{name}, and it is not computed when the "
                     f"model is made; load it whole with load_causal_lm"
                 )
+
+
+# ---- Memory.
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Give every meta parameter of a (sharded) model uninitialised memory on `device`; return the model.
+
+    Buffers that are real move there with their numbers. Ties stay ties. Parameters that FSDP offloads lie in host
+    memory. Optimizers and references to parameters are to be made afterwards: the parameters may be other objects.
+    """
+    ties = tied_names(model)
+    offloaded = _offloaded(model)
+
+    def moved(tensor: Tensor) -> Tensor:
+        target = "cpu" if id(tensor) in offloaded else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+
+    model._apply(moved)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `to` and `to_empty` are made of; FSDP overrides it
+    retie(model, ties)
+    return model
+
+
+def _offloaded(model: nn.Module) -> set[int]:
+    """Ids of the parameters that FSDP keeps in host memory."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()  # noqa: SLF001 - no public one says which parameters are offloaded
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                found |= {id(each.sharded_param) for each in group.fsdp_params if each.offload_to_cpu}
+    return found
+
+
+# ---- Random weights, the same unsharded weights on every mesh.
+
+
+@torch.no_grad()
+def initial_value(skeleton: nn.Module, name: str, *, seed: int) -> Tensor:
+    """The whole tensor `name` in float32 on the CPU, as a new model has it; a buffer as the model was made with it.
+
+    skeleton: the unsharded model on the meta device; it is left as it was.
+
+    Raises:
+        ModelError: no rule gives it numbers.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner = skeleton.get_submodule(path)
+    meta = owner._parameters.get(leaf)  # noqa: SLF001 - its place, whatever the class does to attributes
+    if meta is None:
+        return _require_numbers(owner.get_buffer(leaf), name)
+    value = torch.full(meta.shape, torch.nan)
+    owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)  # noqa: SLF001
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch's would reseed GPUs too
+            _apply_rules(skeleton, path)
+    finally:
+        owner._parameters[leaf] = meta  # noqa: SLF001
+    return _require_numbers(value, name)
+
+
+def _apply_rules(skeleton: nn.Module, path: str) -> None:
+    """What torch, then transformers does to a new module, and then to those that it is part of.
+
+    Everything but one parameter lies on the meta device, where the same rules do nothing.
+    """
+    reset: Any = getattr(skeleton.get_submodule(path), "reset_parameters", None)
+    if reset is not None:
+        reset()
+    chain = [path]
+    while chain[-1]:
+        chain.append(chain[-1].rpartition(".")[0])
+    modules = [skeleton.get_submodule(each) for each in chain]
+    for at, module in enumerate(modules):
+        # In a model that is made of models, each has the rules for its own part.
+        ruler: Any = next((each for each in modules[at:] if hasattr(each, "_init_weights")), skeleton)
+        ruler._init_weights(module)  # noqa: SLF001 - the method that transformers asks every model to have
+
+
+def _require_numbers(value: Tensor, name: str) -> Tensor:
+    if value.is_meta or (value.is_floating_point() and bool(value.isnan().any())):
+        raise ModelError(f"{name} has no rule by which a new model gets it; start from pretrained weights")
+    return value

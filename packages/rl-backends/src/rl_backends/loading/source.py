@@ -1,9 +1,11 @@
-"""A model that lies in a folder or on the Hub: its configuration now, its skeleton and its weights when asked.
+"""A model that is in a folder or on the Hub: its configuration now, its skeleton and its weights when asked.
 
-Knows which class of transformers a configuration means. Does not know how the model is sharded: between `skeleton` and
-`load_into` the caller does with it what it likes.
+Between `ModelSource.skeleton` and `ModelSource.load_into` the caller may shard the model in any way. A folder on this
+machine is read as it is, and the network is never asked. Any other name is a model of the Hub, whose configuration and
+safetensors files come into the Hub's cache, all of one commit.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_backends.errors import ModelError, RankError
-from rl_backends.loading.checks import check_generation_config
-from rl_backends.loading.files import local_folder, model_folder, weight_files
-from rl_backends.loading.shards_by_name import Shard, shards_by_name
+from rl_backends.file_names import is_plain_name
+from rl_backends.loading.pretrained import check_generation_config, dtypes_in_files
 from rl_backends.loading.skeleton import in_float32, make_skeleton
-from rl_backends.loading.weights import LoadReport, load_weights
+from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
-__all__ = ["Head", "ModelSource", "open_model"]
+__all__ = ["Head", "ModelSource", "local_folder", "model_folder", "open_model", "weight_files"]
 
 Head = Literal["causal_lm", "sequence_classification"]
 
@@ -52,6 +53,7 @@ class ModelSource:
         model = self._bare()
         self._attach_generation_config(model)
         check_generation_config(model)
+        model._file_dtypes = dtypes_in_files(model, self.config)  # type: ignore[assignment]  # noqa: SLF001
         return model
 
     def load_into(self, model: nn.Module, *, new_head: bool = False, seed: int = 0) -> LoadReport:
@@ -74,6 +76,7 @@ class ModelSource:
         shards = shards_by_name(model, bare)
         report = load_weights(shards, self.weight_files(), skeleton=bare, new_head=new_head, seed=seed)
         model._weight_conversions = bare._weight_conversions  # noqa: SLF001 - as from_pretrained leaves it
+        model._file_dtypes = report.dtypes  # type: ignore[assignment]  # noqa: SLF001 - for `export_pretrained(dtype="auto")`
         return report
 
     def load_shards(
@@ -193,3 +196,83 @@ def _auto_class(config: Any, head: Head) -> Any:
     text, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     of_text = type(config) in text._model_mapping or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})  # noqa: SLF001
     return images if not of_text and type(config) in images._model_mapping else text  # noqa: SLF001 - no public one
+
+
+# ---- Folders and the Hub.
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def local_folder(model_name: str) -> Path | None:
+    """The folder that `model_name` means, or None where it is an id of the Hub.
+
+    Raises:
+        ModelError: it can only be a folder, and there is none, or no `config.json` in it.
+    """
+    folder = Path(model_name).expanduser()
+    if not (model_name.startswith((".", "/", "~")) or folder.exists()):
+        return None
+    if not (folder / "config.json").is_file():
+        state = "has no config.json" if folder.is_dir() else "does not exist"
+        raise ModelError(f"{model_name}: {state}; give a folder that save_pretrained wrote, or an id of the Hub")
+    return folder
+
+
+def model_folder(model_name: str, *, revision: str | None, trust_remote_code: bool) -> Path:
+    """The folder with the configuration: the local one, or that of one commit in the Hub's cache.
+
+    Raises:
+        ModelError: there is none; the Hub has none, or cannot be reached.
+    """
+    if (folder := local_folder(model_name)) is not None:
+        return folder
+    patterns = ["config.json", "generation_config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
+    folder = _download(model_name, revision=revision, patterns=patterns)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{model_name}: the repository on the Hub has no config.json, so it is not a model")
+    return folder
+
+
+def weight_files(model_name: str, folder: Path) -> list[Path]:
+    """The safetensors files of a model, from the Hub where `model_name` is an id.
+
+    folder: what `model_folder` gave.
+
+    Raises:
+        ModelError: there are none, one is missing, or the index cannot be read or names files elsewhere.
+    """
+    names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    if local_folder(model_name) is None:
+        folder = _download(model_name, revision=folder.name, patterns=names)
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(
+            f"{model_name}: no file {', '.join(missing[:3])}; weights are read from safetensors alone, so give the "
+            f"whole folder, or convert other formats with transformers' save_pretrained"
+        )
+    return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no index of safetensors files: {type(error).__name__}: {error}") from error
+    if strange := [name for name in names if not is_plain_name(name)]:
+        raise ModelError(
+            f"{index}: weight_map names {strange[0]!r}, which is no file of its own folder; only files of "
+            f"{index.parent} are read"
+        )
+    return sorted(set(names))
+
+
+def _download(model_name: str, *, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_name, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the Hub's errors are both
+        raise ModelError(
+            f"{model_name} is not a local folder, and the Hub has no model of this name"
+            f"{'' if revision is None else f' at revision {revision}'}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,27 +1,204 @@
 """Weights from files into a model that may be sharded: each rank reads what it holds, and nothing else.
 
 Nothing is gathered and nothing sent. A weight is cast to the model's dtype piece by piece, on its way from the file
-into its place. The files must hold the whole model and nothing beside it, but for what transformers itself ignores.
+into its place. The files must hold the whole model and nothing else, except what transformers itself ignores.
+
+transformers 5 keeps some weights in another layout than files do: experts stacked, projections joined or split, other
+names. Its own conversions run here on tensors that are not read yet. transformers 4 only renames.
 """
 
+import copy
+import importlib.util
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_backends.loading.conversions import Converted, as_in_model
-from rl_backends.loading.files import open_tensors
-from rl_backends.loading.initialise import initial_value
-from rl_backends.loading.lazy_tensors import LazyTensor
-from rl_backends.loading.shards_by_name import Shard, first_names, write_whole
+from rl_backends.loading.lazy_tensors import LazyTensor, UnknownConversionError, open_tensors
+from rl_backends.loading.skeleton import initial_value, twin_of
+from rl_parallel_plans import Box, NamedShard, named_shards
 
-__all__ = ["LoadReport", "load_weights"]
+__all__ = [
+    "Converted",
+    "LoadReport",
+    "Shard",
+    "as_in_model",
+    "first_names",
+    "has_conversions",
+    "initialise",
+    "load_weights",
+    "shards_by_name",
+    "write_whole",
+]
+
+# ---- Which part of which tensor a rank holds.
+
+ADAPTER = re.compile(r"(^|[._])lora_")
+"""In the names of what adapters add to a model."""
+
+WRAPPED = re.compile(r"(\.(base_layer|original_module|modules_to_save\.[^.]+))+(?=\.)")
+"""What adapters put into the names of the parameters that they wrap or copy."""
+
+
+@runtime_checkable
+class Shard(Protocol):
+    """This rank's part of one tensor, whatever has cut it."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's memory."""
+
+    def boxes(self) -> list[Box]:
+        """The parts of the whole that it consists of."""
+
+
+def first_names(skeleton: nn.Module) -> dict[str, str]:
+    """Each name of a parameter or persistent buffer to the first name of that tensor: itself, if it is not tied."""
+    first: dict[int, str] = {}
+    tensors = skeleton.state_dict(keep_vars=True)
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[NamedShard]]:
+    """What this rank holds of each tensor of `skeleton`, by its first name; adapters are left out.
+
+    Several shards are of one tensor where an adapter keeps a copy of it.
+
+    Raises:
+        ModelError: the model is not `skeleton` sharded, or its parameters have no memory yet.
+    """
+    first = first_names(skeleton)
+    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    found: dict[str, list[NamedShard]] = {}
+    for shard in named_shards(model):
+        if ADAPTER.search(shard.name):
+            continue
+        name = WRAPPED.sub("", shard.name.removeprefix("base_model.model."))
+        if shapes.get(name) != tuple(shard.shape):
+            known = f"is {list(shapes[name])} there" if name in shapes else "is unknown there"
+            raise ModelError(
+                f"{shard.name} {list(shard.shape)} {known}: the model is no {type(skeleton).__name__} of this source"
+            )
+        if shard.local.is_meta:
+            raise ModelError(f"{shard.name} lies on the meta device: call materialize(model, device) first")
+        found.setdefault(first[name], []).append(shard)
+    if absent := sorted(set(first.values()) - found.keys()):
+        raise ModelError(f"the model has no {_some(absent)}, which {type(skeleton).__name__} has")
+    return found
+
+
+@torch.no_grad()
+def write_whole(whole: Tensor, shards: Iterable[Shard]) -> None:
+    """Copy this rank's parts of `whole` into its shards."""
+    for shard in shards:
+        local = shard.local
+        for box in shard.boxes():
+            box.of_local(local).copy_(box.of_whole(whole))
+
+
+# ---- From the layout of files to that of the model.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """Tensors of files under the names and in the layouts of a model."""
+
+    tensors: dict[str, LazyTensor]
+    """By name in the model; a tied tensor under as many names as files have it."""
+    unexpected: dict[str, str]
+    """Name in the files to the name that it would have in the model, which has none of that name."""
+    transforms: list[Any]
+    """Conversions of transformers that were used, by which a folder is written as this one was."""
+
+
+def has_conversions() -> bool:
+    """Whether this release of transformers keeps weights otherwise than files do."""
+    return importlib.util.find_spec("transformers.core_model_loading") is not None
+
+
+def as_in_model(skeleton: nn.Module, found: Mapping[str, LazyTensor]) -> Converted:
+    """The tensors of files as `skeleton` has them; nothing is read.
+
+    Raises:
+        ModelError: a conversion cannot be done on slices, or the files do not fit it.
+    """
+    return _converted(skeleton, found) if has_conversions() else _renamed(skeleton, found)
+
+
+def _renamed(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
+    """The names of transformers 4: the first pattern of the class that matches, and the prefix of the base model."""
+    expected = skeleton.state_dict()
+    tensors: dict[str, LazyTensor] = {}
+    unexpected: dict[str, str] = {}
+    for name, tensor in found.items():
+        renamed = name
+        for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
+            renamed, matches = re.subn(pattern, replacement, name)
+            if matches:
+                break
+        if renamed not in expected and f"{skeleton.base_model_prefix}.{renamed}" in expected:
+            renamed = f"{skeleton.base_model_prefix}.{renamed}"
+        _add({renamed: tensor}, tensors) if renamed in expected else unexpected.update({name: renamed})
+    return Converted(tensors=tensors, unexpected=unexpected, transforms=[])
+
+
+def _converted(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
+    """As transformers 5 does it in `convert_and_load_state_dict_in_model`, with tensors that are not read."""
+    from transformers import core_model_loading as core
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    expected = skeleton.state_dict()
+    prefix = skeleton.base_model_prefix
+    transforms = get_model_conversion_mapping(skeleton)
+    renamings = [each for each in transforms if isinstance(each, core.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, core.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    tensors: dict[str, LazyTensor] = {}
+    unexpected: dict[str, str] = {}
+    collected: dict[str, Any] = {}
+    for name in sorted(found, key=core.dot_natural_key):
+        renamed, pattern = core.rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = core.rename_source_key(name, [], [], prefix, expected)
+        if renamed not in expected:
+            unexpected[name] = renamed
+        elif pattern is None:
+            _add({renamed: found[name]}, tensors)
+        else:
+            converter = collected.setdefault(renamed, copy.deepcopy(by_pattern[pattern]))
+            converter.add_tensor(renamed, name, pattern, found[name])
+    for renamed, converter in collected.items():
+        _add(_run(converter, renamed, skeleton), tensors)
+    used = [each for each in transforms if each.was_used()]
+    return Converted(tensors=tensors, unexpected=unexpected, transforms=used)
+
+
+def _run(converter: Any, name: str, skeleton: Any) -> dict[str, LazyTensor]:
+    try:
+        converted = converter.convert(name, model=skeleton, config=skeleton.config)
+    except UnknownConversionError as error:
+        raise ModelError(
+            f"transformers makes {name} from the files by {converter.operations}, and {error} cannot be done shard by "
+            f"shard; load the model whole with load_causal_lm"
+        ) from error
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ModelError(f"the files do not hold what {name} is made of: {error}") from error
+    return {name: each[0] if isinstance(each, list) else each for name, each in converted.items()}
+
+
+def _add(new: Mapping[str, LazyTensor], tensors: dict[str, LazyTensor]) -> None:
+    if twice := sorted(tensors.keys() & new.keys()):
+        raise ModelError(f"the files hold {', '.join(twice[:3])} twice, under different names")
+    tensors.update(new)
+
+
+# ---- Reading.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +215,8 @@ class LoadReport:
     """Tensors of the files that the model has no use for."""
     new: tuple[str, ...]
     """Parameters of a new head, which no file holds and which were drawn at random."""
+    dtypes: Mapping[str, torch.dtype]
+    """In the files, of each floating-point tensor of the model."""
 
 
 @torch.no_grad()
@@ -69,6 +248,7 @@ def load_weights(
         seconds=time.monotonic() - start,
         ignored=tuple(ignored),
         new=tuple(new),
+        dtypes={name: each[0][1].dtype for name, each in feeds.items() if each[0][1].dtype.is_floating_point},
     )
 
 
@@ -141,3 +321,14 @@ def _read(feeds: Sequence[tuple[str, LazyTensor]], shards: Sequence[Shard]) -> i
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def initialise(model: nn.Module, *, seed: int) -> None:
+    """Draw every parameter of a (sharded) model anew; one that is tied once, and adapters not at all.
+
+    Raises:
+        ModelError: it is no model of transformers, its parameters lie on the meta device, or one has no rule.
+    """
+    skeleton = twin_of(model)
+    for name, shards in shards_by_name(model, skeleton).items():
+        write_whole(initial_value(skeleton, name, seed=seed), shards)

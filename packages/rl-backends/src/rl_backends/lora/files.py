@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_backends.checkpoints.atomic import atomic_folder
+from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.errors import CheckpointError
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped

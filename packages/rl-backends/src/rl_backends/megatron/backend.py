@@ -189,9 +189,12 @@ class MegatronBackend(Backend):
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         raise ModelError("there are no adapters to save: Megatron trains all weights")
 
-    def save_pretrained(self, folder: str | Path) -> None:  # noqa: D102
-        dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
-        export_pretrained(self._skeleton, Path(folder), dtype=dtype, tensors=self._gatherer.tensors())
+    def save_pretrained(  # noqa: D102
+        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
+    ) -> None:
+        if dtype == "auto":
+            dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
+        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=self._gatherer.tensors())
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from rl_backends.errors import ModelError
-from rl_backends.loading.shards_by_name import first_names
+from rl_backends.loading.weights import first_names
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.mapping import HeldTensor
 

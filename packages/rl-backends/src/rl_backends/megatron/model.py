@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl_backends.backend import DistributedModel, media_tokens
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard
-from rl_backends.loading.shards_by_name import first_names
+from rl_backends.loading.weights import first_names
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from rl_backends.loading import ModelSource
-from rl_backends.loading.initialise import initial_value
-from rl_backends.loading.shards_by_name import first_names, write_whole
+from rl_backends.loading.skeleton import initial_value
+from rl_backends.loading.weights import first_names, write_whole
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.rank_agreement import on_every_rank

@@ -1,7 +1,6 @@
 """What a step costs and how well the machine is used: tokens, FLOPs, seconds, memory. Pure accounts; no collective."""
 
-from rl_backends.metrics.flops import ModelFlops
-from rl_backends.metrics.hardware import peak_flops_per_s
+from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
 from rl_backends.metrics.memory import MemoryUse, memory_by_category
 from rl_backends.metrics.step import StepMeter, StepMetrics, StepOutcome
 

@@ -1,6 +1,6 @@
 """FLOPs that a model takes to be trained on rows of given lengths, as its mathematics needs them.
 
-Knows shapes and lengths; measures nothing. For a row of T tokens of which n are asked, a parameter W and a layer of
+For a row of T tokens of which n are asked, a parameter W and a layer of
 attention with window w and width d = heads · (query width + value width):
 
     matrix products    2 |W| T forward, 2 |W| T for the gradient of its input, 2 |W| T for its own where it is trained
@@ -11,17 +11,41 @@ A mask is counted as what it saves: causal attention over T tokens is T (T + 1) 
 that sees a token. Norms, rotary angles, softmax and the router's choice are not counted: they are no matrix products.
 The convention is that of PaLM's appendix B (arXiv:2204.02311) with the causal half of attention left out; what
 activation checkpointing computes again is in hardware FLOPs (arXiv:2205.05198) and not in model FLOPs.
+
+What is multiplied is read from the modules, and not from names in the config; weights may be on the meta device:
+
+    decoder            the module that owns the input embedding; towers of other modalities are outside of it
+    matrix products    every parameter of two dims or more that is not an embedding
+    experts            a stack [experts, ., .], or a list `experts` of modules: top_k of them see a token
+    attention          a module that says `is_causal`; its width is that of what its output projection reads
+
+The scans of state-space layers and of linear attention are left out; their projections and convolutions are not.
 """
 
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from rl_backends.metrics.modules import attention_widths, decoder_of, head_of, matmul_parameters
+from rl_backends.errors import ModelError
 
-__all__ = ["AttentionFlops", "ModelFlops", "TokenFlops"]
+__all__ = [
+    "AttentionFlops",
+    "MatmulDtype",
+    "ModelFlops",
+    "TokenFlops",
+    "attention_widths",
+    "decoder_of",
+    "head_of",
+    "matmul_parameters",
+    "peak_flops_per_s",
+    "peak_of_this_device",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +143,199 @@ def _pairs(tokens: Tensor, window: int | None) -> Tensor:
         return tokens * (tokens + 1) / 2
     inside = torch.clamp(tokens, max=window)
     return inside * (inside + 1) / 2 + (tokens - inside) * window
+
+
+# ---- What is multiplied for each token, read from the modules.
+
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "experts_per_token")
+"""What modules, or else their config, call the number of experts that see a token. Modules say `top_k` too, which in a
+config is an option of sampling."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module whose layers read tokens.
+
+    Raises:
+        ModelError: the model has no input embedding, or nothing owns it.
+    """
+    get = getattr(model, "get_input_embeddings", None)
+    embedding = None if get is None else get()
+    owner = next((each for each in model.modules() if any(child is embedding for child in each.children())), None)
+    if embedding is None or owner is None:
+        raise ModelError(
+            f"{type(model).__name__} has no input embedding, so that nothing tells which layers read tokens"
+        )
+    return owner
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """What reads hidden states: the language-model head, or a `score`; None for a model without."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = None if get is None else get()
+    found = getattr(model, "score", None) if head is None else head
+    return found if isinstance(found, nn.Module) else None
+
+
+def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
+    """Each parameter that tokens are multiplied with, and the share of it that one token meets.
+
+    Raises:
+        ModelError: experts of which nothing tells how many see a token.
+    """
+    shares = _shares_in_lists(module)
+    for path, each in module.named_modules():
+        if isinstance(each, nn.Embedding):
+            continue
+        parameters = list(each.parameters(recurse=False))
+        stacks = [] if isinstance(each, _CONVOLUTIONS) else [p for p in parameters if p.ndim == 3]
+        if stacks:  # two dims are their biases then
+            share = _chosen(module, path) / stacks[0].shape[0]
+            yield from ((stack, share) for stack in stacks)
+        else:
+            yield from ((p, shares.get(id(each), 1.0)) for p in parameters if p.ndim > 1)
+
+
+def attention_widths(decoder: nn.Module, hidden_size: int) -> Counter[tuple[int | None, int]]:
+    """How many layers there are of each (window, width): keys a query sees at most, and numbers multiplied per pair.
+
+    A query and a key are multiplied over all heads' query width, and the value over all heads' value width.
+
+    Raises:
+        ModelError: attention without a linear layer back to `hidden_size`.
+    """
+    layers: Counter[tuple[int | None, int]] = Counter()
+    for path, module in decoder.named_modules():
+        if isinstance(getattr(module, "is_causal", None), bool):
+            layers[_window(module), _width(module, path, hidden_size)] += 1
+    return layers
+
+
+def _shares_in_lists(module: nn.Module) -> dict[int, float]:
+    """By identity of each module inside a list of experts: the share of its list that a token meets."""
+    shares: dict[int, float] = {}
+    for path, each in module.named_modules():
+        if isinstance(each, nn.ModuleList) and path.rpartition(".")[2] == "experts":
+            share = _chosen(module, path) / len(each)
+            shares |= {id(part): share for expert in each for part in expert.modules()}
+    return shares
+
+
+def _chosen(root: nn.Module, path: str) -> int:
+    """Experts that see a token, as something around those at `path` says: the nearest first."""
+    ancestors = [root.get_submodule(path)]
+    while path:
+        path = path.rpartition(".")[0]
+        ancestors.append(root.get_submodule(path))
+    for ancestor in ancestors:
+        modules = [(each, ("top_k", *_CHOSEN_EXPERTS)) for each in (ancestor, *ancestor.children())]
+        for holder, names in (*modules, (getattr(ancestor, "config", None), _CHOSEN_EXPERTS)):
+            for name in names:
+                if isinstance(found := getattr(holder, name, None), int):
+                    return found
+    raise ModelError(
+        f"{type(ancestors[0]).__name__} holds experts, and no module around it says how many see a token (looked for "
+        f"top_k, {', '.join(_CHOSEN_EXPERTS)})"
+    )
+
+
+def _width(attention: nn.Module, path: str, hidden_size: int) -> int:
+    projections = [sizes for module in attention.modules() if (sizes := _sizes(module)) is not None]
+    values = max((inputs for inputs, outputs in projections if outputs == hidden_size), default=None)
+    if values is None:
+        raise ModelError(
+            f"{path} ({type(attention).__name__}) has no linear layer to the hidden size {hidden_size}, from which the "
+            "width of its heads could be read"
+        )
+    of_key, of_value = (getattr(attention, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    queries = values * of_key // of_value if of_key and of_value else values
+    return queries + values
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer; that of GPT-2 is a class of transformers with other names."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    inputs, outputs = getattr(module, "nx", None), getattr(module, "nf", None)
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Keys that a query sees at most, itself included; None for all before it."""
+    if hasattr(attention, "sliding_window"):
+        return _positive(attention.sliding_window)
+    config: Any = getattr(attention, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
+    if kinds is not None and isinstance(layer, int) and kinds[layer] != "sliding_attention":
+        return None
+    return _positive(getattr(config, "sliding_window", None))
+
+
+def _positive(window: object) -> int | None:
+    return window if isinstance(window, int) and window > 0 else None
+
+
+# ---- Peak speed of devices for dense matrix products, from their makers' data sheets.
+#
+# Data sheets print figures "with sparsity" that no dense product reaches; here are the dense ones, half of those.
+# All in 10^12 FLOP/s (a multiplication and an addition are two), for one device as torch names it:
+#
+#     NVIDIA V100 data sheet (2020), A100 (2021), A30, A10 (2021), A40 (2022), H100 (2022: SXM, PCIe; 2024: NVL),
+#     H200 (2024: SXM, NVL), GH200 (2023), L4, L40 (2023), L40S (2023), HGX B200 and GB200 NVL72 (2025, a GPU's share),
+#     AMD Instinct MI300X (2023), MI325X (2024)
+
+MatmulDtype = Literal["float32", "tfloat32", "float16", "bfloat16"]
+
+_HOPPER_SXM = {"bfloat16": 989.4, "float16": 989.4, "tfloat32": 494.7, "float32": 66.9}
+_HOPPER_NVL = {"bfloat16": 835.5, "float16": 835.5, "tfloat32": 417.5, "float32": 60.0}
+_MI300X = {"bfloat16": 1307.4, "float16": 1307.4, "tfloat32": 653.7, "float32": 163.4}
+
+# The whole name must fit: a part of a device (MIG) and a namesake of a later year are other devices.
+_TFLOPS: dict[str, dict[str, float]] = {
+    r"Tesla V100-SXM2-\d+GB(-LS)?": {"float16": 125.0, "float32": 15.7},
+    r"(NVIDIA )?A100-(SXM4|PCIE|PCI)-\d+GB|NVIDIA A100 80GB PCIe": {
+        "bfloat16": 312.0,
+        "float16": 312.0,
+        "tfloat32": 156.0,
+        "float32": 19.5,
+    },
+    r"NVIDIA A30": {"bfloat16": 165.0, "float16": 165.0, "tfloat32": 82.0, "float32": 10.3},
+    r"NVIDIA A10": {"bfloat16": 125.0, "float16": 125.0, "tfloat32": 62.5, "float32": 31.2},
+    r"NVIDIA A40": {"bfloat16": 149.7, "float16": 149.7, "tfloat32": 74.8, "float32": 37.4},
+    r"NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    r"NVIDIA H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "tfloat32": 378.0, "float32": 51.0},
+    r"NVIDIA H100 NVL": _HOPPER_NVL,
+    r"NVIDIA H200": _HOPPER_SXM,
+    r"NVIDIA H200 NVL": _HOPPER_NVL,
+    r"NVIDIA GH200 (480GB|144G HBM3e)": _HOPPER_SXM,
+    r"NVIDIA L4": {"bfloat16": 121.0, "float16": 121.0, "tfloat32": 60.0, "float32": 30.3},
+    r"NVIDIA L40": {"bfloat16": 181.05, "float16": 181.05, "tfloat32": 90.5, "float32": 90.5},
+    r"NVIDIA L40S": {"bfloat16": 362.05, "float16": 362.05, "tfloat32": 183.0, "float32": 91.6},
+    r"NVIDIA B200": {"bfloat16": 2250.0, "float16": 2250.0, "tfloat32": 1125.0, "float32": 75.0},
+    r"NVIDIA GB200": {"bfloat16": 2500.0, "float16": 2500.0, "tfloat32": 1250.0, "float32": 80.0},
+    r"AMD Instinct MI300X( OAM)?": _MI300X,
+    r"AMD Instinct MI325X( OAM)?": _MI300X,
+}
+
+
+def peak_flops_per_s(device_name: str, dtype: MatmulDtype) -> float | None:
+    """FLOP/s that the device's data sheet promises for dense matrix products; None where this table lacks it.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` says it.
+        dtype: what is multiplied. `float32` products run as `tfloat32` where
+            `torch.get_float32_matmul_precision()` is not "highest".
+    """
+    for pattern, tflops in _TFLOPS.items():
+        if re.fullmatch(pattern, device_name.strip()):
+            return tflops[dtype] * 1e12 if dtype in tflops else None
+    return None
+
+
+def peak_of_this_device(device: torch.device, precision: Literal["float32", "bfloat16"]) -> float | None:
+    """The same for the GPU under `device`, computing in `precision` as torch is set now; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    fast = precision == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return peak_flops_per_s(torch.cuda.get_device_name(device), "tfloat32" if fast else precision)

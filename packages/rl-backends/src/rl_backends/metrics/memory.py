@@ -1,22 +1,31 @@
 """Where the memory of a run is: bytes of parameters, gradients, optimizer state and buffers on each device, and totals.
 
-Counts storages, each once: ties and views are no memory of their own, and of a DTensor only this rank's part is. Does
-not know activations; on a GPU they are in what the allocator says beyond the categories. Waits for no device.
+Each storage is counted once: ties and views have no memory of their own, and of a DTensor only this rank's part counts.
+Activations are not counted; on a GPU they are in what the allocator says beyond the categories. Waits for no device.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rl_backends.metrics.storages import held_storages, named_parameters, optimizer_tensors
 from rl_parallel_plans.checkpoints import reshard
 
-__all__ = ["CATEGORIES", "MemoryUse", "memory_by_category"]
+__all__ = [
+    "CATEGORIES",
+    "MemoryUse",
+    "NamedStorage",
+    "memory_by_category",
+    "named_parameters",
+    "named_storages",
+    "optimizer_tensors",
+    "plain_tensors",
+]
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers")
 
@@ -78,7 +87,7 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
     """
     reshard(model)
     named = named_parameters(model)
-    tensors: dict[str, Sequence[tuple[str, torch.Tensor]]] = {
+    tensors: dict[str, Sequence[tuple[str, Tensor]]] = {
         "parameters": named,
         "gradients": [(name, grad) for name, p in named if (grad := _gradient(p)) is not None],
         "optimizer state": list(optimizer_tensors(optimizers)),
@@ -87,7 +96,7 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
     seen: set[int] = set()
     by_device: dict[str, dict[str, int]] = {}
     for category in CATEGORIES:
-        for held in held_storages(tensors[category], seen=seen):
+        for held in named_storages(tensors[category], seen=seen):
             counts = by_device.setdefault(str(held.device), {})
             counts[category] = counts.get(category, 0) + held.num_bytes
     resident, peak = _resident()
@@ -99,12 +108,12 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
     )
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+def _gradient(parameter: Tensor) -> Tensor | None:
     """Megatron adds gradients up in `main_grad`, a part of a buffer of its own."""
     return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
 
 
-def _cuda(tensors: Iterable[torch.Tensor]) -> dict[str, int] | None:
+def _cuda(tensors: Iterable[Tensor]) -> dict[str, int] | None:
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
         return None
@@ -123,3 +132,82 @@ def _resident() -> tuple[int | None, int | None]:
     fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
     now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     return now, peak
+
+
+# ---- Storages, seen through DTensors, quantized optimizer states and placeholders of offloaded weights.
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStorage:
+    """A storage, and the first tensor that was found to use it."""
+
+    name: str
+    """Of the tensor, for messages."""
+
+    storage: torch.UntypedStorage
+    """Its memory."""
+
+    device: torch.device
+    """Where it lies."""
+
+    num_bytes: int
+    """Its size when it was found."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """All of it as uint8 [num_bytes]; a view, not a copy."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
+
+
+def named_storages(tensors: Iterable[tuple[str, Tensor]], *, seen: set[int] | None = None) -> Iterator[NamedStorage]:
+    """Each storage under `tensors` once; those without bytes, and those on the meta device, not at all.
+
+    Args:
+        tensors: with a name each.
+        seen: storages that are left out; those found are added.
+    """
+    seen = set() if seen is None else seen
+    for name, tensor in tensors:
+        for plain in plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            identity = storage._cdata  # noqa: SLF001 - what torch itself tells storages apart by
+            if identity not in seen and storage.nbytes() and plain.device.type != "meta":
+                seen.add(identity)
+                yield NamedStorage(name, storage, plain.device, storage.nbytes())
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory of their own that `tensor` consists of: itself, unless it wraps others."""
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        yield tensor
+        return
+    for name in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, name)
+        if isinstance(inner, Tensor):  # a DTensor names its mesh too
+            yield from plain_tensors(inner)
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `model`, a tied one once; of offloaded weights, themselves and not their placeholders."""
+    return [
+        (name, getattr(parameter, "offloaded_parameter", parameter)) for name, parameter in model.named_parameters()
+    ]
+
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of each optimizer's state, named for messages."""
+    for optimizer in optimizers:
+        for number, state in enumerate(optimizer.state.values()):
+            yield from _inside(state, f"{type(optimizer).__name__} state {number}")
+
+
+def _inside(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _inside(each, f"{name} {key}")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _inside(each, name)

@@ -25,9 +25,8 @@ from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.examples import TokenBatch
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.metrics.memory import MemoryUse
-from rl_backends.metrics.work import Work, work_of
 
-__all__ = ["StepMeter", "StepMetrics", "StepOutcome"]
+__all__ = ["StepMeter", "StepMetrics", "StepOutcome", "Work", "work_of"]
 
 
 @dataclass(slots=True)
@@ -62,6 +61,7 @@ class _Step:
     end: Any
     outcome: StepOutcome
     skipped_steps: int
+    peaks: tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,13 @@ class StepMetrics:
     router: Mapping[str, float]
     """Figures of a mixture's router, by name."""
 
+    peak_allocated_bytes: int | None
+    """The most GPU memory that tensors of this rank had from the step's first forward to the end of its update; None on
+    a CPU."""
+
+    peak_reserved_bytes: int | None
+    """The same of what torch's allocator had taken from the device."""
+
     memory: MemoryUse | None
     """Of this rank, when the metrics were asked for."""
 
@@ -154,6 +161,119 @@ class StepMetrics:
             f"{self.microbatches} microbatches a rank, {self.repeated_microbatches} repeated"
             f"{'; SKIPPED' if self.skipped else ''}"
         )
+
+
+# ---- What a step has to do: arithmetic on the host, since every rank knows the whole batch and its cut.
+#
+# Axes: B rows of the batch, T tokens, R rows that are read (those of repeated microbatches again).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Of all ranks together, unless said otherwise."""
+
+    tokens: int
+    """Of rows, without padding."""
+
+    tokens_read: int
+    """That the model computes: with padding, and with microbatches that are repeated to keep ranks in step."""
+
+    asked_tokens: int
+    """That something is wanted of."""
+
+    microbatches: int
+    """Of each rank; all have equally many."""
+
+    repeated_microbatches: int
+    """That do not count."""
+
+    model_flops: float | None
+    """That the mathematics needs; None where the model does not tell."""
+
+    hardware_flops: float | None
+    """That the devices compute: padding, repetitions and what is recomputed included."""
+
+    rank_costs: tuple[float, ...]
+    """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
+    not known."""
+
+    def __add__(self, other: "Work") -> "Work":
+        def added(a: float | None, b: float | None) -> float | None:
+            return None if a is None or b is None else a + b
+
+        return Work(
+            tokens=self.tokens + other.tokens,
+            tokens_read=self.tokens_read + other.tokens_read,
+            asked_tokens=self.asked_tokens + other.asked_tokens,
+            microbatches=self.microbatches + other.microbatches,
+            repeated_microbatches=self.repeated_microbatches + other.repeated_microbatches,
+            model_flops=added(self.model_flops, other.model_flops),
+            hardware_flops=added(self.hardware_flops, other.hardware_flops),
+            rank_costs=tuple(a + b for a, b in zip(self.rank_costs, other.rank_costs, strict=True)),
+        )
+
+    @property
+    def padding_share(self) -> float:
+        """Of the tokens that are read, those that no row has."""
+        return 1.0 - self.tokens / self.tokens_read if self.tokens_read else 0.0
+
+    @property
+    def load_balance(self) -> float:
+        """The most expensive rank over the mean: 1 is perfect, 2 leaves half of the machine waiting."""
+        total = sum(self.rank_costs)
+        return max(self.rank_costs) * len(self.rank_costs) / total if total else 1.0
+
+
+def work_of(
+    cut: Sequence[Sequence[Microbatch]],
+    *,
+    lengths: Int[Tensor, " B"],
+    asked: Int[Tensor, " B"],
+    flops: ModelFlops | None,
+    layout: Layout,
+    token_multiple: int = 1,
+    recomputed: bool = False,
+) -> Work:
+    """Add up what `cut` makes all ranks do.
+
+    Args:
+        cut: microbatches of each data-parallel rank, as `cut_all` gives them.
+        lengths: tokens of each row of the batch that are not padding.
+        asked: tokens of each row that something is wanted of.
+        flops: what a token of the model costs; None where that is not known.
+        layout: whether rows are padded to the longest of their microbatch.
+        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
+        recomputed: whether backward computes the layers again.
+    """
+    microbatches = [each for rank in cut for each in rank]
+    sizes = torch.tensor([len(each.rows) for each in microbatches])
+    rows = torch.cat([each.rows for each in microbatches]) if microbatches else torch.zeros(0, dtype=torch.int64)
+    counted = torch.tensor([each.counted for each in microbatches]).repeat_interleave(sizes)
+    rank = torch.tensor([r for r, each in enumerate(cut) for _ in each]).repeat_interleave(sizes)
+    real, wanted = lengths[rows], asked[rows]
+    read = -(-real // token_multiple) * token_multiple
+    if layout == "padded":
+        widths = [-(-each.width // token_multiple) * token_multiple for each in microbatches]
+        read = torch.tensor(widths).repeat_interleave(sizes)
+    cost = read.double() if flops is None else flops.of_rows(read, wanted)
+    costs = torch.zeros(len(cut), dtype=torch.float64).index_add_(0, rank, cost * counted)
+    # The head makes its logits a second time in backward always; the layers only where they are checkpointed.
+    again = 0.0 if flops is None else float(wanted.sum()) * flops.head.forward * (not recomputed)
+    return Work(
+        tokens=int((real * counted).sum()),
+        tokens_read=int(read.sum()),
+        asked_tokens=int((wanted * counted).sum()),
+        microbatches=max(map(len, cut), default=0),
+        repeated_microbatches=sum(not each.counted for each in microbatches),
+        model_flops=None if flops is None else float((flops.of_rows(real, wanted) * counted).sum()),
+        hardware_flops=None
+        if flops is None
+        else float((flops.of_rows(read, wanted, recomputed=True) if recomputed else cost).sum()) + again,
+        rank_costs=tuple(costs.tolist()),
+    )
+
+
+# ---- The meter.
 
 
 class StepMeter:
@@ -220,6 +340,8 @@ class StepMeter:
             cut: microbatches of every data-parallel rank.
             asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
         """
+        if not self._passes and self._device.type == "cuda":  # a step begins, and its peak memory is its own
+            torch.cuda.reset_peak_memory_stats(self._device)
         start = self._now()
         try:
             yield
@@ -240,7 +362,11 @@ class StepMeter:
             outcome.skipped, failure = True, error
         self._skipped_steps += outcome.skipped
         if self._passes:  # otherwise there was nothing to step along
-            self._step, self._passes = _Step(self._passes, start, self._now(), outcome, self._skipped_steps), []
+            peaks: tuple[int | None, int | None] = (None, None)
+            if self._device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
+                peaks = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+            end = self._now()
+            self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks), []
         if failure is not None:
             raise failure
 
@@ -301,6 +427,8 @@ class StepMeter:
             skipped=outcome.skipped,
             skipped_steps=step.skipped_steps,
             router=dict(outcome.router),
+            peak_allocated_bytes=step.peaks[0],
+            peak_reserved_bytes=step.peaks[1],
             memory=None if self._memory is None else self._memory(),
         )
 

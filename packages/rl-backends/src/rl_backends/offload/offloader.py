@@ -1,35 +1,110 @@
-"""Weights, gradients and optimizer state away from the device and back, bit for bit, so that an engine has its memory.
+"""Weights, gradients and optimizer state off the device and back, bit for bit, so that an engine has their memory.
 
-Empties the storages under the tensors and fills them again: parameters, ties, views, DTensors, FSDP2's padded shards
-and the optimizer's state are the same objects before and after, and only addresses on the device change. A backend asks
-it (`require`) before it touches what may be away.
+The storages under the tensors are emptied and filled again: parameters, ties, views, DTensors, FSDP2's padded shards
+and the optimizer's state are the same objects before and after, and only addresses on the device change. A backend
+calls `require` before it uses what may be offloaded.
 
 Everything is copied before anything is freed, and everything is back before anything is allowed again: what raises
 half-way leaves the parts where they were.
 """
 
 import ctypes
+import json
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from rl_backends.metrics.memory import MemoryUse, memory_by_category
-from rl_backends.metrics.storages import Held, held_storages, named_parameters, optimizer_tensors
-from rl_backends.offload.report import OffloadReport
-from rl_backends.offload.resizable import make_resizable
-from rl_backends.offload.stand_ins import Refusals, StandIns
+from rl_backends.metrics.memory import (
+    MemoryUse,
+    NamedStorage,
+    memory_by_category,
+    named_parameters,
+    named_storages,
+    optimizer_tensors,
+    plain_tensors,
+)
 from rl_backends.offload.stores import DiskStore, HostStore, Store
 from rl_parallel_plans.checkpoints import reshard
 
-__all__ = ["PARTS", "Offloader", "Part"]
+__all__ = ["PARTS", "OffloadReport", "Offloader", "Part"]
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _WEIGHTS: tuple[Part, ...] = ("weights",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """Of one `offload` or `onload`, on this rank."""
+
+    action: Literal["offload", "onload"]
+    """What was asked for."""
+
+    to: Literal["host", "disk"]
+    """Where parts are kept while they are away."""
+
+    bytes_moved: Mapping[str, int]
+    """Of each part that was asked for and was not there already; 0 where it had nothing that could move."""
+
+    seconds: float
+    """It took, copies included."""
+
+    before: MemoryUse
+    """Memory by category."""
+
+    after: MemoryUse
+    """The same afterwards."""
+
+    host_bytes: int
+    """Host memory that is kept for the next time, or holds what is away."""
+
+    notes: tuple[str, ...]
+    """Why something that was asked for did not happen."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """That the device holds less of parameters, gradients and optimizer state than before; negative for onload."""
+        return self.before.total() - self.after.total()
+
+    @property
+    def given_back_bytes(self) -> int | None:
+        """That this process really has less: of the GPU (reserved by torch), or resident where there is none."""
+        if self.before.cuda is not None and self.after.cuda is not None:
+            return self.before.cuda["reserved"] - self.after.cuda["reserved"]
+        if self.before.resident is None or self.after.resident is None:
+            return None
+        return self.before.resident - self.after.resident
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "freed_bytes": self.freed_bytes, "given_back_bytes": self.given_back_bytes}
+
+    def as_json(self) -> str:
+        """One line of JSON with every figure."""
+        return json.dumps(self.as_dict())
+
+    def render(self) -> str:
+        """For people."""
+        parts = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in self.bytes_moved.items()) or "nothing"
+        freed = f"{self.freed_bytes / 2**20:,.1f} MiB freed"
+        where = f"to {self.to}" if self.action == "offload" else f"from {self.to}"
+        back = "" if self.given_back_bytes is None else f", {self.given_back_bytes / 2**20:,.1f} MiB given back"
+        return "\n".join(
+            [
+                f"{self.action} {where} in {self.seconds:.3g} s: {parts}; {freed}{back}",
+                *(f"note: {note}" for note in self.notes),
+                "before:",
+                self.before.render(),
+                "after:",
+                self.after.render(),
+            ]
+        )
 
 
 class Offloader:
@@ -56,9 +131,9 @@ class Offloader:
         self._to: Literal["host", "disk"] = to
         self._directory = Path(directory) if directory is not None else None
         self._stores: dict[Part, Store] = {}
-        self._away: dict[Part, list[Held]] = {}
+        self._away: dict[Part, list[NamedStorage]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._stand_ins: StandIns | None = None
+        self._placeholders: MetaPlaceholders | None = None
         self._refusals: list[Refusals] = []
 
     @property
@@ -166,7 +241,9 @@ class Offloader:
             raise ValueError(f"parts={parts!r}: a sequence of {', '.join(map(repr, PARTS))}")
         return tuple(part for part in PARTS if part in parts and (part in self._away) == away)
 
-    def _find(self, parts: Sequence[Part], optimizers: Iterable[torch.optim.Optimizer]) -> dict[Part, list[Held]]:
+    def _find(
+        self, parts: Sequence[Part], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> dict[Part, list[NamedStorage]]:
         reshard(self._model)
         named = named_parameters(self._model)
         tensors: dict[Part, list[tuple[str, Tensor]]] = {
@@ -180,7 +257,7 @@ class Offloader:
         return {
             part: [
                 held
-                for held in held_storages(tensors[part], seen=seen)
+                for held in named_storages(tensors[part], seen=seen)
                 if self._to == "disk" or held.device.type != "cpu"
             ]
             for part in parts
@@ -199,16 +276,16 @@ class Offloader:
     def _refuse(self, parts: Sequence[Part], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if "weights" in parts:
             self._refusals.append(Refusals(self._model, (), self._require_weights))
-            self._stand_ins = StandIns(self._model)
+            self._placeholders = MetaPlaceholders(self._model)
         self._refusals.append(Refusals(None, optimizers, self.require))
 
     def _require_weights(self, what: str) -> None:
         self.require(what, _WEIGHTS)
 
     def _allow(self, parts: Sequence[Part]) -> None:
-        if "weights" in parts and self._stand_ins is not None:
-            self._stand_ins.remove()
-            self._stand_ins = None
+        if "weights" in parts and self._placeholders is not None:
+            self._placeholders.remove()
+            self._placeholders = None
         if not self._away:
             for each in self._refusals:
                 each.remove()
@@ -217,7 +294,7 @@ class Offloader:
     def _report(
         self,
         action: Literal["offload", "onload"],
-        found: dict[Part, list[Held]],
+        found: dict[Part, list[NamedStorage]],
         *,
         before: MemoryUse,
         start: float,
@@ -240,22 +317,22 @@ class Offloader:
         )
 
 
-def _empty(storages: Iterable[Held]) -> None:
+def _empty(storages: Iterable[NamedStorage]) -> None:
     for held in storages:
         held.storage.resize_(0)
 
 
-def _devices(found: dict[Part, list[Held]]) -> set[torch.device]:
+def _devices(found: dict[Part, list[NamedStorage]]) -> set[torch.device]:
     return {held.device for storages in found.values() for held in storages}
 
 
-def _synchronize(found: dict[Part, list[Held]]) -> None:
+def _synchronize(found: dict[Part, list[NamedStorage]]) -> None:
     for device in _devices(found):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def _give_back(found: dict[Part, list[Held]]) -> None:
+def _give_back(found: dict[Part, list[NamedStorage]]) -> None:
     """From the allocators to the system: they keep what is freed for the next time."""
     kinds = {device.type for device in _devices(found)}
     if "cuda" in kinds:
@@ -267,3 +344,98 @@ def _give_back(found: dict[Part, list[Held]]) -> None:
 
 def _listed(parts: Sequence[str]) -> str:
     return " and ".join({"optimizer": "optimizer state"}.get(part, part) for part in parts)
+
+
+# ---- Tensors in memory that cannot be resized.
+
+
+def make_resizable(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Give each of `tensors`, named for messages, memory of its own where what it has cannot be resized. Ties stay.
+
+    Raises:
+        RuntimeError: such a tensor is inside of a DTensor or another wrapper, which may know the old address; or other
+            processes share the memory, and would see another from then on.
+    """
+    own: dict[tuple[object, ...], Tensor] = {}
+    for name, tensor in tensors:
+        for plain in plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            if plain.device.type == "cpu" and storage.resizable() and storage.is_shared():  # it would not grow again
+                raise RuntimeError(
+                    f"{name} lies in memory that is shared with other processes, and giving it back would part it from "
+                    "theirs; offload another part, or do not share the model's tensors"
+                )
+            if storage.resizable() or plain.device.type == "meta":
+                continue
+            if plain is not tensor:
+                raise RuntimeError(
+                    f"{name} lies in memory that cannot be given back (mapped from a file, or of another library), "
+                    f"inside of a {type(tensor).__name__}; load the model into memory of its own"
+                )
+            place = (storage.data_ptr(), plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
+            if place not in own:
+                own[place] = plain.detach().clone()
+            plain.data = own[place]
+
+
+# ---- What takes the place of offloaded weights.
+
+
+class MetaPlaceholders:
+    """Puts a parameter on the meta device in the place of every parameter of `model`, until `remove`.
+
+    Memory without bytes would be read all the same, and crash the process instead of raising an error. Whoever walks
+    the module (a refit, a checkpoint) finds tensors of the right names, shapes and dtypes without values.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        placeholders: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():  # noqa: SLF001 - setattr would run wrappers' own code
+                if parameter is None:
+                    continue
+                self._replaced.append((module, name, parameter))
+                if id(parameter) not in placeholders:
+                    shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    placeholder: Any = nn.Parameter(shape, requires_grad=False)
+                    placeholder.offloaded_parameter = parameter
+                    placeholders[id(parameter)] = placeholder
+                module._parameters[name] = placeholders[id(parameter)]  # noqa: SLF001 - as FSDP2 does
+
+    def remove(self) -> None:
+        """Put the parameters back."""
+        for module, name, parameter in self._replaced:
+            module._parameters[name] = parameter  # noqa: SLF001 - the inverse
+        self._replaced.clear()
+
+
+class Refusals:
+    """Refuses forwards and state dicts of `model` and steps of `optimizers`, by calling `refuse`, until `remove`."""
+
+    def __init__(
+        self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer], refuse: Callable[[str], None]
+    ) -> None:
+        def forward(module: nn.Module, *_: Any) -> None:
+            refuse(f"the forward of {type(module).__name__}")
+
+        def state_dict(module: nn.Module, *_: Any) -> None:
+            refuse(f"state_dict of {type(module).__name__}")
+
+        def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            refuse(f"step of {type(optimizer).__name__}")
+
+        self._handles: list[RemovableHandle] = [each.register_step_pre_hook(step) for each in optimizers]
+        if model is not None:
+            self._handles.append(model.register_state_dict_pre_hook(state_dict))  # type: ignore[no-untyped-call]
+            self._handles += [
+                module.register_forward_pre_hook(forward, prepend=True)  # before FSDP2's, which gathers
+                for module in model.modules()
+                if module is model or next(module.parameters(recurse=False), None) is not None
+            ]
+
+    def remove(self) -> None:
+        """Allow everything again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_backends
-from rl_backends.checkpoints.atomic import unfinished_name
-from rl_backends.checkpoints.marker import read_marker, write_marker
+from rl_backends.checkpoints.folders import read_marker, unfinished_name, write_marker
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rl_backends.checkpoints.atomic import atomic_folder, unfinished_name
+from rl_backends.checkpoints.folders import atomic_folder, unfinished_name
 from rl_backends.checkpoints.nested_state import pack, unpack
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import (

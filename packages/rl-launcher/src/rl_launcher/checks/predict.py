@@ -11,7 +11,7 @@ from torch import nn
 
 from rl_backends import MegatronConfig, ModelError, explain, open_model, select_backend
 from rl_backends.least_memory import device_bytes, host_bytes
-from rl_backends.loading.files import local_folder
+from rl_backends.loading.source import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
 from rl_generation import EngineOptionError, estimate_memory

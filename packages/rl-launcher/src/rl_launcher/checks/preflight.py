@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rl_backends import DTensorConfig, ModelError, load_tokenizer, select_backend
 from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading import open_model
-from rl_backends.loading.files import local_folder
+from rl_backends.loading.source import local_folder
 from rl_backends.lora import AdapterSize
 from rl_generation import estimate_memory
 from rl_launcher.build.environments import load_environment

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from rl_backends import check_vocabulary, load_tokenizer, open_model
 from rl_backends.backend import TrainingBackend
-from rl_backends.checkpoints.atomic import atomic_folder
+from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.loading import pad_token_id
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.engines import engine_spec

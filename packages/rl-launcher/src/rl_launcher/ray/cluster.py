@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_backends.checkpoints.atomic import write_text
+from rl_backends.checkpoints.folders import write_text
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.actor_host import ActorHost
 from rl_launcher.ray.placement import Placement

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_backends.checkpoints.shared_folder import probe_file, require_shared
+from rl_backends.checkpoints.folders import probe_file, require_shared
 from rl_backends.packed_batch import pack
 from rl_launcher.ray.cluster import Place, RayRuntime
 from rl_launcher.ray.placement import Placement

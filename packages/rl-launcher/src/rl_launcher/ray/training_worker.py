@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_backends import process_group, select_backend
 from rl_backends.backend import Backend
-from rl_backends.checkpoints.shared_folder import sees
+from rl_backends.checkpoints.folders import sees
 from rl_backends.packed_batch import PackedBatch, unpack
 from rl_launcher.build.engines import dtypes_of, weight_source
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rl_backends.checkpoints.atomic import atomic_folder, write_text
+from rl_backends.checkpoints.folders import atomic_folder, write_text
 from rl_launcher.build.build import build
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import (

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from rl_backends.checkpoints.hyperparameters import NOT_RESTORED
-from rl_backends.checkpoints.pieces import dtype_name
-from rl_backends.checkpoints.together import on_all
+from rl_backends.checkpoints.optimizer_state import NOT_RESTORED
+from rl_backends.checkpoints.shards import dtype_name
 from rl_backends.megatron.checkpoint.masters import Master
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import MegatronOptimizers
-from rl_backends.rank_agreement import gather_text
+from rl_backends.rank_agreement import gather_text, on_every_rank
 
 __all__ = ["ADAMW", "ADAMW_WITH_MASTERS", "MASTER", "Description", "describe", "device_of", "held_with"]
 
@@ -84,7 +83,7 @@ def describe(
     Raises:
         CheckpointError: another rank could not tell.
     """
-    text = on_all(lambda: json.dumps(asdict(_describe(held, optimizers, masters))), group=group)
+    text = on_every_rank(lambda: json.dumps(asdict(_describe(held, optimizers, masters))), group=group)
     found = Description()
     for each in map(json.loads, gather_text(text, group=group)):
         for name, part in each.items():

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rl_backends.checkpoints import CheckpointState
-from rl_backends.checkpoints.hyperparameters import check_hyperparameters
+from rl_backends.checkpoints.loading import OpenCheckpoint, check_holds, open_checkpoint, read_shards
 from rl_backends.checkpoints.manifest import check_model
-from rl_backends.checkpoints.pieces import Piece, has_rng, num_ranks, rng_pieces, set_rng, whole_piece
-from rl_backends.checkpoints.reading import OpenCheckpoint, check_holds, open_checkpoint, read_pieces
-from rl_backends.checkpoints.together import on_all
+from rl_backends.checkpoints.optimizer_state import check_hyperparameters
+from rl_backends.checkpoints.saving import other_ranks_failures
+from rl_backends.checkpoints.shards import TensorShard, has_rng, num_ranks, rng_shards, set_rng, whole_tensor
 from rl_backends.errors import CheckpointError
 from rl_backends.megatron.checkpoint.description import (
     ADAMW_WITH_MASTERS,
@@ -31,6 +31,7 @@ from rl_backends.megatron.checkpoint.description import (
 from rl_backends.megatron.checkpoint.masters import Master, masters_of
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import MegatronOptimizers
+from rl_backends.rank_agreement import on_every_rank
 
 __all__ = ["load_checkpoint"]
 
@@ -39,6 +40,7 @@ MIXED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 it."""
 
 
+@other_ranks_failures()
 def load_checkpoint(
     held: Sequence[HeldTensor],
     optimizers: MegatronOptimizers | None,
@@ -76,11 +78,11 @@ def load_checkpoint(
         if kept is not None:
             _check_optimizers(opened, description)
 
-    on_all(check, group=opened.group)
+    on_every_rank(check, group=opened.group)
     device = device_of(held)
-    rng = rng_pieces(device) if has_rng(opened.index, device) else {}
+    rng = rng_shards(device) if has_rng(opened.index, device) else {}
     saved = opened.state["optimizers"][0]["state"] if kept is not None else {}
-    states = on_all(lambda: _new_states(held, masters, saved), group=opened.group) if kept is not None else []
+    states = on_every_rank(lambda: _new_states(held, masters, saved), group=opened.group) if kept is not None else []
     if kept is not None:
         _read_steps(opened, states)
     filled = [piece for state in states for piece in state.pieces]
@@ -89,11 +91,11 @@ def load_checkpoint(
     else:
         mastered = [each for each in held if MASTER in saved.get(each.name, {})]
         filled += _weight_pieces(mastered, masters, name=f"optimizer/{{}}/{MASTER}")
-    read_pieces(opened, rng | _numbered(filled), schedule=kept)
+    read_shards(opened, rng | _numbered(filled), schedule=kept)
     _put(states)
     set_rng(rng)
     _clear_gradients(held)
-    return opened.told(rng_restored=bool(rng))
+    return opened.result(rng_restored=bool(rng))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ class _NewState:
     moments: dict[str, Tensor]
     steps: dict[str, Tensor]
     """Of each tensor of Hugging Face that the parameter holds."""
-    pieces: list[Piece]
+    pieces: list[TensorShard]
     """Where the moments go."""
 
 
@@ -157,15 +159,15 @@ def _new_state(master: Master, held: Sequence[HeldTensor], saved: dict[str, Any]
 def _read_steps(opened: OpenCheckpoint, states: Sequence[_NewState]) -> None:
     """How many steps were taken of each tensor, before anything else is read: they may not fit."""
     pieces = [
-        replace(whole_piece(step), saved_as=f"optimizer/{name}/step")
+        replace(whole_tensor(step), saved_as=f"optimizer/{name}/step")
         for state in states
         for name, step in state.steps.items()
     ]
-    read_pieces(opened, _numbered(pieces), schedule=None)
-    on_all(lambda: _check_steps(states), group=opened.group)
+    read_shards(opened, _numbered(pieces), schedule=None)
+    on_every_rank(lambda: _check_steps(states), group=opened.group)
 
 
-def _numbered(pieces: Sequence[Piece]) -> dict[str, Piece]:
+def _numbered(pieces: Sequence[TensorShard]) -> dict[str, TensorShard]:
     """By names of their own, since one tensor of a checkpoint may go to several places here, as experts' do."""
     return {f"{index} {each.saved_as}": each for index, each in enumerate(pieces)}
 
@@ -187,10 +189,10 @@ def _put(states: Sequence[_NewState]) -> None:
         state.master.put_state(state.moments if step is None else {"step": step, **state.moments})
 
 
-def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, name: str) -> Iterator[Piece]:
+def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, name: str) -> Iterator[TensorShard]:
     """The parameters, and what the optimizer keeps of them in more digits: both are filled from one source."""
     for each in held:
-        piece = Piece(local=each.local, shape=each.shape, boxes=each.parts, saved_as=name.format(each.name))
+        piece = TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=name.format(each.name))
         yield replace(piece, takes=MIXED) if each.parameter.dtype in MIXED - {torch.float32} else piece
     for each, master in held_with(held, masters):
         if master.is_copy:

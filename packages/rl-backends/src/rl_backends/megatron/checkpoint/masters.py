@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from rl_backends.checkpoints.flat_boxes import flat_boxes
-from rl_backends.checkpoints.pieces import Piece
+from rl_backends.checkpoints.shards import TensorShard, flat_boxes
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import MegatronOptimizers
 
@@ -41,13 +40,13 @@ class Master:
         """Whether the numbers are kept apart from the parameter's, in more digits."""
         return self.tensor.dtype != self.parameter.dtype
 
-    def piece(self, held: HeldTensor, tensor: Tensor | None = None) -> Piece:
+    def piece(self, held: HeldTensor, tensor: Tensor | None = None) -> TensorShard:
         """What it has of one tensor of the model, or of state that is shaped like it; perhaps no box at all."""
         local = (self.tensor if tensor is None else tensor).detach()
         if self.start is None:
-            return Piece(local=held.view(local), shape=held.shape, boxes=held.parts)
+            return TensorShard(local=held.view(local), shape=held.shape, boxes=held.parts)
         boxes = flat_boxes(held.parts, held.local.shape, start=self.start, end=self.start + local.numel())
-        return Piece(local=local, shape=held.shape, boxes=tuple(boxes))
+        return TensorShard(local=local, shape=held.shape, boxes=tuple(boxes))
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state of it, as torch's AdamW has it, which counts the steps of each parameter."""

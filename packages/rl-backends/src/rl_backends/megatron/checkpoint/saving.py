@@ -13,18 +13,19 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_backends.checkpoints import CheckpointWrite
-from rl_backends.checkpoints.pieces import Piece, num_ranks, rng_pieces, whole_piece
-from rl_backends.checkpoints.storage import Contents
-from rl_backends.checkpoints.together import on_all
-from rl_backends.checkpoints.writing import as_json, write_checkpoint
+from rl_backends.checkpoints.dcp import Contents
+from rl_backends.checkpoints.saving import as_json, other_ranks_failures, write_checkpoint
+from rl_backends.checkpoints.shards import TensorShard, num_ranks, rng_shards, whole_tensor
 from rl_backends.megatron.checkpoint.description import MASTER, Description, describe, device_of, held_with
 from rl_backends.megatron.checkpoint.masters import Master, masters_of
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import MegatronOptimizers
+from rl_backends.rank_agreement import on_every_rank
 
 __all__ = ["save_checkpoint"]
 
 
+@other_ranks_failures()
 def save_checkpoint(
     held: Sequence[HeldTensor],
     optimizers: MegatronOptimizers | None,
@@ -55,7 +56,7 @@ def save_checkpoint(
         CheckpointError: on every rank: see `rl_backends.checkpoints.save_checkpoint`.
     """
 
-    def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, Piece], Contents]:
+    def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, TensorShard], Contents]:
         masters = [] if optimizers is None else masters_of(optimizers)
         description = describe(held, optimizers, masters, group=group)
 
@@ -72,23 +73,23 @@ def save_checkpoint(
                 state={"extra": as_json("extra", dict(extra or {}), exact=True), **state},
             )
 
-        return _pieces(held, masters, description, weights=weights), on_all(contents, group=group)
+        return _pieces(held, masters, description, weights=weights), on_every_rank(contents, group=group)
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
 
 
 def _pieces(
     held: Sequence[HeldTensor], masters: Sequence[Master], description: Description, *, weights: bool
-) -> dict[str, Piece]:
+) -> dict[str, TensorShard]:
     """What this rank holds of everything; of one tensor several pieces, where it is several parameters of Megatron."""
     own = [each for each in held if not each.duplicate]
-    pieces: list[Piece] = []
-    steps: dict[str, Piece] = {}
+    pieces: list[TensorShard] = []
+    steps: dict[str, TensorShard] = {}
     for each, master in held_with(own, masters):
         for key, value in master.state().items():
             name = f"optimizer/{each.name}/{key}"
             if value.ndim == 0:
-                steps[name] = whole_piece(value)
+                steps[name] = whole_tensor(value)
             else:
                 pieces.append(replace(master.piece(each, value), saved_as=name))
         if master.is_copy:
@@ -96,9 +97,9 @@ def _pieces(
             pieces.append(replace(master.piece(each), saved_as=name))
     if weights:
         pieces += [
-            Piece(local=each.local, shape=each.shape, boxes=each.parts, saved_as=f"weights/{each.name}")
+            TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=f"weights/{each.name}")
             for each in own
             if each.name not in description.copies
         ]
     numbered = {f"{index} {piece.saved_as}": piece for index, piece in enumerate(pieces)}
-    return rng_pieces(device_of(own)) | steps | numbered
+    return rng_shards(device_of(own)) | steps | numbered

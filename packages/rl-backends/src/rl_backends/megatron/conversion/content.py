@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_backends.errors import ModelError
 from rl_backends.loading import ModelSource
-from rl_backends.loading.files import local_folder, weight_files
+from rl_backends.loading.source import local_folder, weight_files
 from rl_backends.megatron.conversion.digests import sampled_digest
 
 __all__ = ["LAYOUT", "SourceContent", "source_content"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
-from rl_backends.checkpoints.together import told
+from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.loading import ModelSource
 from rl_backends.megatron.conversion.content import SourceContent, source_content
@@ -182,7 +182,7 @@ def _save(model: ShardedModel, weights: Path, content: SourceContent, *, say: Sa
     except (OSError, RuntimeError, CheckpointException) as error:
         if isinstance(error, RankError):
             raise
-        raise CheckpointError(f"{weights.parent} cannot be written: {told(error)}; {ELSEWHERE}") from error
+        raise CheckpointError(f"{weights.parent} cannot be written: {describe_failure(error)}; {ELSEWHERE}") from error
 
 
 def _finish(place: Place, unfinished: Path, source: ModelSource, *, started: float, say: Say) -> None:

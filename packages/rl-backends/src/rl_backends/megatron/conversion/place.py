@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from rl_backends.checkpoints.manifest import sync
 from rl_backends.errors import CheckpointError
-from rl_backends.export.files import sync
 from rl_backends.megatron.conversion.content import SourceContent
 from rl_backends.megatron.conversion.conversion import Conversion, read_conversion
 from rl_backends.megatron.conversion.lock import WriterLock

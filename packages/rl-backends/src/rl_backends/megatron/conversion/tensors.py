@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, final, runtime_checkable
 
 import torch
 
-from rl_backends.checkpoints.together import told
+from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.errors import CheckpointError
 from rl_backends.rank_agreement import on_rank_0
 
@@ -95,7 +95,9 @@ def load_tensors(model: ShardedModel, folder: Path) -> None:
                 warnings.filterwarnings("ignore", message=message, category=FutureWarning)
             loaded = load(parts, str(folder), strict=StrictHandling.RAISE_ALL)
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
-        raise CheckpointError(f"{folder} does not hold this model, or cannot be read: {told(error)}") from error
+        raise CheckpointError(
+            f"{folder} does not hold this model, or cannot be read: {describe_failure(error)}"
+        ) from error
     for name, target in targets.items():
         if loaded[name].data_ptr() != target.data_ptr():
             target.copy_(loaded[name].view(target.shape))

@@ -1,0 +1,207 @@
+"""What this rank holds of each tensor of a checkpoint, in the coordinates of the unsharded model.
+
+The tensors of a checkpoint are named
+
+    weights/<name>                              a parameter or persistent buffer
+    optimizer/<name>/<key>                      the optimizer's state of that parameter
+    optimizer/<name>/<key>/rank-<r>/<inner>     state that cannot be resharded, as that rank holds it
+    rng/rank-<r>/<device>                       the state of a random-number generator
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards
+
+__all__ = [
+    "FlatBox",
+    "ModelShard",
+    "TensorShard",
+    "device_of",
+    "dtype_name",
+    "fingerprint",
+    "flat_boxes",
+    "has_rng",
+    "mesh_of",
+    "model_shards",
+    "num_ranks",
+    "rng_shards",
+    "set_rng",
+    "this_rank",
+    "whole_tensor",
+]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatBox:
+    """A contiguous part of an unsharded tensor that starts somewhere in this rank's flat memory."""
+
+    offsets: tuple[int, ...]
+    """Of its first element in the unsharded tensor."""
+    sizes: tuple[int, ...]
+    """Its shape."""
+    start: int
+    """Index of its first element in the flat memory."""
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """A view of the box in contiguous memory of any shape."""
+        return local.view(-1)[self.start : self.start + math.prod(self.sizes)].view(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """This rank's part of one tensor of a checkpoint: the source of a save, or the destination of a load."""
+
+    local: Tensor
+    """This rank's memory."""
+    shape: tuple[int, ...]
+    """Of the unsharded tensor."""
+    boxes: tuple[Box | FlatBox, ...]
+    """Which parts of the unsharded tensor `local` holds, and where."""
+    saved_as: str | None = None
+    """Name of the tensor in the checkpoint, if it is not the key of this shard; several shards may share one."""
+    takes: frozenset[torch.dtype] = frozenset()
+    """Other dtypes that may be read into `local`, which are cast to its dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShard:
+    """This rank's part of a parameter or buffer, and its boxes, computed once."""
+
+    shard: NamedShard
+    boxes: tuple[Box, ...]
+
+    def of(self, tensor: Tensor | None = None) -> TensorShard:
+        """The shard of the parameter, or of another tensor that is sharded like it, such as a moment."""
+        if tensor is None:
+            return TensorShard(local=self.shard.local, shape=self.shard.shape, boxes=self.boxes)
+        tensor = tensor.detach()
+        alike = getattr(tensor, "placements", None) == getattr(self.shard.tensor, "placements", None)
+        boxes = self.boxes if alike else tuple(self.shard.boxes(tensor))
+        return TensorShard(local=self.shard.local_of(tensor), shape=self.shard.shape, boxes=boxes)
+
+
+def model_shards(model: nn.Module) -> dict[str, ModelShard]:
+    """This rank's part of every parameter and persistent buffer, by name."""
+    return {each.name: ModelShard(shard=each, boxes=tuple(each.boxes())) for each in named_shards(model)}
+
+
+def whole_tensor(tensor: Tensor) -> TensorShard:
+    """A tensor that is not sharded."""
+    return TensorShard(local=tensor.detach(), shape=tuple(tensor.shape), boxes=tuple(local_boxes(tensor)))
+
+
+def fingerprint(shards: Mapping[str, ModelShard]) -> dict[str, list[Any]]:
+    """What identifies a model: dtype and shape of each parameter and persistent buffer, by name."""
+    return {name: [dtype_name(each.shard.tensor.dtype), list(each.shard.shape)] for name, each in shards.items()}
+
+
+def device_of(shards: Mapping[str, ModelShard]) -> str:
+    """Type of the device that the model computes on, wherever offloaded shards are."""
+    for each in shards.values():
+        mesh = getattr(each.shard.tensor, "device_mesh", None)
+        return str(each.shard.tensor.device.type if mesh is None else mesh.device_type)
+    return "cpu"
+
+
+def mesh_of(shards: Mapping[str, ModelShard]) -> dict[str, object]:
+    """The number of ranks and the sizes of the mesh axes that any tensor is laid over, as JSON."""
+    axes: dict[str, int] = {}
+    for each in shards.values():
+        mesh = getattr(each.shard.tensor, "device_mesh", None)
+        if mesh is not None:
+            names: Sequence[str] = mesh.mesh_dim_names or [f"axis {index}" for index in range(mesh.ndim)]
+            axes |= dict(zip(names, mesh.shape, strict=True))
+    return {"ranks": num_ranks(), "axes": axes}
+
+
+def this_rank() -> int:
+    """0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- Random-number generators.
+
+
+def rng_shards(device: str) -> dict[str, TensorShard]:
+    """Copies of the state of this rank's generators: torch's own, and the device's."""
+    states = {"cpu": torch.get_rng_state()}
+    if device != "cpu":
+        states[device] = torch.get_device_module(device).get_rng_state()
+    return {f"rng/rank-{this_rank()}/{name}": whole_tensor(state) for name, state in states.items()}
+
+
+def has_rng(saved: Collection[str], device: str) -> bool:
+    """Whether `saved` names a generator for each rank and kind of device of this run, and no others."""
+    wanted = {f"rng/rank-{rank}/{kind}" for rank in range(num_ranks()) for kind in ("cpu", device)}
+    return wanted == {name for name in saved if name.startswith("rng/")}
+
+
+def set_rng(shards: Mapping[str, TensorShard]) -> None:
+    """Restore what `rng_shards` returned."""
+    for name, shard in shards.items():
+        device = name.rpartition("/")[2]
+        set_state = torch.set_rng_state if device == "cpu" else torch.get_device_module(device).set_rng_state
+        set_state(shard.local)
+
+
+# ---- Ranges of flattened tensors, which distributed optimizers keep.
+
+
+def flat_boxes(boxes: Iterable[Box], shape: Sequence[int], *, start: int, end: int) -> list[FlatBox]:
+    """The parts of `boxes` that the range [start, end) of this rank's flattened tensor holds.
+
+    A range of a matrix is at most a part of a row, whole rows and a part of a row: three boxes.
+
+    Args:
+        boxes: of the tensor; each is contiguous in its memory.
+        shape: of this rank's tensor.
+        start: of the range in the flattened tensor; the boxes count from here.
+        end: one behind its last element.
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found: list[FlatBox] = []
+    for box in boxes:
+        sharded = [dim for dim, size in enumerate(box.sizes) if size != 1]
+        assert not sharded or box.sizes[sharded[0] + 1 :] == tuple(shape[sharded[0] + 1 :]), (box, shape)
+        first = sum(offset * stride for offset, stride in zip(box.local_offsets, strides, strict=True))
+        low, high = max(start - first, 0), min(end - first, math.prod(box.sizes))
+        for at, inner, sizes in _rectangles(box.sizes, low, high):
+            offsets = tuple(outer + offset for outer, offset in zip(box.offsets, inner, strict=True))
+            found.append(FlatBox(offsets=offsets, sizes=sizes, start=first + at - start))
+    return found
+
+
+def _rectangles(sizes: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Split [low, high) of a flattened tensor of shape `sizes` into (flat start, offsets, sizes) of rectangles."""
+    if low >= high:
+        return
+    if not sizes:
+        yield 0, (), ()
+        return
+    row = math.prod(sizes[1:])
+    first, last = -(-low // row), high // row  # whole rows
+    if first < last:
+        yield first * row, (first, *(0 for _ in sizes[1:])), (last - first, *sizes[1:])
+    # Partial rows before and after them; one and the same where the range begins and ends within a row.
+    partial = {last: (low, high)} if first > last else {first - 1: (low, first * row), last: (last * row, high)}
+    for index, (start, stop) in partial.items():
+        for at, offsets, inner in _rectangles(sizes[1:], start - index * row, stop - index * row):
+            yield index * row + at, (index, *offsets), (1, *inner)
