@@ -392,16 +392,15 @@ def test_from_pretrained_is_the_model_of_the_folder(world, imported, tmp_path):
     examples = world.make_examples()
     model = make_model(world)
     model.save_pretrained(tmp_path / "model")
-    for _ in range(2):  # converted, and found
-        backend = MegatronBackend.from_pretrained(
-            str(tmp_path / "model"), MegatronConfig(checkpoint_dir=str(tmp_path / "converted"))
-        )
-        found, logp = whole(backend), backend.logp(examples)
-        backend.close()
-        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
-        with torch.no_grad():
-            expected = world.plain_logp(model.eval(), examples)
-        torch.testing.assert_close(logp, expected, rtol=1e-5, atol=1e-5)
+    backend = MegatronBackend.from_pretrained(str(tmp_path / "model"), MegatronConfig())
+    found, logp = whole(backend), backend.logp(examples)
+    assert f"weights from the safetensors files of {tmp_path / 'model'}" in backend.explain()
+    backend.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # nothing was converted
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
+    with torch.no_grad():
+        expected = world.plain_logp(model.eval(), examples)
+    torch.testing.assert_close(logp, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_process_has_one_layout_at_a_time_and_the_next_when_all_are_closed(world, make_backend):

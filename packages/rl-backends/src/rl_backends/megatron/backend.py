@@ -30,13 +30,11 @@ from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.describing import describe
 from rl_backends.megatron.freezing import require_trainable
 from rl_backends.megatron.gradient_step import clip_and_step
-from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.megatron.loading import conversion_of
 from rl_backends.megatron.mapping import Gatherer, HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.proof import prove, require_own_code
-from rl_backends.megatron.weights import at_random, from_hugging_face, from_megatron
+from rl_backends.megatron.weights import at_random, from_files, from_hugging_face, from_megatron
 from rl_backends.metering import make_meter
 from rl_backends.metrics import StepMetrics
 from rl_backends.optimizers import OptimizerConfig
@@ -108,32 +106,26 @@ class MegatronBackend:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "MegatronBackend":
-        """Load a folder or hub id by way of its conversion to a Megatron checkpoint, which is made once.
+        """Load a folder or hub id: every rank reads from the safetensors files the parts that it holds.
 
         Args:
             model_name: a folder with `config.json` and safetensors weights, or a hub id.
             config: sizes, device, precision, microbatches, optimizer.
             weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
-                same weights in every layout; nothing is converted.
+                same weights in every layout.
             seed: of random weights.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
 
         Raises:
             ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
-            CheckpointError: the conversion cannot be written or read.
         """
         source = open_model(model_name, revision=revision, trust_remote_code=trust_remote_code)
+        skeleton = source.skeleton()
         if weights == "random":
-            skeleton = source.skeleton()
             return cls(skeleton, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
-        groups = ParallelGroups.join(config)  # once for the conversion and for the model, which join them again
-        try:
-            conversion = conversion_of(source, config)
-            fill: Fill = lambda model: conversion.load_into(model.gpt)  # noqa: E731
-            return cls(source.skeleton(), config, fill=fill, origin=conversion.explain())
-        finally:
-            groups.leave(collect=False)
+        origin = f"the safetensors files of {source.folder}, each rank its own parts"
+        return cls(skeleton, config, fill=from_files(source, skeleton), origin=origin)
 
     @property
     def model(self) -> nn.Module:

@@ -166,16 +166,13 @@ class MegatronConfig:
     scheduler: MegatronSchedulerConfig | None = None
     """Megatron's schedule; only together with `optimizer`."""
 
-    checkpoint_dir: str | None = None
-    """Where conversions of Hugging Face models lie; None: see `megatron_checkpoint_dir`."""
-
     peak_flops_per_s: float | None = None
     """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
     of a GPU; a CPU has none."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
-    backend of the process was given counts for all. Also for somebody else who converts the same model."""
+    backend of the process was given counts for all."""
 
     def __post_init__(self) -> None:
         check_choices(self)
