@@ -227,7 +227,7 @@ def test_every_reason_against_a_layout_is_told_at_once(world, tmp_path, capsys, 
     world.make_model("Llama").config.save_pretrained(tmp_path)
     assert main([command, str(tmp_path / "config.json"), *flags]) == 2
     said = capsys.readouterr().err
-    assert "num_hidden_layers=2 of the model is no multiple of pipeline_model_parallel_size=3" in said
+    assert "num_hidden_layers=2 of the model cannot be shared out evenly to 3 stages" in said
     assert "num_key_value_heads=2 of the model is no multiple of tensor_model_parallel_size=4" in said
     assert "6 ranks cannot be cut into groups of 12" in said
     assert main([command, str(tmp_path / "config.json"), "--backend", "megatron", "--sequence-parallel"]) == 2

@@ -5,7 +5,7 @@ from the first rank of a stage on, over tensor, context and data ranks alike.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.groups import sizes_of
-from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout
+from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
 
 __all__ = ["Axis", "Stage", "axes_of", "describe_layout", "format_bytes", "readable_layout", "stages_of"]
 
@@ -138,10 +138,8 @@ def stages_of(
     shapes: of the tensors of the Hugging Face model, tied ones once.
     """
     count, each = config.pipeline_model_parallel_size, ranks // config.pipeline_model_parallel_size
-    share = architecture.num_layers // count
     made = []
-    for number in range(count):
-        layers = range(number * share, (number + 1) * share)
+    for number, layers in enumerate(layers_of_stages(architecture.num_layers, config)):
         first, last = number == 0, number == count - 1
         names = [name for name in shapes if _is_here(name, layers, first=first, last=last)]
         copies = ["model.embed_tokens.weight"] if last and not first and architecture.tied else []
@@ -189,7 +187,7 @@ def _groups(ranks: int, *, size: int, stride: int) -> tuple[tuple[int, ...], ...
     )
 
 
-def _is_here(name: str, layers: range, *, first: bool, last: bool) -> bool:
+def _is_here(name: str, layers: Sequence[int], *, first: bool, last: bool) -> bool:
     parts = name.split(".")
     if parts[:2] == ["model", "layers"]:
         return int(parts[2]) in layers
