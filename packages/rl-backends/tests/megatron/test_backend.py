@@ -481,3 +481,31 @@ def test_explain_names_the_layout(world, make_backend):
     text = make_backend(make_model(world)).explain()
     for words in ("megatron", "float32"):
         assert words in text.lower()
+
+
+def test_overlapped_reduction_takes_one_call_a_step(world, make_backend):
+    examples = world.make_examples()
+    loss = loss_for(world, examples)
+    backend = make_backend(make_model(world), overlap_grad_reduce=True)
+    for _ in range(2):
+        backend.forward_backward(examples, loss)
+        with pytest.raises(RuntimeError, match="overlap_grad_reduce=True sums gradients over ranks during backward"):
+            backend.forward_backward(examples, loss)
+        with pytest.raises(RuntimeError, match="there is no gradient"):
+            backend.optim_step()
+        backend.forward_backward(examples, loss)
+        backend.optim_step()
+    plain = make_backend(make_model(world))
+    for _ in range(2):
+        plain.forward_backward(examples, loss)
+        plain.optim_step()
+    torch.testing.assert_close(whole(backend), whole(plain), rtol=0, atol=0)
+
+
+def test_explain_says_whose_attention_and_mlp_compute(world, make_backend):
+    assert (
+        "attention torch's scaled_dot_product_attention, MLP MLP, no fusions"
+        in make_backend(make_model(world)).explain()
+    )
+    fused = make_backend(world.make_model("Qwen3Moe"), bias_dropout_fusion=True).explain()
+    assert "MLP experts one after the other, with bias_dropout_fusion" in fused

@@ -297,7 +297,7 @@ def test_transformer_engine_is_never_replaced_without_a_word():
 
     with pytest.raises(ValueError, match="transformer_impl='transformer_engine' needs device='cuda'"):
         MegatronConfig(transformer_impl="transformer_engine")
-    with pytest.raises(ModelError, match="transformer_engine is not installed.*set transformer_impl='local'"):
+    with pytest.raises(ModelError, match=r"transformer_engine is not installed.*set transformer_impl='local'"):
         uses_transformer_engine(MegatronConfig(device="cuda"))
     assert not uses_transformer_engine(MegatronConfig(device="cuda", transformer_impl="local"))
     assert not uses_transformer_engine(MegatronConfig())

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
+from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, format_bytes, readable_layout, stages_of
 from rl_backends.loading import ModelSource, open_model
 from rl_backends.loading.shards_by_name import first_names
@@ -96,7 +96,8 @@ class MegatronExplanation:
 
     def _files(self) -> Iterator[str]:
         yield "weights are read from the Hugging Face files, each rank its own parts; nothing is converted"
-        yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {self.document['checkpoint_dir']['told']}"
+        where = self.document["checkpoint_dir"]["told"]
+        yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {where}"
 
     def _workarounds(self) -> Iterator[str]:
         entries = self.document["workarounds"]

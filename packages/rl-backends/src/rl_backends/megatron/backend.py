@@ -3,8 +3,8 @@
 `Backend` has the surface and what DTensor shares; here is how Megatron's model computes, steps and is saved.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rl_backends.backend import Backend
+from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
 from rl_backends.errors import ModelError
@@ -22,6 +22,7 @@ from rl_backends.loading import open_model
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.accumulation import GradientAccumulation
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from rl_backends.megatron.checkpoint.masters import masters_of
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.describing import describe
 from rl_backends.megatron.freezing import require_trainable
@@ -31,7 +32,7 @@ from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.proof import prove, require_own_code
 from rl_backends.megatron.weights import at_random, from_files, from_hugging_face, from_megatron
-from rl_backends.offload import PARTS, OffloadReport, Part
+from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader
@@ -129,6 +130,11 @@ class MegatronBackend(Backend):
         reader: Reader,
         output: Output,
     ) -> Sums:
+        if self.config.overlap_grad_reduce and self._gradient != "none":
+            raise RuntimeError(
+                "overlap_grad_reduce=True sums gradients over ranks during backward, so a step has one call of "
+                "forward_backward: give it all rows at once, or set overlap_grad_reduce=False; the gradient is cleared"
+            )
         return self._accumulation.run(examples, microbatches, loss, reader=reader, output=output)
 
     def _clear_gradient(self) -> None:
@@ -149,45 +155,52 @@ class MegatronBackend(Backend):
         """As of every backend; a copy that is offloaded visits the device as a whole."""
         if without_adapters:
             raise ModelError("without_adapters=True of a policy without adapters: Megatron trains all weights")
+        self._require_on_device("freeze_reference", WEIGHTS)
         model = self._distributed
+        model.finish_param_gather()
         copied = MegatronModel(
             self._skeleton, self.config, fill=from_megatron(model), trainable=False, groups=model.groups
         )
-        if offload:
-            copied.gpt.to("cpu")
-        visit = copied.visiting_the_device if offload else nullcontext
+        visit = _visiting(copied) if offload else nullcontext
         return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
 
     def shards(self) -> list[HeldTensor]:  # noqa: D102
         # A tensor of another pipeline stage is not among them.
+        self._require_on_device("shards", WEIGHTS)
+        self._distributed.finish_param_gather()
         return [held for held in self._distributed.held if not held.duplicate]
 
     def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102 - as of every backend
         persistent = self._skeleton.state_dict().keys()
         return {name: buffer for name, buffer in self._skeleton.named_buffers() if name not in persistent}
 
-    def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:  # noqa: D102
-        raise ModelError(
-            f"the Megatron backend cannot give the memory of {', '.join(parts)} to others yet: give the engine devices "
-            f"of its own, or train with policy.dtensor_cfg.enabled=true"
-        )
+    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
+        """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
+        ddp = self._distributed.ddp
+        if part == "gradients":
+            buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+            return [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
+        if part == "optimizer" and self._optimizers is not None:
+            masters = enumerate(masters_of(self._optimizers))
+            return [(f"master {number}", master.tensor.detach()) for number, master in masters if master.is_copy]
+        return ()
 
-    def _require_on_device(self, what: str, parts: Collection[Part] = PARTS) -> None:
-        pass  # where everything is, as long as nothing can be offloaded
-
-    def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:  # noqa: D102
-        raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
+    def _before_offload(self) -> None:
+        self._distributed.finish_param_gather()
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         raise ModelError("there are no adapters to save: Megatron trains all weights")
 
     def save_pretrained(self, folder: str | Path) -> None:  # noqa: D102
+        self._require_on_device("save_pretrained", WEIGHTS)
+        self._distributed.finish_param_gather()
         dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
         export_pretrained(self._skeleton, Path(folder), dtype=dtype, tensors=self._gatherer.tensors())
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite:
+        self._distributed.finish_param_gather()
         return save_checkpoint(
             self._distributed.held,
             self._optimizers,
@@ -200,6 +213,7 @@ class MegatronBackend(Backend):
         )
 
     def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
+        self._distributed.finish_param_gather()
         asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
         return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
@@ -209,6 +223,22 @@ class MegatronBackend(Backend):
 
     def _release(self) -> None:
         self._distributed.close()
+
+
+def _visiting(model: MegatronModel) -> Callable[[], AbstractContextManager[None]]:
+    """Keep a model in pinned host memory but for the time of a visit to its device."""
+    offloader = Offloader(model.gpt)
+    offloader.offload()
+
+    @contextmanager
+    def visit() -> Iterator[None]:
+        offloader.onload()
+        try:
+            yield
+        finally:
+            offloader.offload()
+
+    return visit
 
 
 def _with_weights(model: nn.Module) -> nn.Module:

@@ -275,7 +275,6 @@ class MegatronConfig:
             else "",
         ]
 
-
     def _pipeline(self) -> list[str]:
         uneven = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         asked = [

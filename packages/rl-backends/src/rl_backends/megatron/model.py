@@ -7,8 +7,7 @@ Knows groups, microbatches and readers; no loss, no optimizer, no files.
 Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of the batch's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import lcm
 from typing import Any
@@ -106,6 +105,14 @@ class MegatronModel(DistributedModel):
         self, hidden: Tensor, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
     ) -> tuple[Tensor, ...]:
         """On the last stage, what the reader reads, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
+        if self.ddp is not None and self.config.overlap_param_gather:
+            # The reader takes the head's weight past the forward of its module, whose hook would wait for it.
+            head = (
+                self.gpt.shared_embedding_or_output_weight() if self.gpt.share_embeddings_and_output_weights else None
+            )
+            weight = self.gpt.output_layer.weight if head is None else head
+            if weight in self.ddp.param_to_bucket_group:
+                self.ddp.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return read_hidden(
             hidden,
             inputs,
@@ -141,14 +148,17 @@ class MegatronModel(DistributedModel):
         values = [out[number] for number in sorted(out)] if self.groups.last_stage else None
         return dict(enumerate(told_by_last_stage(values, self.groups, device=self.config.device)))
 
-    @contextmanager
-    def visiting_the_device(self) -> Iterator[None]:
-        """The weights are on the device inside, and in host memory after."""
-        self.gpt.to(self.config.device)
-        try:
-            yield
-        finally:
-            self.gpt.to("cpu")
+    def finish_param_gather(self) -> None:
+        """Wait for, or make, what overlaps with the next forward: weights of other ranks' shares are stale before.
+
+        Every rank must call it. Without `overlap_param_gather` it does nothing.
+        """
+        if self.ddp is None or not self.config.overlap_param_gather:
+            return
+        with cpu_compat():
+            for group in [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]:
+                if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                    group.start_param_sync(force_sync=True)
 
     def close(self, *, collect: bool = True) -> None:
         """Leave Megatron's process groups, if this model joined them; nothing can be computed after."""
@@ -178,11 +188,13 @@ def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
 
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=config.use_distributed_optimizer,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
         grad_reduce_in_fp32=True,
     )
     with cpu_compat():
         wrapped = DistributedDataParallel(gpt.config, options, gpt)
         wrapped.zero_grad_buffer()
+    if config.overlap_grad_reduce:
+        gpt.config.no_sync_func = wrapped.no_sync  # the schedules reduce with the last microbatch alone
     return wrapped

@@ -60,7 +60,7 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
     Raises:
         ModelError: every reason is in the message.
     """
-    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    tensor = config.tensor_model_parallel_size
     experts, expert_ranks = architecture.num_experts, config.expert_model_parallel_size
     multiples = [
         ("num_key_value_heads", architecture.num_query_groups, "tensor_model_parallel_size", tensor),
@@ -77,6 +77,11 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
         layers_of_stages(architecture.num_layers, config)
     except ValueError as problem:
         problems.append(str(problem))
+    if config.virtual_pipeline_model_parallel_size is not None:
+        problems.append(
+            "virtual_pipeline_model_parallel_size: Megatron's interleaved schedule needs as many microbatches as stages "
+            "or a multiple, and dynamic batching makes any number; leave it out, or share layers out unevenly"
+        )
     if expert_ranks > 1 and not experts:
         problems.append(f"expert_model_parallel_size={expert_ranks}, and the model has no experts; set it to 1")
     if experts and tensor > 1 and not config.sequence_parallel:
@@ -140,8 +145,8 @@ def _counts_of_layout(layout: str, num_layers: int, *, stages: int) -> list[int]
     parts = spelled.split("|")
     if not re.fullmatch(r"Et*(\|t*)*L", spelled) or len(parts) != stages or spelled.count("t") != num_layers:
         raise ValueError(
-            f"pipeline_model_parallel_layout={layout!r} must have {stages} stages with | between them, E first, L last, "
-            f"and {num_layers} layers t in all; it has {len(parts)} stages and {spelled.count('t')} layers"
+            f"pipeline_model_parallel_layout={layout!r} must have {stages} stages with | between them, E first, L "
+            f"last, and {num_layers} layers t in all; it has {len(parts)} stages and {spelled.count('t')} layers"
         )
     if empty := [number for number, part in enumerate(parts) if "t" not in part]:
         raise ValueError(f"pipeline_model_parallel_layout={layout!r} gives stage {empty[0]} no layer; each needs one")
