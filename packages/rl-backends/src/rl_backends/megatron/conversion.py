@@ -203,13 +203,9 @@ def read_conversion(folder: str | Path, *, found: bool = True, check: bool = Tru
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         digest = body.pop("sha256")
-        if digest != _digest_of(body):
-            raise ValueError("its digest is not that of its text")
-        if (written_as := body.pop("format")) != FORMAT:
-            raise ValueError(f"it is of format {written_as!r}, and this release reads {FORMAT!r}")
+        sound = digest == _digest_of(body)
+        written_as = body.pop("format")
         files = {name: (int(size), str(sha256)) for name, (size, sha256) in body.pop("files").items()}
-        if strange := [name for name in files if {"..", "/"} & set(PurePosixPath(name).parts)]:
-            raise ValueError(f"it names {strange[0]!r}, which does not lie in the conversion")
         conversion = Conversion(folder=Path(folder), files=files, found=found, **body)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -217,6 +213,12 @@ def read_conversion(folder: str | Path, *, found: bool = True, check: bool = Tru
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged, or cannot be read: {error}") from error
+    if not sound:
+        raise CheckpointError(f"{path} is damaged, or cannot be read: its digest is not that of its text")
+    if written_as != FORMAT:
+        raise CheckpointError(f"{path} is of format {written_as!r}, and this release reads {FORMAT!r}")
+    if strange := [name for name in files if {"..", "/"} & set(PurePosixPath(name).parts)]:
+        raise CheckpointError(f"{path} names {strange[0]!r}, which does not lie in the conversion")
     if check:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing releases the interpreter's lock
             problems = [each for each in threads.map(lambda name: _problem(conversion, name), files) if each]
@@ -319,7 +321,7 @@ def export_conversion(
 
 
 def _describe(source: ModelSource, directory: str | Path | None) -> dict[str, Any]:
-    """What the manifest says of the model, and the folder to be. The model's files are read whole, for their digests."""
+    """What the manifest says of the model, and the folder to be; reads every byte of the model's files."""
     parent = (megatron_checkpoint_dir() if directory is None else Path(directory)).expanduser().absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -400,7 +402,9 @@ def _save(gpt: Any, folder: Path) -> None:
     on_rank_0(lambda: save_config(CheckpointingConfig("torch_dist", 1), str(folder)))
 
 
-def _publish(unfinished: Path, target: Path, source: ModelSource, about: dict[str, Any], *, started: float) -> None:
+def _publish(  # noqa: PLR0917 - from, to, of what
+    unfinished: Path, target: Path, source: ModelSource, about: dict[str, Any], *, started: float
+) -> None:
     """Write the manifest, and give the folder its name."""
     try:
         (unfinished / TRACKER).write_text(WEIGHTS, encoding="utf-8")

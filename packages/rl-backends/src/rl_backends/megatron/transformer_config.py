@@ -79,8 +79,8 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
         problems.append(str(problem))
     if config.virtual_pipeline_model_parallel_size is not None:
         problems.append(
-            "virtual_pipeline_model_parallel_size: Megatron's interleaved schedule needs as many microbatches as stages "
-            "or a multiple, and dynamic batching makes any number; leave it out, or share layers out unevenly"
+            "virtual_pipeline_model_parallel_size: Megatron's interleaved schedule needs a multiple of the stages as "
+            "the number of microbatches, and rows of any length make any number; leave it out, or use uneven stages"
         )
     if expert_ranks > 1 and not experts:
         problems.append(f"expert_model_parallel_size={expert_ranks}, and the model has no experts; set it to 1")

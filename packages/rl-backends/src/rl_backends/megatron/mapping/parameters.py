@@ -1,8 +1,8 @@
 """Each parameter of a GPT model of megatron-core, and the tensors of Hugging Face that it holds parts of.
 
-Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE name their tensors alike in transformers 5; what a family lacks is in neither model. Names of
-Megatron's local layers and of those of Transformer Engine, which hold a norm inside the linear layer after it, lead to
-the same tensors.
+Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE name their tensors alike in transformers 5; what a family lacks is
+in neither model. Names of Megatron's local layers and of those of Transformer Engine, which hold a norm inside the
+linear layer after it, lead to the same tensors.
 """
 
 import re
