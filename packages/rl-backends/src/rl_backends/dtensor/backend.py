@@ -46,12 +46,23 @@ from rl_parallel_plans import NamedShard, named_shards
 __all__ = ["DTensorBackend"]
 
 
+def cast_to_master_weights(model: nn.Module) -> None:
+    """Cast every floating-point parameter to float32, in place; ties stay ties.
+
+    `from_pretrained` of transformers gives the dtype of the files, mostly bfloat16, in which the update of a step at a
+    usual learning rate is rounded away: it is smaller than half the distance to the next bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32)
+
+
 class DTensorBackend(Backend):
     """A policy that trains `model`, sharded over the ranks of this run.
 
     Args:
         model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every
-            rank. The backend takes it over.
+            rank, in any dtype: they are cast to float32. The backend takes it over.
         config: sharding, device, precision, microbatches, adapters.
         seed: of the first values of adapters.
         fill: for a model on the meta device: what puts weights into its parameters once they are sharded.
@@ -74,7 +85,9 @@ class DTensorBackend(Backend):
         seed: int = 0,
         fill: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        if config.lora_cfg is not None:
+        if config.lora_cfg is None:
+            cast_to_master_weights(model)
+        else:
             add_lora(model, config.lora_cfg, seed=seed)
             fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
         super().__init__(config, without_weights(model))

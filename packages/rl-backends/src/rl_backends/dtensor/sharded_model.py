@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
-from rl_backends.backend import DistributedModel, max_positions, vocabulary_size
+from rl_backends.backend import DistributedModel, max_positions, media_tokens, vocabulary_size
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
@@ -39,10 +39,11 @@ from rl_parallel_plans import (
     apply_expert_parallel,
     apply_fsdp,
     apply_tensor_parallel,
+    named_shards,
     plan_for,
 )
 from rl_parallel_plans.checkpoints import reshard
-from rl_parallel_plans.structure import stacked_layers
+from rl_parallel_plans.structure import retie, stacked_layers, tied_names
 
 __all__ = ["ShardedModel"]
 
@@ -92,7 +93,11 @@ class ShardedModel(DistributedModel):
         self.mesh = make_mesh(config)
         require_same_model(model)
         self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
+        self.media_tokens = media_tokens(model)
         self.plan = _plan(model, config)
+        if fill is None and (dist.get_world_size() > 1 or config.cpu_offload):
+            # Shards alone go to the device, which the whole model may not fit on.
+            fill = take_weights(model)
         whole = model if fill is not None else model.to(config.device)
         self.model = _shard(whole, self.mesh, self.plan, config=config)
         if fill is not None:
@@ -180,6 +185,29 @@ class ShardedModel(DistributedModel):
         except BaseException:
             self.close()
             raise
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module) -> Callable[[nn.Module], object]:
+    """Leave the parameters of `model` on the meta device; return what puts their values into its shards.
+
+    Ties and buffers stay. The values stay where they are, usually in host memory, until they were copied.
+    """
+    ties, values = tied_names(model), {name: each.detach() for name, each in model.named_parameters()}
+    parameters = {id(each) for each in model.parameters()}
+    # What `to` is made of; unlike `to("meta")` it leaves the buffers, whose values are in no file.
+    model._apply(lambda each: each.to("meta") if id(each) in parameters else each)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    retie(model, ties)
+
+    @torch.no_grad()
+    def fill(sharded: nn.Module) -> None:
+        for shard in named_shards(sharded):
+            if (whole := values.pop(shard.name, None)) is not None:
+                for box in shard.boxes():
+                    box.of_local(shard.local).copy_(box.of_whole(whole))
+        assert not values, f"no shard was found of {sorted(values)[:3]}"
+
+    return fill
 
 
 def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -> tuple[Tensor, ...]:
