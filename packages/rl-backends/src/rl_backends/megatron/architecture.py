@@ -61,6 +61,9 @@ class Architecture:
     tied: bool
     """The output layer is the embedding."""
 
+    num_labels: int
+    """Numbers that a value or reward head (`score`) says of a token; 0 of a language model."""
+
     qkv_bias: bool
     """Queries, keys and values have biases (Qwen2); nothing else has."""
 
@@ -95,11 +98,12 @@ class Architecture:
         return float(self.head_dim**-0.5 * self.rope.attention_scaling**2)
 
 
-def read_architecture(hf_config: Any) -> Architecture:
-    """Read the configuration of a causal language model.
+def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
+    """Read the configuration of a causal language model, or of one with a value or reward head.
 
     Args:
         hf_config: a `transformers` configuration, of releases 4.57 to 5.x.
+        scores: the model is a `ForSequenceClassification`, which has no output layer.
 
     Raises:
         ModelError: it is of another family, or asks for what is not built here. All reasons are in one message.
@@ -117,10 +121,10 @@ def read_architecture(hf_config: Any) -> Architecture:
             f"model_type={hf_config.model_type!r} is built on Megatron, but not with these fields of its "
             f"configuration:\n" + "\n".join(f"  {problem}" for problem in problems) + f"\nOtherwise {ELSEWHERE}"
         )
-    return _read(hf_config)
+    return _read(hf_config, scores=scores)
 
 
-def _read(hf_config: Any) -> Architecture:
+def _read(hf_config: Any, *, scores: bool) -> Architecture:
     family = hf_config.model_type
     experts = _experts(hf_config)
     return Architecture(
@@ -132,7 +136,8 @@ def _read(hf_config: Any) -> Architecture:
         num_query_groups=_groups(hf_config),
         head_dim=_head_dim(hf_config),
         vocab_size=hf_config.vocab_size,
-        tied=bool(hf_config.tie_word_embeddings),
+        tied=bool(hf_config.tie_word_embeddings) and not scores,
+        num_labels=hf_config.num_labels if scores else 0,
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
         norm_eps=float(hf_config.rms_norm_eps),

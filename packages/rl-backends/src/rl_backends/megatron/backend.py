@@ -35,7 +35,7 @@ from rl_backends.megatron.weights import at_random, from_files, from_hugging_fac
 from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import on_every_rank, require_same_model
-from rl_backends.readers import Reader
+from rl_backends.readers import Reader, value_reader
 from rl_backends.reference import ReferenceModel, without_weights
 
 __all__ = ["MegatronBackend"]
@@ -45,7 +45,7 @@ class MegatronBackend(Backend):
     """A policy that trains `model`, laid over the ranks of this run by megatron-core.
 
     Args:
-        model: a Hugging Face causal LM with its weights, the same on every rank; it is copied from, and not kept.
+        model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every rank; it is copied from, and not kept.
         config: sizes, device, precision, microbatches, optimizer.
         fill: for a model on the meta device: what puts the weights into Megatron's parameters.
         origin: where the weights come from, for `explain`.
@@ -69,7 +69,7 @@ class MegatronBackend(Backend):
         self._distributed = MegatronModel(self._skeleton, config, fill=partial(_same_then, source, model))
         try:
             if fill is None:
-                prove(self._distributed, self._head, source=model)
+                prove(self._distributed, source=model)
             self._gatherer = Gatherer(self._distributed.held, self._distributed.shapes)
         except BaseException:
             self._distributed.close()
@@ -85,7 +85,9 @@ class MegatronBackend(Backend):
         model_name: str,
         config: MegatronConfig,
         *,
+        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
         weights: Literal["pretrained", "random"] = "pretrained",
+        new_head: bool = False,
         seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -95,21 +97,24 @@ class MegatronBackend(Backend):
         Args:
             model_name: a folder with `config.json` and safetensors weights, or a hub id.
             config: sizes, device, precision, microbatches, optimizer.
+            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
             weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
                 same weights in every layout.
-            seed: of random weights.
+            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
+            seed: of random weights, and of a new head.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
 
         Raises:
             ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
         """
-        source = open_model(model_name, revision=revision, trust_remote_code=trust_remote_code)
+        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         skeleton = source.skeleton()
         if weights == "random":
             return cls(skeleton, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
         origin = f"the safetensors files of {source.folder}, each rank its own parts"
-        return cls(skeleton, config, fill=from_files(source, skeleton), origin=origin)
+        fill = from_files(source, skeleton, new_head=new_head, seed=seed)
+        return cls(skeleton, config, fill=fill, origin=origin)
 
     @property
     def model(self) -> nn.Module:
@@ -146,10 +151,8 @@ class MegatronBackend(Backend):
         return clip_and_step(self._distributed.ddp, self._optimizers, version=self.version, names=self._names)
 
     def _value_reader(self, output: str) -> Reader:
-        raise ValueError(
-            f"output={output!r}: the Megatron backend has language models alone; train reward and value models "
-            f"with policy.dtensor_cfg.enabled=true"
-        )
+        del output
+        return value_reader(self._skeleton)  # the last pipeline stage alone has the head
 
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """As of every backend; a copy that is offloaded visits the device as a whole."""

@@ -63,6 +63,14 @@ def build_gpt_model(
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
         )
+    if architecture.num_labels and model.post_process:
+        # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
+        # which reads whole hidden states and so has the whole gradient of it.
+        del model.output_layer
+        model.score = torch.nn.Linear(
+            architecture.hidden_size, architecture.num_labels, bias=False, dtype=layers.params_dtype
+        )
+        torch.nn.init.zeros_(model.score.weight)
     return model if config.device == "cpu" else model.to(torch.device("cuda", torch.cuda.current_device()))
 
 

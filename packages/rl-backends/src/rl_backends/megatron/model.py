@@ -28,7 +28,7 @@ from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
 from rl_backends.rank_agreement import on_every_rank, raise_together
-from rl_backends.readers import Reader
+from rl_backends.readers import Reader, has_language_model_head
 
 __all__ = ["Fill", "MegatronModel"]
 
@@ -62,7 +62,7 @@ class MegatronModel(DistributedModel):
         groups: ParallelGroups | None = None,
     ) -> None:
         self.config: MegatronConfig = config
-        self.architecture = read_architecture(skeleton.config)
+        self.architecture = read_architecture(skeleton.config, scores=not has_language_model_head(skeleton))
         self.vocabulary_size, self.max_positions = self.architecture.vocab_size, None
         self.media_tokens = media_tokens(skeleton)
         self._joined = groups is None
@@ -108,10 +108,7 @@ class MegatronModel(DistributedModel):
         """On the last stage, what the reader reads, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
         if self.ddp is not None and self.config.overlap_param_gather:
             # The reader takes the head's weight past the forward of its module, whose hook would wait for it.
-            head = (
-                self.gpt.shared_embedding_or_output_weight() if self.gpt.share_embeddings_and_output_weights else None
-            )
-            weight = self.gpt.output_layer.weight if head is None else head
+            weight = self.gpt.score.weight if self.architecture.num_labels else self.gpt.head_weight
             if weight in self.ddp.param_to_bucket_group:
                 self.ddp.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return read_hidden(

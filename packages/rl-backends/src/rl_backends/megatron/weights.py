@@ -27,11 +27,18 @@ def from_hugging_face(source: nn.Module) -> Fill:
     return _together(copy)
 
 
-def from_files(source: ModelSource, skeleton: nn.Module) -> Fill:
-    """This rank's parts, read from the safetensors files one by one."""
+def from_files(source: ModelSource, skeleton: nn.Module, *, new_head: bool = False, seed: int = 0) -> Fill:
+    """This rank's parts, read from the safetensors files one by one.
+
+    Args:
+        source: the files.
+        skeleton: of `source`.
+        new_head: draw the head at random where the files have none, as for a reward model from a language model.
+        seed: of that head.
+    """
 
     def read(model: MegatronModel) -> None:
-        source.load_shards(_by_name(model), skeleton)
+        source.load_shards(_by_name(model), skeleton, new_head=new_head, seed=seed)
 
     return _together(read)
 

@@ -105,6 +105,8 @@ def _parts(megatron_name: str, numbers: list[int], place: _Place) -> Iterator[Pa
         yield name, layouts.vocabulary(shape, rank=place.rank, num_ranks=place.num_ranks)
     elif megatron_name == "decoder.final_layernorm.weight":
         yield _whole("model.norm.weight", place)
+    elif megatron_name == "score.weight":
+        yield _whole("score.weight", place)
 
 
 def _of_layer(prefix: str, name: str, place: _Place) -> Iterator[Part]:
