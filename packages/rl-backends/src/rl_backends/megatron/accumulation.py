@@ -62,6 +62,8 @@ class GradientAccumulation:
             except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
                 loss_of.failure = loss_of.failure or error
                 return hidden.sum() * 0.0
+            if output == "score":
+                outputs = outputs.sum(1)
             return loss_of(outputs, rows[number], counted=microbatches[number].counted)
 
         run_passes(model.ddp, inputs, read_and_ask)
