@@ -19,6 +19,8 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import open_model
+from rl_backends.lora import add_lora, load_adapter, save_adapter
+from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.accumulation import GradientAccumulation
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -27,6 +29,7 @@ from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.describing import describe
 from rl_backends.megatron.freezing import require_trainable
 from rl_backends.megatron.gradient_step import clip_and_step
+from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import Gatherer, HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
@@ -45,8 +48,10 @@ class MegatronBackend(Backend):
     """A policy that trains `model`, laid over the ranks of this run by megatron-core.
 
     Args:
-        model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every rank; it is copied from, and not kept.
-        config: sizes, device, precision, microbatches, optimizer.
+        model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every
+            rank; it is copied from, and not kept.
+        config: sizes, device, precision, microbatches, optimizer, adapters.
+        seed: of the first values of adapters; with `fill` it is `fill` that draws them.
         fill: for a model on the meta device: what puts the weights into Megatron's parameters.
         origin: where the weights come from, for `explain`.
 
@@ -61,10 +66,18 @@ class MegatronBackend(Backend):
     _optimizers: MegatronOptimizers | None
 
     def __init__(
-        self, model: nn.Module, config: MegatronConfig, *, fill: Fill | None = None, origin: str = "a model in memory"
+        self,
+        model: nn.Module,
+        config: MegatronConfig,
+        *,
+        seed: int = 0,
+        fill: Fill | None = None,
+        origin: str = "a model in memory",
     ) -> None:
-        super().__init__(config, without_weights(model))
         require_own_code(model)
+        if config.lora_cfg is not None:
+            add_lora(model, config.lora_cfg, seed=seed)
+        super().__init__(config, without_weights(model))
         source = from_hugging_face(_with_weights(model)) if fill is None else fill
         self._distributed = MegatronModel(self._skeleton, config, fill=partial(_same_then, source, model))
         try:
@@ -101,7 +114,7 @@ class MegatronBackend(Backend):
             weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
                 same weights in every layout.
             new_head: let a reward or value model's head begin at random, where the folder is a language model's.
-            seed: of random weights, and of a new head.
+            seed: of random weights, of a new head and of adapters.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
 
@@ -109,12 +122,12 @@ class MegatronBackend(Backend):
             ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
         """
         source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
-        skeleton = source.skeleton()
+        skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
         if weights == "random":
-            return cls(skeleton, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
+            return cls(model, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
         origin = f"the safetensors files of {source.folder}, each rank its own parts"
         fill = from_files(source, skeleton, new_head=new_head, seed=seed)
-        return cls(skeleton, config, fill=fill, origin=origin)
+        return cls(model, config, fill=fill, origin=origin)
 
     @property
     def model(self) -> nn.Module:
@@ -156,10 +169,14 @@ class MegatronBackend(Backend):
 
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """As of every backend; a copy that is offloaded visits the device as a whole."""
-        if without_adapters:
-            raise ModelError("without_adapters=True of a policy without adapters: Megatron trains all weights")
         self._require_on_device("freeze_reference", WEIGHTS)
         model = self._distributed
+        if without_adapters:
+            adapters = self._require_adapters()
+            with adapters.disabled():  # refuses now, and not at the first question
+                pass
+            temperature = lambda: self._temperature  # noqa: E731 - of the stage
+            return ReferenceModel(model, self._head, temperature=temperature, as_reference=adapters.disabled)
         model.finish_param_gather()
         copied = MegatronModel(
             self._skeleton, self.config, fill=from_megatron(model), trainable=False, groups=model.groups
@@ -171,7 +188,9 @@ class MegatronBackend(Backend):
         # A tensor of another pipeline stage is not among them.
         self._require_on_device("shards", WEIGHTS)
         self._distributed.finish_param_gather()
-        return [held for held in self._distributed.held if not held.duplicate]
+        adapters = self._distributed.adapters
+        every = self._distributed.held if adapters is None else adapters.merged()
+        return [held for held in every if not held.duplicate]
 
     def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102 - as of every backend
         persistent = self._skeleton.state_dict().keys()
@@ -192,13 +211,32 @@ class MegatronBackend(Backend):
         self._distributed.finish_param_gather()
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
-        raise ModelError("there are no adapters to save: Megatron trains all weights")
+        self._require_on_device("save_adapter", WEIGHTS)
+        trainable = self._require_adapters().trainable()
+        shapes = {name: shape for name, shape in self._distributed.shapes.items() if _is_trained(self._skeleton, name)}
+        self._distributed.finish_param_gather()
+        tensors = Gatherer(trainable, shapes).tensors()
+        save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
+
+    def load_adapter(self, folder: str | Path) -> None:
+        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
+
+        Raises:
+            CheckpointError: they are damaged, or another model's; nothing has changed.
+        """
+        self._require_on_device("load_adapter", WEIGHTS)
+        load_adapter(self._skeleton, Path(folder), shards=self._require_adapters().trainable())
+        if self._optimizers is not None:
+            self._optimizers.inner.reload_model_params()  # masters in float32, where there are any
 
     def save_pretrained(self, folder: str | Path) -> None:  # noqa: D102
         self._require_on_device("save_pretrained", WEIGHTS)
         self._distributed.finish_param_gather()
         dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
-        export_pretrained(self._skeleton, Path(folder), dtype=dtype, tensors=self._gatherer.tensors())
+        adapters, gatherer = self._distributed.adapters, self._gatherer
+        if adapters is not None:
+            gatherer = Gatherer(adapters.merged(), bare_shapes(self._distributed.shapes))
+        export_pretrained(self._skeleton, Path(folder), dtype=dtype, tensors=gatherer.tensors())
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
@@ -224,8 +262,21 @@ class MegatronBackend(Backend):
         """The layout, what is on which rank, where the weights came from, and the optimizer."""
         return describe(self._distributed, origin=self._origin, optimizers=self._optimizers)
 
+    def _weights_moved(self, *, away: bool) -> None:
+        if away and self._distributed.adapters is not None:
+            self._distributed.adapters.release()
+
+    def _require_adapters(self) -> Adapters:
+        if self._distributed.adapters is None:
+            raise ModelError("this policy has no adapters: set lora_cfg, and it trains them in the place of weights")
+        return self._distributed.adapters
+
     def _release(self) -> None:
         self._distributed.close()
+
+
+def _is_trained(skeleton: nn.Module, name: str) -> bool:
+    return is_adapter(name) or name in trained_whole(skeleton)
 
 
 def _visiting(model: MegatronModel) -> Callable[[], AbstractContextManager[None]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices, check_finite
+from rl_backends.lora.config import LoraConfig
 
 __all__ = ["MegatronConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig"]
 
@@ -207,6 +208,9 @@ class MegatronConfig:
     """Overlap tensor-parallel communication with matrix multiplications. Refused: its buffers have one sequence length,
     and rows have several."""
 
+    lora_cfg: LoraConfig | None = None
+    """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
+
     optimizer: MegatronOptimizerConfig | None = None
     """Megatron's optimizer. None translates the one that training is started with."""
 
@@ -318,6 +322,14 @@ class MegatronConfig:
             ),
             "transformer_impl='transformer_engine' needs device='cuda'"
             if self.transformer_impl == "transformer_engine" and self.device == "cpu"
+            else "",
+            "lora_cfg needs plain torch's layers: Transformer Engine's read their weights past torch. Set "
+            "transformer_impl='local', or lora_cfg to None"
+            if self.lora_cfg is not None and not plain
+            else "",
+            f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron frozen "
+            f"weights are in the precision of the others; set base_dtype to it"
+            if self.lora_cfg is not None and self.lora_cfg.base_dtype != self.precision
             else "",
             "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
             "post-training have many; leave it out"

@@ -31,6 +31,7 @@ def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizer
         f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
         f"this rank holds {numbers:,} elements, layers {layers[0]} to {layers[-1]}{head}",
         f"weights from {origin}",
+        *([] if model.adapters is None else [model.adapters.explain()]),
         f"microbatches of at most {config.micro_batch_size} rows"
         + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
         + (", packed" if config.sequence_packing else ", padded to their longest")

@@ -25,6 +25,7 @@ from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.freezing import freeze
 from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
+from rl_backends.megatron.lora import Adapters, add_adapters, bare_shapes
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
 from rl_backends.rank_agreement import on_every_rank, raise_together
@@ -40,7 +41,8 @@ class MegatronModel(DistributedModel):
     """The model of this rank's stage, each rank being handed whole batches and reading its own rows.
 
     Args:
-        skeleton: the Hugging Face model, whose configuration, names and shapes count; its weights are not looked at.
+        skeleton: the Hugging Face model, with adapters if `config` asks for them, whose configuration, names and shapes
+            count; its weights are not looked at.
         config: sizes, device, precision, microbatches.
         fill: puts the weights in.
         trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
@@ -83,10 +85,15 @@ class MegatronModel(DistributedModel):
         self.token_multiple = chunks if config.sequence_packing else rounded
         names = first_names(skeleton)
         self.shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
+        bare = bare_shapes(self.shapes)
         with cpu_compat():
             self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
         _leave_out_padding(self.gpt, skeleton)
-        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, groups=self.groups)
+        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, bare, groups=self.groups)
+        self.adapters: Adapters | None = None
+        if config.lora_cfg is not None:
+            tensor_ranks = config.tensor_model_parallel_size
+            self.adapters, self.held = add_adapters(self.gpt, self.held, skeleton, tensor_ranks=tensor_ranks)
         fill(self)
         on_every_rank(partial(freeze, self.gpt, self.held, skeleton if trainable else None, config=self.config))
         self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
