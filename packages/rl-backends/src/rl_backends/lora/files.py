@@ -7,7 +7,7 @@ each of which copies its own part. The folder names the model that it belongs to
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ __all__ = ["load_adapter", "save_adapter"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+@runtime_checkable
 class ShardOfAdapter(Protocol):
     """What a rank holds of one tensor."""
 
