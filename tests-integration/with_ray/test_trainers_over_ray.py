@@ -111,10 +111,10 @@ def test_tensor_parallel_ranks_take_the_steps_of_one_process(ray_cluster, folder
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed beside Ray and vLLM")
-def test_megatron_ranks_take_the_steps_of_one_process(ray_cluster, folder, tmp_path):
+def test_megatron_ranks_take_the_steps_of_one_process(ray_cluster, folder):
     megatron = "policy.megatron_cfg."
     overrides = [f"{megatron}enabled=true", f"{megatron}pipeline_model_parallel_size=2"]
-    with trainers(folder, *overrides, f"{megatron}checkpoint_dir={tmp_path}") as (policy, _):
+    with trainers(folder, *overrides) as (policy, _):
         assert_same_steps(policy, folder)
 
 

@@ -2,8 +2,7 @@
 
 Same model, same batch, same process, one after the other in every round, in changing order; medians over rounds. A step
 is forward_backward and optim_step; the plain loop is `workloads`'. Loading is of a folder of safetensors: by
-transformers alone, by the DTensor backend, and by the Megatron backend with the conversion to be made (`convert`) and
-made before (`load`). Saving and resuming are of weights and optimizer.
+transformers alone, and by either backend. Saving and resuming are of weights and optimizer.
 
     python benchmarks/megatron_backend.py [--precision bfloat16 --models 1]
 
@@ -102,21 +101,15 @@ def a_step(backend: Any, examples: Examples) -> None:
 def loading(name: str, precision: str) -> Figures:
     """From a folder to a model that can be asked."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder, converted = Path(temporary) / "model", Path(temporary) / "converted"
+        folder = Path(temporary) / "model"
         MODELS[name].make().save_pretrained(folder)
         dtensor = DTensorConfig(precision=precision)
-        megatron = MegatronConfig(precision=precision, checkpoint_dir=str(converted))
-
-        def convert() -> None:
-            shutil.rmtree(converted, ignore_errors=True)
-            MegatronBackend.from_pretrained(str(folder), megatron)
-
+        megatron = MegatronConfig(precision=precision)
         return in_turn(
             {
                 "transformers": lambda: transformers.AutoModelForCausalLM.from_pretrained(folder),
                 "DTensor": lambda: DTensorBackend.from_pretrained(str(folder), dtensor),
-                "Megatron, convert": convert,
-                "Megatron, load": lambda: MegatronBackend.from_pretrained(str(folder), megatron),
+                "Megatron": lambda: MegatronBackend.from_pretrained(str(folder), megatron),
             }
         )
 

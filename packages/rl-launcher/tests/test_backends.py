@@ -62,7 +62,7 @@ def test_explain_says_that_megatron_takes_precedence_over_what_and_where_convers
         "megatron trains the policy: megatron_cfg.enabled is true, and takes precedence over dtensor_cfg.enabled",
         "of no effect: dtensor_cfg.cpu_offload=True",
         "megatron_cfg.optimizer is used instead of sft.optimizer, grpo.optimizer",
-        f"converted checkpoints are kept in {tmp_path / 'conversions'} (NRL_MEGATRON_CHECKPOINT_DIR says so)",
+        f"would write a Megatron-LM checkpoint to {tmp_path / 'conversions'} (NRL_MEGATRON_CHECKPOINT_DIR says so)",
         "Megatron backend of Qwen3ForCausalLM on 1 cpu rank",
     ):
         assert text in output

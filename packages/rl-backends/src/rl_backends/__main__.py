@@ -19,7 +19,7 @@ PROGRAM = "rl-backends"
 COMMANDS = {
     "explain": "say what the backend would do with a model on so many ranks, and what memory that takes",
     "verify": "compare the backend on real ranks with plain transformers and AdamW, on a small model of the same kind",
-    "convert": "make a Megatron checkpoint of a Hugging Face model, where there is none yet",
+    "convert": "write a Hugging Face model as a checkpoint of Megatron-LM; training does not need it",
     "export": "make a Hugging Face folder of a checkpoint or of a conversion",
 }
 INTERRUPTED = 130

@@ -13,7 +13,8 @@ Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w to
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -39,7 +40,7 @@ from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
-from rl_backends.offload import PARTS, OffloadReport, Part
+from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import require_same_batch
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
@@ -387,6 +388,8 @@ class Backend(ABC):
         self._optimizers: StageOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
+        self._offloader: Offloader | None = None
+        self._offload_directory: Path | None = None
         self._gradient: Literal["none", "zero", "some"] = "none"
         """What `forward_backward` has accumulated since the last step; "zero" of batches with nothing trainable."""
         self.version = 0
@@ -554,7 +557,6 @@ class Backend(ABC):
     def skeleton_buffers(self) -> dict[str, Tensor]:
         """Buffers of the Hugging Face model that no file holds, such as rotary frequencies; the same on every rank."""
 
-    @abstractmethod
     def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:
         """Give the device's memory of weights, gradients and optimizer state to others, such as a colocated engine.
 
@@ -565,14 +567,36 @@ class Backend(ABC):
         Raises:
             ValueError: a part that is none, or another place than where some parts are already.
         """
+        place = None if directory is None else Path(directory)
+        if self._offloader is None or place != self._offload_directory:
+            if self._offloader is not None:
+                if self._offloader.away:
+                    raise ValueError(
+                        f"directory={place}, and {', '.join(self._offloader.away)} went to "
+                        f"{self._offload_directory or 'the host'}: call onload() before choosing another place"
+                    )
+                self._offloader.close()
+            to: Literal["host", "disk"] = "host" if place is None else "disk"
+            self._offloader = Offloader(self.model, to=to, directory=place, extra=self._extra_memory)
+            self._offload_directory = place  # kept, and its memory used again, until another place is chosen
+        self._before_offload()
+        report = self._offloader.offload(self._torch_optimizers(), parts=parts)
+        if "weights" in parts:
+            self._weights_moved(away=True)
+        return report
 
-    @abstractmethod
     def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
         """Bring back what `offload` moved, bit for bit.
 
         Raises:
             RuntimeError: nothing was offloaded, or the device's memory is taken by somebody else.
         """
+        if self._offloader is None:
+            raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
+        report = self._offloader.onload(parts)
+        if "weights" in parts:
+            self._weights_moved(away=False)
+        return report
 
     @abstractmethod
     def save_pretrained(
@@ -650,7 +674,8 @@ class Backend(ABC):
             if write is not None and write.unseen_error() is not None:
                 write.wait()
         finally:
-            self._release()
+            with closing(self._offloader) if self._offloader is not None else nullcontext():
+                self._release()
 
     # -- What a subclass says -----------------------------------------------------------------------------------------
 
@@ -709,11 +734,23 @@ class Backend(ABC):
         del output
         return value_reader(self.model)
 
-    @abstractmethod
-    def _require_on_device(self, what: str, parts: Collection[Part] = PARTS) -> None:
-        """RuntimeError where any of `parts`, which `what` needs, is offloaded."""
+    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
+        """Tensors of a part, with names, that neither the model nor torch's optimizers know."""
+        del part
+        return ()
+
+    def _before_offload(self) -> None:  # noqa: B027 - nothing, unless a subclass says otherwise
+        """Let communication end that writes what is to be moved."""
+
+    def _weights_moved(self, *, away: bool) -> None:  # noqa: B027
+        """Give up, or make anew, what was derived from the weights."""
 
     # -- Helpers of this class and its subclasses ---------------------------------------------------------------------
+
+    def _require_on_device(self, what: str, parts: Collection[Part] = PARTS) -> None:
+        """RuntimeError where any of `parts`, which `what` needs, is offloaded."""
+        if self._offloader is not None:
+            self._offloader.require(what, parts)
 
     def _make_meter(self, *, recomputed: bool) -> StepMeter:
         """The meter of this backend's steps; `recomputed` tells whether backward computes every layer again."""

@@ -1,4 +1,4 @@
-"""Where conversions of Hugging Face models to Megatron checkpoints lie. Reads the environment, and touches no file."""
+"""Where `rl-backends convert` keeps Megatron checkpoints of Hugging Face models. Reads the environment, and no file."""
 
 import os
 from collections.abc import Mapping

@@ -54,12 +54,12 @@ class BackendSelection:
     @property
     def adapters(self) -> LoraConfig | None:
         """The adapters that are trained in the place of the weights; None where the weights are."""
-        return self.config.lora_cfg if isinstance(self.config, DTensorConfig) else None
+        return self.config.lora_cfg
 
     def without_adapters(self) -> "BackendSelection":
         """The same backend for a model that gets none, such as a teacher."""
         config = self.config
-        if not isinstance(config, DTensorConfig) or config.lora_cfg is None:
+        if config.lora_cfg is None:
             return self
         return replace(self, config=replace(config, lora_cfg=None))
 
@@ -116,13 +116,13 @@ def select_backend(configs: BackendConfigs) -> BackendSelection:
     """Choose by `megatron_cfg.enabled`, which takes precedence, and `dtensor_cfg.enabled`.
 
     Raises:
-        ValueError: neither is enabled; or Megatron is, and adapters were asked for, which it cannot train.
+        ValueError: neither is enabled; or Megatron is, and adapters were asked for of the other alone.
     """
     dtensor, megatron = configs.dtensor_cfg, configs.megatron_cfg
-    if megatron.enabled and dtensor.lora_cfg is not None:
+    if megatron.enabled and dtensor.lora_cfg is not None and megatron.lora_cfg is None:
         raise ValueError(
-            "megatron_cfg.enabled=true and dtensor_cfg.lora_cfg: Megatron would train all weights, for it has no "
-            "adapters here; set megatron_cfg.enabled to false, or lora_cfg to null"
+            "megatron_cfg.enabled=true and dtensor_cfg.lora_cfg: Megatron would train all weights; set "
+            "megatron_cfg.lora_cfg for adapters on Megatron, or dtensor_cfg.lora_cfg to null"
         )
     if megatron.enabled:
         alone = "megatron_cfg.enabled is true, and dtensor_cfg.enabled is false"

@@ -16,14 +16,19 @@ def save(world, folder, family="Llama", dtype=torch.float32, **overrides):
     return folder
 
 
-def convert(model, directory, *, timeout_s=300.0, progress=None, **sizes):
-    """As the backend does."""
+def convert(model, directory, *, progress=None, **sizes):
+    """As the command does."""
     from rl_backends.loading import open_model
+    from rl_backends.megatron import conversion
     from rl_backends.megatron.config import MegatronConfig
-    from rl_backends.megatron.loading import conversion_of
+    from rl_backends.megatron.groups import ParallelGroups
 
-    config = MegatronConfig(checkpoint_dir=str(directory), timeout_s=timeout_s, **sizes)
-    return conversion_of(open_model(str(model)), config, progress=progress)
+    config = MegatronConfig(timeout_s=300.0, **sizes)
+    groups = ParallelGroups.join(config)
+    try:
+        return conversion.convert(open_model(str(model)), config, directory=directory, progress=progress)
+    finally:
+        groups.leave()
 
 
 def held(model, fill, precision="float32", **sizes):
@@ -50,18 +55,19 @@ def from_files(made, source, skeleton):
 
 def from_conversion(conversion):
     """By way of one."""
+    from rl_backends.megatron.conversion import load_weights
 
     def fill(made, source, skeleton):
         with torch.no_grad():
             for parameter in made.gpt.parameters():
                 parameter.fill_(torch.nan)  # nothing may stay as it was
-        conversion.load_into(made.gpt)
+        load_weights(conversion, made.gpt)
 
     return fill
 
 
 def only(directory):
-    """The one conversion that lies there, and nothing hidden but locks beside it."""
-    found = [path for path in directory.iterdir() if not path.name.endswith(".lock")]
+    """The one conversion that lies there, and nothing hidden beside it."""
+    found = list(directory.iterdir())
     assert len(found) == 1, found
     return found[0]

@@ -200,7 +200,7 @@ def test_one_error_lists_all_that_is_wrong():
 def test_other_families_are_refused_with_the_reason_where_there_is_one():
     with pytest.raises(ModelError, match=r"'gemma3_text' is not built on Megatron: Gemma-3 norms what a block returns"):
         read_architecture(transformers.Gemma3TextConfig())
-    with pytest.raises(ModelError, match=r"'gpt2' is not built on Megatron; what is: llama, mistral, qwen2"):
+    with pytest.raises(ModelError, match=r"'gpt2' is not built on Megatron; what is: llama, mistral, mixtral, qwen2"):
         read_architecture(transformers.GPT2Config())
 
 

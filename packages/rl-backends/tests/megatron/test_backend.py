@@ -392,16 +392,15 @@ def test_from_pretrained_is_the_model_of_the_folder(world, imported, tmp_path):
     examples = world.make_examples()
     model = make_model(world)
     model.save_pretrained(tmp_path / "model")
-    for _ in range(2):  # converted, and found
-        backend = MegatronBackend.from_pretrained(
-            str(tmp_path / "model"), MegatronConfig(checkpoint_dir=str(tmp_path / "converted"))
-        )
-        found, logp = whole(backend), backend.logp(examples)
-        backend.close()
-        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
-        with torch.no_grad():
-            expected = world.plain_logp(model.eval(), examples)
-        torch.testing.assert_close(logp, expected, rtol=1e-5, atol=1e-5)
+    backend = MegatronBackend.from_pretrained(str(tmp_path / "model"), MegatronConfig())
+    found, logp = whole(backend), backend.logp(examples)
+    assert f"weights from the safetensors files of {tmp_path / 'model'}" in backend.explain()
+    backend.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # nothing was converted
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
+    with torch.no_grad():
+        expected = world.plain_logp(model.eval(), examples)
+    torch.testing.assert_close(logp, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_process_has_one_layout_at_a_time_and_the_next_when_all_are_closed(world, make_backend):
@@ -482,3 +481,31 @@ def test_explain_names_the_layout(world, make_backend):
     text = make_backend(make_model(world)).explain()
     for words in ("megatron", "float32"):
         assert words in text.lower()
+
+
+def test_overlapped_reduction_takes_one_call_a_step(world, make_backend):
+    examples = world.make_examples()
+    loss = loss_for(world, examples)
+    backend = make_backend(make_model(world), overlap_grad_reduce=True)
+    for _ in range(2):
+        backend.forward_backward(examples, loss)
+        with pytest.raises(RuntimeError, match="overlap_grad_reduce=True sums gradients over ranks during backward"):
+            backend.forward_backward(examples, loss)
+        with pytest.raises(RuntimeError, match="there is no gradient"):
+            backend.optim_step()
+        backend.forward_backward(examples, loss)
+        backend.optim_step()
+    plain = make_backend(make_model(world))
+    for _ in range(2):
+        plain.forward_backward(examples, loss)
+        plain.optim_step()
+    torch.testing.assert_close(whole(backend), whole(plain), rtol=0, atol=0)
+
+
+def test_explain_says_whose_attention_and_mlp_compute(world, make_backend):
+    assert (
+        "attention torch's scaled_dot_product_attention, MLP MLP, no fusions"
+        in make_backend(make_model(world)).explain()
+    )
+    fused = make_backend(world.make_model("Qwen3Moe"), bias_dropout_fusion=True).explain()
+    assert "MLP experts one after the other, with bias_dropout_fusion" in fused

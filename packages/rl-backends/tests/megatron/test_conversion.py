@@ -57,7 +57,7 @@ def test_any_layout_reads_what_any_other_wrote(world, tmp_path, on_ranks, family
         for name, sizes in layouts.items():
             by_two = conversions.convert(model, tmp_path / f"by {name}", **sizes)
             by_one = conversions.convert(model, tmp_path / "by one", **sizes)
-            assert by_one.why == "found"
+            assert by_one.found
             expected = conversions.held(model, conversions.from_files, **sizes)
             for conversion in (by_two, by_one):
                 found = conversions.held(model, conversions.from_conversion(conversion), **sizes)
@@ -69,8 +69,8 @@ def test_any_layout_reads_what_any_other_wrote(world, tmp_path, on_ranks, family
         expected = conversions.held(model, conversions.from_files)
         for name in layouts:
             conversion = conversions.convert(model, tmp_path / f"by {name}")
-            assert conversion.why == "found"
-            assert conversion.marker.ranks == 2
+            assert conversion.found
+            assert conversion.ranks == 2
             found = conversions.held(model, conversions.from_conversion(conversion))
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -87,11 +87,11 @@ def test_bfloat16_stays_what_it_is_on_disk_and_becomes_what_the_model_is(world, 
         conversion = conversions.convert(model, tmp_path / "conversions")
         filled = conversions.from_conversion(conversion)
         wide, narrow = (conversions.held(model, filled, precision) for precision in ("float32", "bfloat16"))
-        return str(conversion.dtype), conversion.bytes, wide, narrow
+        return conversion.dtype, conversion.num_bytes, wide, narrow
 
     ((dtype, num_bytes, wide, narrow),) = on_ranks(rank_0, ranks=1)
     numbers = sum(part.numel() for part in narrow.values())
-    assert dtype == "torch.bfloat16"
+    assert dtype == "bfloat16"
     assert 2 * numbers < num_bytes < 4 * numbers
     assert {part.dtype for part in narrow.values()} == {torch.bfloat16}
     torch.testing.assert_close(wide, {name: part.float() for name, part in narrow.items()}, rtol=0, atol=0)
@@ -144,51 +144,47 @@ def test_a_conversion_of_another_model_is_not_loaded(world, tmp_path, on_ranks):
     on_ranks(rank_0, ranks=1)
 
 
-# -- Found, outdated, damaged --------------------------------------------------------------------
+# -- Found, changed, damaged ---------------------------------------------------------------------
 
 
-def test_a_second_run_finds_it_and_says_where_it_is_and_how_big(world, tmp_path, on_ranks):
+def test_a_second_run_checks_it_and_says_where_it_is_and_how_large(world, tmp_path, on_ranks):
     model = conversions.save(world, tmp_path / "model")
 
     def rank_0(rank):
-        told = []
-        first = conversions.convert(model, tmp_path / "conversions", progress=told.append)
-        second = conversions.convert(model, tmp_path / "conversions", progress=told.append)
-        return first.why, second.why, second.explain(), "\n".join(told)
+        lines = []
+        first = conversions.convert(model, tmp_path / "conversions", progress=lines.append)
+        second = conversions.convert(model, tmp_path / "conversions", progress=lines.append)
+        return first.found, second.found, second.explain(), lines
 
-    ((first, second, explained, told),) = on_ranks(rank_0, ranks=1)
+    ((first, second, explained, lines),) = on_ranks(rank_0, ranks=1)
     folder = conversions.only(tmp_path / "conversions")
-    assert (first, second) == ("there was none", "found")
-    assert str(folder) in explained
-    assert "MiB" in explained
-    assert "LlamaForCausalLM" in explained
-    assert told.count("converting") == 1
-    assert f"{folder}: " in told
+    assert (first, second) == (False, True)
+    for text in (str(folder), "MiB", "LlamaForCausalLM", "every byte checked"):
+        assert text in explained
+    assert lines == [f"converting {model} to {folder}"]
 
 
-def test_files_that_changed_are_converted_again_and_the_reason_is_told(world, tmp_path, on_ranks):
+def test_a_model_of_which_one_bit_changed_gets_a_conversion_of_its_own(world, tmp_path, on_ranks):
     model, directory = conversions.save(world, tmp_path / "model"), tmp_path / "conversions"
     weights = model / "model.safetensors"
-    (first,) = on_ranks(lambda rank: conversions.convert(model, directory).folder.name, ranks=1)
-    about, data = weights.stat(), bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))  # one bit in one weight, and nothing else
 
     def rank_0(rank):
+        names = [conversions.convert(model, directory).folder.name]
+        about, data = weights.stat(), bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+        os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
         conversion = conversions.convert(model, directory)
         expected = conversions.held(model, conversions.from_files)
         found = conversions.held(model, conversions.from_conversion(conversion))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        return conversion.folder.name, conversion.why
+        names.append(conversion.folder.name)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+        return [*names, conversions.convert(model, directory).folder.name]
 
-    ((second, why),) = on_ranks(rank_0, ranks=1)
-    assert second != first
-    assert why.startswith(f"the files have changed since {first} (")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    ((third, why),) = on_ranks(rank_0, ranks=1)
-    assert third not in {first, second}
+    (names,) = on_ranks(rank_0, ranks=1)
+    assert len(set(names)) == 3
 
 
 def _cut(path):
@@ -196,41 +192,88 @@ def _cut(path):
 
 
 def _flip(path):
+    """One bit in the middle, where samples at fixed places would not look."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) * 3 // 7] ^= 1
     path.write_bytes(data)
 
 
-DAMAGES = [
-    ("release/__0_0.distcp", _cut, "bytes of"),
-    ("release/__0_0.distcp", _flip, "holds other bytes than were written"),
-    ("release/.metadata", _flip, "holds other bytes than were written"),
-    ("release/common.pt", Path.unlink, "is missing"),
-    ("conversion.json", _flip, "conversion.json"),
-    ("conversion.json", Path.unlink, "no complete conversion"),
-]
+@pytest.mark.parametrize(
+    ("name", "damage", "why"),
+    [
+        ("release/__0_0.distcp", _cut, "bytes instead of"),
+        ("release/__0_0.distcp", _flip, "does not hold the bytes that were written"),
+        ("release/.metadata", _flip, "does not hold the bytes that were written"),
+        ("release/common.pt", Path.unlink, "is missing"),
+        ("conversion.json", _flip, "is damaged, or cannot be read"),
+    ],
+)
+def test_a_damaged_conversion_is_refused_by_the_name_of_the_file(converted, tmp_path, on_ranks, name, damage, why):
+    from rl_backends.megatron.conversion import read_conversion
+
+    model, directory = converted
+    folder = shutil.copytree(conversions.only(directory), tmp_path / directory.name / conversions.only(directory).name)
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}.*{why}"):
+        read_conversion(folder)
+
+    def two_ranks(rank):
+        from rl_backends.errors import RankError
+
+        with pytest.raises((RankError, CheckpointError), match=f"{name}.*{why}"):
+            conversions.convert(model, folder.parent)
+
+    on_ranks(two_ranks, ranks=2)
 
 
-def test_what_is_damaged_or_partial_is_made_again(world, tmp_path, on_ranks):
+def test_a_conversion_without_its_manifest_is_not_complete(converted, tmp_path):
+    from rl_backends.megatron.conversion import is_conversion, read_conversion
+
+    folder = shutil.copytree(conversions.only(converted[1]), tmp_path / "copy")
+    (folder / "conversion.json").unlink()
+    assert not is_conversion(folder)
+    with pytest.raises(CheckpointError, match="no complete conversion"):
+        read_conversion(folder)
+
+
+@pytest.fixture(scope="module")
+def converted(world, tmp_path_factory, on_ranks_once):
+    """A model, and the directory of its one conversion."""
+    folder = tmp_path_factory.mktemp("converted")
+    model = conversions.save(world, folder / "model")
+    on_ranks_once(lambda rank: conversions.convert(model, folder / "conversions") and None, ranks=1)
+    return model, folder / "conversions"
+
+
+def test_a_kill_leaves_a_complete_conversion_or_none(world, tmp_path, on_ranks):
+    """Killed while it is written, and converted again."""
     model, directory = conversions.save(world, tmp_path / "model"), tmp_path / "conversions"
 
-    def rank_0(rank):
-        reasons = [conversions.convert(model, directory).why]
-        for name, damage, _ in DAMAGES:
-            damage(conversions.only(directory) / name)
-            conversion = conversions.convert(model, directory)
-            reasons.append(conversion.why)
+    def killed(rank):
+        from rl_backends.megatron import conversion
+
+        def kill(*_, **__):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        conversion._publish = kill  # all tensors are written, the manifest is not
+        conversions.convert(model, directory)
+
+    with pytest.raises(RanksFailedError):
+        on_ranks(killed, ranks=1)
+    (left,) = directory.iterdir()
+    assert left.name.startswith(".")
+
+    def again(rank):
+        lines = []
+        conversion = conversions.convert(model, directory, progress=lines.append)
         expected = conversions.held(model, conversions.from_files)
         found = conversions.held(model, conversions.from_conversion(conversion))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        return reasons
+        return conversion.found, lines
 
-    ((first, *reasons),) = on_ranks(rank_0, ranks=1)
-    assert first == "there was none"
-    for why, (_, _, told) in zip(reasons, DAMAGES, strict=True):
-        assert why.startswith("the one there could not be used")
-        assert told in why
-    conversions.only(directory)
+    ((found, lines),) = on_ranks(again, ranks=1)
+    assert not found
+    assert any(left.name in line for line in lines)
 
 
 class _Harmful:
@@ -239,55 +282,16 @@ class _Harmful:
 
 
 def test_metadata_that_would_run_code_is_refused(world, tmp_path, on_ranks, monkeypatch):
-    from rl_backends.megatron.conversion.tensors import stored_dtypes
+    from rl_backends.megatron.conversion import require_plain_metadata
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Harmful()))
     with pytest.raises(CheckpointError, match=r"posix\.mkdir, which no metadata of tensors has"):
-        stored_dtypes(tmp_path)
+        require_plain_metadata(tmp_path / ".metadata")
     assert not (tmp_path / "harmed").exists()
 
 
-def test_a_file_of_the_hubs_cache_is_known_by_its_blob(world, tmp_path):
-    from rl_backends.loading import open_model
-    from rl_backends.megatron.conversion.content import source_content
-
-    model = conversions.save(world, tmp_path / "model")
-    weights, blob = model / "model.safetensors", tmp_path / "blobs" / ("ab" * 32)
-    blob.parent.mkdir()
-    as_file = source_content(open_model(str(model)))
-    weights.rename(blob)
-    weights.symlink_to(blob)
-    as_blob = source_content(open_model(str(model)))
-    os.utime(blob)
-    assert source_content(open_model(str(model))).key == as_blob.key != as_file.key
-    other = blob.with_name("cd" * 32)
-    blob.rename(other)
-    weights.unlink()
-    weights.symlink_to(other)
-    assert source_content(open_model(str(model))).key != as_blob.key
-
-
 # -- Disks ---------------------------------------------------------------------------------------
-
-
-def test_too_small_a_disk_is_an_error_before_anything_is_written(world, tmp_path, on_ranks, monkeypatch):
-    model, directory = conversions.save(world, tmp_path / "model"), tmp_path / "conversions"
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
-
-    def two_ranks(rank):
-        from rl_backends.errors import RankError
-
-        with pytest.raises(RankError if rank else CheckpointError) as raised:
-            conversions.convert(model, directory)
-        return str(raised.value)
-
-    for told in on_ranks(two_ranks, ranks=2):
-        assert f"{directory} has 1.00 MiB free" in told
-        assert "would take 16.08 MiB" in told
-        assert "NRL_MEGATRON_CHECKPOINT_DIR" in told
-    assert not [path for path in directory.iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("room", [1024, 60_000])  # of a file: neither common.pt fits, or the weights do not
@@ -300,7 +304,7 @@ def test_a_disk_that_is_full_all_the_same_leaves_nothing(world, tmp_path, on_ran
         was = resource.getrlimit(resource.RLIMIT_FSIZE)
 
         def fill_the_disk(line):
-            if line.startswith("writing"):
+            if line.startswith("converting"):
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, was[1]))
 

@@ -17,7 +17,12 @@ from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import held_tensors
-from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout, transformer_config
+from rl_backends.megatron.transformer_config import (
+    layers_of_stages,
+    padded_vocab_size,
+    require_layout,
+    transformer_config,
+)
 
 pytestmark = pytest.mark.filterwarnings(  # megatron-core 0.16.1 says so to its own linear layers, in every forward
     "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"
@@ -36,6 +41,11 @@ MODELS = {
     "Qwen2, YaRN, windows in two of four layers": ("Qwen2", {**ROPES["yarn"], **WINDOWS}),
     "Qwen3": ("Qwen3", {**ROPES["default"], "head_dim": 16}),
     "Qwen3, YaRN, tied": ("Qwen3", {**ROPES["yarn"], "head_dim": 16, "tie_word_embeddings": True}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "Mixtral, sliding windows, tied": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 33, "tie_word_embeddings": True},
+    ),
     "Qwen3-MoE": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True}),
     "Qwen3-MoE, weights not normalised": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": False}),
 }
@@ -57,10 +67,10 @@ def tokens():
     return torch.randint(0, SIZES["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def built(architecture, groups, config=None, **options):
+def built(architecture, groups, config=None):
     from rl_backends.megatron.gpt_model import build_gpt_model
 
-    return build_gpt_model(architecture, config or MegatronConfig(), groups=groups, **options)
+    return build_gpt_model(architecture, config or MegatronConfig(), groups=groups)
 
 
 @torch.no_grad()
@@ -253,7 +263,7 @@ def test_what_ranks_cannot_share_is_refused_in_one_error_before_megatron_asserts
         transformer_config(dense, config)
     for named in (
         "num_key_value_heads=2 of the model is no multiple of tensor_model_parallel_size=4",
-        "num_hidden_layers=3 of the model is no multiple of pipeline_model_parallel_size=2",
+        "num_hidden_layers=3 of the model cannot be shared out evenly to 2 stages",
         "intermediate_size=50 of the model is no multiple of tensor_model_parallel_size=4",
         "expert_model_parallel_size=2, and the model has no experts",
     ):
@@ -282,14 +292,55 @@ def test_transformer_engine_reads_windows_in_the_configuration():
     assert asked.cp_comm_type == "all_gather"
 
 
-def test_transformer_engine_on_a_cpu_is_refused(on_ranks):
-    def run(_):
-        groups = ParallelGroups.join(MegatronConfig())
-        with pytest.raises(ModelError, match="they need a GPU and transformer_engine"):
-            built(read_architecture(transformers.LlamaConfig(**SIZES)), groups, transformer_engine=True)
-        groups.leave()
+def test_transformer_engine_is_never_replaced_without_a_word():
+    from rl_backends.megatron.gpt_model import uses_transformer_engine
 
-    on_ranks(run, ranks=1)
+    with pytest.raises(ValueError, match="transformer_impl='transformer_engine' needs device='cuda'"):
+        MegatronConfig(transformer_impl="transformer_engine")
+    with pytest.raises(ModelError, match=r"transformer_engine is not installed.*set transformer_impl='local'"):
+        uses_transformer_engine(MegatronConfig(device="cuda"))
+    assert not uses_transformer_engine(MegatronConfig(device="cuda", transformer_impl="local"))
+    assert not uses_transformer_engine(MegatronConfig())
+
+
+@pytest.mark.parametrize(
+    "name", ["apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "gradient_accumulation_fusion"]
+)
+def test_a_kernel_of_transformer_engine_is_refused_by_name_without_it(name):
+    for asked in ({}, {"device": "cuda", "transformer_impl": "local"}):
+        with pytest.raises(ValueError, match=f"{name}=True is a kernel of Transformer Engine"):
+            MegatronConfig(**{name: True}, **asked)
+    MegatronConfig(**{name: True}, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"num_layers_in_first_pipeline_stage": 3}, [[0, 1, 2], [3, 4, 5, 6, 7]]),
+        ({"num_layers_in_last_pipeline_stage": 3}, [[0, 1, 2, 3, 4], [5, 6, 7]]),
+        ({"pipeline_model_parallel_layout": "Et*2|t*6L"}, [[0, 1], [2, 3, 4, 5, 6, 7]]),
+        ({"virtual_pipeline_model_parallel_size": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ],
+)
+def test_layers_of_stages_are_those_that_are_asked_for(fields, layers):
+    assert layers_of_stages(8, MegatronConfig(pipeline_model_parallel_size=2, **fields)) == layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_layers_in_first_pipeline_stage": 9}, "cannot be shared out evenly"),
+        ({"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 4}, "cannot be shared out"),
+        ({"pipeline_model_parallel_layout": "Et*2|t*5L"}, "it has 2 stages and 7 layers"),
+        ({"pipeline_model_parallel_layout": "E|t*8L"}, "gives stage 0 no layer"),
+        ({"pipeline_model_parallel_layout": "tE|t*7L"}, "E first, L last"),
+        ({"virtual_pipeline_model_parallel_size": 3}, "no multiple of virtual_pipeline_model_parallel_size=3"),
+    ],
+)
+def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(fields, why):
+    with pytest.raises(ValueError, match=why):
+        layers_of_stages(8, MegatronConfig(pipeline_model_parallel_size=2, **fields))
 
 
 @pytest.mark.gpu
@@ -302,11 +353,15 @@ def test_logits_on_a_gpu_are_those_of_hugging_face(name, engine, imported):
     if engine and not transformer_engine_available():
         pytest.skip("Transformer Engine is not installed")
     family, fields = MODELS[name]
-    config = MegatronConfig(device="cuda", precision="bfloat16" if engine else "float32")
+    config = MegatronConfig(
+        device="cuda",
+        precision="bfloat16" if engine else "float32",
+        transformer_impl="transformer_engine" if engine else "local",
+    )
     model = plain_model(family, **fields).cuda()
     groups = ParallelGroups.join(config)
     try:
-        gpt = built(read_architecture(model.config), groups, config, transformer_engine=engine)
+        gpt = built(read_architecture(model.config), groups, config)
         filled(gpt, model, groups)
         with torch.no_grad():
             rows = tokens().cuda()

@@ -17,7 +17,7 @@ rank, ranks, folder, ends = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys
 torch.set_num_threads(1)
 if ranks > 1:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-config = MegatronConfig(tensor_model_parallel_size=ranks, checkpoint_dir=f"{folder}/converted")
+config = MegatronConfig(tensor_model_parallel_size=ranks)
 backend = MegatronBackend.from_pretrained(f"{folder}/model", config)
 backend.start_training(OptimizerConfig(lr=1e-3), num_steps=2)
 

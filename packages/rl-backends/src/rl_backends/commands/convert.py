@@ -1,11 +1,11 @@
-"""`rl-backends convert`: the conversion of a model to a Megatron checkpoint, made where there is none.
+"""`rl-backends convert`: a Hugging Face model as a distributed checkpoint of Megatron-LM.
 
-In one process, which holds the whole model, or under torchrun, whose ranks share it out. Any layout reads what any
-other wrote. Exit codes: 0 it is there; 1 it cannot be written; 2 refused.
+Training does not need it: the Megatron backend reads Hugging Face files. In one process, which holds the whole model,
+or under torchrun, whose ranks share it; any layout reads what any other wrote. Exit codes: 0 it is there, complete and
+checked; 1 it cannot be written, or the one that is there is damaged; 2 refused.
 """
 
 import argparse
-from typing import Any
 
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_backends.commands.console import CommandError, say, show, show_json
@@ -24,48 +24,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each matrix")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="ranks that share the layers")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share the experts")
-    parser.add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="to wait for another writer (default %(default)g)"
-    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, or find what was converted, and return the exit code."""
+    """Convert, or check the conversion that is there, and return the exit code."""
     import torch.distributed as dist
 
     from rl_backends.loading import open_model
     from rl_backends.megatron.config import MegatronConfig
+    from rl_backends.megatron.groups import ParallelGroups
 
     config = MegatronConfig(
         tensor_model_parallel_size=arguments.tp,
-        sequence_parallel=arguments.tp > 1,  # experts need it, and it cuts no weight otherwise
+        sequence_parallel=arguments.tp > 1,  # experts need it, and it shards no weight otherwise
         pipeline_model_parallel_size=arguments.pp,
         expert_model_parallel_size=arguments.ep,
-        checkpoint_dir=arguments.dir,
-        timeout_s=arguments.timeout_s,
     )
     try:
-        groups = _join(config)
+        groups = ParallelGroups.join(config)
     except MissingDependencyError as absent:
         raise CommandError(str(absent)) from absent
     try:
-        from rl_backends.megatron.loading import conversion_of
+        from rl_backends.megatron.conversion import convert
 
-        # the model's name comes after the ranks have joined: what a branch means is told to all by one of them
+        # Opened after the ranks have joined: what a branch of the Hub means is told to all by one of them.
         source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
-        conversion = conversion_of(source, config, progress=say)
+        conversion = convert(source, config, directory=arguments.dir, progress=say)
         speaks = dist.get_rank() == 0
     finally:
         groups.leave()
     if speaks:
         show(conversion.explain())
         if arguments.json:
-            show_json({**conversion.figures(), "holds": True})
+            show_json(conversion.figures())
     return 0
-
-
-def _join(config: Any) -> Any:
-    from rl_backends.megatron.groups import ParallelGroups
-
-    return ParallelGroups.join(config)

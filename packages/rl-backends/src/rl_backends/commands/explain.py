@@ -1,6 +1,6 @@
 """`rl-backends explain`: mesh, plan, dtypes, batch, collectives and predicted memory of a model that is nowhere loaded.
 
-Of the Megatron backend: layout, stages, memory without activations, vocabulary, conversion.
+Of the Megatron backend: layout, stages, memory without activations, vocabulary, files.
 Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 1 beyond it; 2 refused.
 """
 

@@ -1,4 +1,4 @@
-"""What the Megatron backend would do with a model on so many ranks: layout, memory, vocabulary, conversion.
+"""What the Megatron backend would do with a model on so many ranks: layout, memory, vocabulary, files.
 
 No ranks, no weights, and no megatron-core are needed. Activations are not predicted.
 """
@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.commands.backend_flags import chosen_config
-from rl_backends.commands.megatron_conversion import look_for_conversion
-from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, readable_layout, stages_of
+from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, format_bytes, readable_layout, stages_of
 from rl_backends.loading import ModelSource, open_model
 from rl_backends.loading.weights import first_names
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.megatron.conversion.space import told_bytes
 from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import padded_vocab_size
 
@@ -90,16 +89,15 @@ class MegatronExplanation:
         states = "AdamW, two moments" + (" and float32 masters" if config["precision"] == "bfloat16" else "")
         shared = ", shared out to data-parallel ranks" if config["use_distributed_optimizer"] else ""
         yield f"memory of the fullest ranks ({_listed(stage.ranks)}), without activations and communication"
-        yield f"  weights    {told_bytes(stage.weight_bytes):>12}  {config['precision']}"
-        yield f"  gradients  {told_bytes(stage.gradient_bytes):>12}  float32"
-        yield f"  optimizer  {told_bytes(stage.optimizer_bytes):>12}  {states}{shared}"
-        yield f"  together   {told_bytes(stage.num_bytes):>12}"
+        yield f"  weights    {format_bytes(stage.weight_bytes):>12}  {config['precision']}"
+        yield f"  gradients  {format_bytes(stage.gradient_bytes):>12}  float32"
+        yield f"  optimizer  {format_bytes(stage.optimizer_bytes):>12}  {states}{shared}"
+        yield f"  together   {format_bytes(stage.num_bytes):>12}"
 
     def _files(self) -> Iterator[str]:
-        found = self.document["conversion"]
-        yield "Megatron checkpoint"
-        yield f"  in {found['directory']}, because {found['reason']}"
-        yield f"  {found['told']}"
+        yield "weights are read from the Hugging Face files, each rank its own parts; nothing is converted"
+        where = self.document["checkpoint_dir"]["told"]
+        yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {where}"
 
     def _workarounds(self) -> Iterator[str]:
         entries = self.document["workarounds"]
@@ -141,7 +139,10 @@ def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
             "padding": padded - architecture.vocab_size,
             "rows_of_rank": padded // config.tensor_model_parallel_size,
         },
-        "conversion": look_for_conversion(source, config, numbers=parameters),
+        "checkpoint_dir": {
+            "directory": str(megatron_checkpoint_dir().absolute()),
+            "told": explain_megatron_checkpoint_dir(),
+        },
         "workarounds": _workarounds(config),
     }
     return MegatronExplanation(document=document, axes=axes, stages=stages)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and return the exit code."""
-    from rl_backends.megatron.conversion.marker import is_conversion
+    from rl_backends.megatron.conversion import is_conversion
 
     if not arguments.max_shard_gib > 0:
         raise CommandError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
@@ -93,21 +93,18 @@ def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace
 
 def _of_conversion(conversion: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from rl_backends.loading import open_model
-    from rl_backends.megatron.conversion import read_conversion
+    from rl_backends.megatron.conversion import export_conversion, read_conversion
 
     found = read_conversion(conversion)
-    marker = found.marker
-    name, revision = arguments.model or marker.model_name, arguments.revision
+    name, revision = arguments.model or found.model_name, arguments.revision
     if arguments.model is None and revision is None:
-        revision = marker.revision
+        revision = found.revision
     source = open_model(name, revision=revision, trust_remote_code=arguments.trust_remote_code)
     try:
-        from rl_backends.megatron.conversion.to_hugging_face import export_conversion
-
         tensors = export_conversion(found, source, target, **_options(arguments, source))
     except MissingDependencyError as absent:
         raise CommandError(str(absent)) from absent
-    return {"of": f"the conversion of {marker.model_name}", "content": marker.content, "tensors": tensors}
+    return {"of": f"the conversion of {found.model_name}", "key": found.key, "tensors": tensors}
 
 
 def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from the first rank of a stage on, over tensor, context and data ranks alike.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,11 +15,10 @@ from rl_backends.commands.console import CommandError
 from rl_backends.loading.weights import first_names
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.megatron.conversion.space import told_bytes
 from rl_backends.megatron.groups import sizes_of
-from rl_backends.megatron.transformer_config import padded_vocab_size, require_layout
+from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
 
-__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "readable_layout", "stages_of"]
+__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "format_bytes", "readable_layout", "stages_of"]
 
 MadeT = TypeVar("MadeT")
 
@@ -93,7 +92,7 @@ def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfi
     lines = [f"Megatron backend of {type(skeleton).__name__} on {ranks} {config.device} rank{'s' * (ranks > 1)}"]
     lines += [f"  {axis.name:<4}{axis.size:>5}  {axis.does}" for axis in axes_of(config, ranks=ranks)]
     lines += ["memory of the fullest rank, without activations and communication"]
-    lines += [f"  {name:<10}{told_bytes(size):>12}" for name, size in parts.items()]
+    lines += [f"  {name:<10}{format_bytes(size):>12}" for name, size in parts.items()]
     return "\n".join(lines), fullest.num_bytes
 
 
@@ -139,10 +138,8 @@ def stages_of(
     shapes: of the tensors of the Hugging Face model, tied ones once.
     """
     count, each = config.pipeline_model_parallel_size, ranks // config.pipeline_model_parallel_size
-    share = architecture.num_layers // count
     made = []
-    for number in range(count):
-        layers = range(number * share, (number + 1) * share)
+    for number, layers in enumerate(layers_of_stages(architecture.num_layers, config)):
         first, last = number == 0, number == count - 1
         names = [name for name in shapes if _is_here(name, layers, first=first, last=last)]
         copies = ["model.embed_tokens.weight"] if last and not first and architecture.tied else []
@@ -160,6 +157,11 @@ def stages_of(
         )
         made.append(stage)
     return made
+
+
+def format_bytes(num_bytes: int) -> str:
+    """In MiB or GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _tried(action: Callable[[], MadeT], problems: list[str]) -> MadeT | None:
@@ -185,7 +187,7 @@ def _groups(ranks: int, *, size: int, stride: int) -> tuple[tuple[int, ...], ...
     )
 
 
-def _is_here(name: str, layers: range, *, first: bool, last: bool) -> bool:
+def _is_here(name: str, layers: Sequence[int], *, first: bool, last: bool) -> bool:
     parts = name.split(".")
     if parts[:2] == ["model", "layers"]:
         return int(parts[2]) in layers

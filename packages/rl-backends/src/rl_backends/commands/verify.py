@@ -90,10 +90,7 @@ def _checks(
     shortest, longest = LENGTHS[arguments.backend]
     sizes = {"rows": 2 * arguments.ranks + 1, "vocabulary": small.vocabulary, "padding": small.padding}
     rows = {**sizes, "seed": arguments.seed, "shortest": shortest, "longest": longest}
-    asked = asdict(config)
-    if megatron:
-        asked["checkpoint_dir"] = str(folder / "conversions")
-    task = {"folder": str(folder), "backend": arguments.backend, "config": asked, "ranks": arguments.ranks}
+    task = {"folder": str(folder), "backend": arguments.backend, "config": asdict(config), "ranks": arguments.ranks}
     run_ranks({**task, "rows": rows}, deadline_s=arguments.deadline_s)
     truth = plain_result(folder / "model", make_rows(**rows))
     untrained = getattr(torch, config.precision) if megatron else None

@@ -16,7 +16,7 @@ Part = tuple[str, tuple[int, ...], Tensor]
 
 
 def load(model: Path, config: dict[str, Any]) -> MegatronBackend:
-    """The backend over a folder, by way of a conversion; its weights are saved again beside it before they train."""
+    """The backend over a folder; its weights are saved again beside it before they train."""
     backend = MegatronBackend.from_pretrained(str(model), MegatronConfig(**config))
     backend.save_pretrained(model.parent / "untrained")
     return backend

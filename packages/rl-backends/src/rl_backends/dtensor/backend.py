@@ -3,8 +3,8 @@
 `Backend` has the surface and what Megatron shares; here is how a model under FSDP2 computes, steps and is saved.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,6 @@ from rl_backends.lora import (
 )
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
-from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
 from rl_backends.rank_agreement import add_up, host_group, raise_together
 from rl_backends.readers import Reader, has_language_model_head
@@ -100,8 +99,6 @@ class DTensorBackend(Backend):
             watched = config.router_aux_loss_coef > 0
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
             self._meter = self._make_meter(recomputed=config.activation_checkpointing == "full")
-        self._offloader: Offloader | None = None
-        self._offload_directory: Path | None = None
         self._merged: MergedWeights | None = None
         self._frozen: dict[str, int] | None = None
         """Digests of the weights that adapters leave as they are."""
@@ -244,30 +241,12 @@ class DTensorBackend(Backend):
         }
         return {name: buffer for name, buffer in self.model.named_buffers() if name in transient}
 
-    def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:  # noqa: D102
-        place = None if directory is None else Path(directory)
-        if self._offloader is None or place != self._offload_directory:
-            if self._offloader is not None:
-                if self._offloader.away:
-                    raise ValueError(
-                        f"directory={place}, and {', '.join(self._offloader.away)} went to "
-                        f"{self._offload_directory or 'the host'}: call onload() before choosing another place"
-                    )
-                self._offloader.close()
-            self._offloader = Offloader(self.model, to="host" if place is None else "disk", directory=place)
-            self._offload_directory = place  # kept, and its memory used again, until another place is chosen
-        report = self._offloader.offload(self._torch_optimizers(), parts=parts)
-        if "weights" in parts and self._merged is not None:
-            self._merged.release()
-        return report
-
-    def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:  # noqa: D102
-        if self._offloader is None:
-            raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
-        report = self._offloader.onload(parts)
-        if "weights" in parts and self._merged is not None:
-            self._merged.refresh()
-        return report
+    def _weights_moved(self, *, away: bool) -> None:
+        if self._merged is not None:
+            if away:
+                self._merged.release()
+            else:
+                self._merged.refresh()
 
     def save_pretrained(  # noqa: D102
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
@@ -310,9 +289,4 @@ class DTensorBackend(Backend):
         return describe(self._distributed, optimizers=self._optimizers)
 
     def _release(self) -> None:
-        with closing(self._distributed), nullcontext() if self._offloader is None else closing(self._offloader):
-            pass
-
-    def _require_on_device(self, what: str, parts: Collection[Part] = PARTS) -> None:
-        if self._offloader is not None:
-            self._offloader.require(what, parts)
+        self._distributed.close()

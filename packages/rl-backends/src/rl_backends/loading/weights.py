@@ -240,7 +240,7 @@ def load_weights(
             )
         bytes_read = sum(_read(each, shards.get(name, ())) for name, each in feeds.items())
     for name in new:
-        write_whole(initial_value(skeleton, name, seed=seed), shards[name])
+        write_whole(initial_value(skeleton, name, seed=seed), shards.get(name, ()))
     skeleton._weight_conversions = converted.transforms  # type: ignore[assignment]  # noqa: SLF001 - as from_pretrained
     return LoadReport(
         tensors=len(shards),

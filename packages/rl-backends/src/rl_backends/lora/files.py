@@ -5,9 +5,9 @@ each of which copies its own part. The folder names the model that it belongs to
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,32 @@ from rl_backends.errors import CheckpointError
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
 from rl_backends.rank_agreement import on_every_rank, on_rank_0
-from rl_parallel_plans import export_state_dict, named_shards
+from rl_parallel_plans import Box, export_state_dict, named_shards
 
 __all__ = ["load_adapter", "save_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@runtime_checkable
+class ShardOfAdapter(Protocol):
+    """What a rank holds of one tensor."""
+
+    @property
+    def name(self) -> str:
+        """In the model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the unsharded tensor."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's memory."""
+
+    def boxes(self) -> list[Box]:
+        """Which slices of the unsharded tensor `local` holds."""
+
 
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 """How the name of a model's class ends to what peft calls its task."""
@@ -44,7 +65,13 @@ KEEP_BASE = ("gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights`, beside booleans, that left W alone."""
 
 
-def save_adapter(model: nn.Module, folder: str | Path, *, base_model_name: str) -> None:
+def save_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    base_model_name: str,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+) -> None:
     """Write the adapters to `folder`, whole or not at all; every rank must call it. Gathered tensor by tensor.
 
     All of it is on the disk when the call returns.
@@ -53,6 +80,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model_name: str) 
         model: with adapters; sharded or not.
         folder: must not exist.
         base_model_name: folder or hub id of the model without adapters, which loaders of the folder will open.
+        tensors: names in the model and unsharded tensors on rank 0, of what trains, where `model` is a skeleton.
 
     Raises:
         FileExistsError: `folder` is there already; nothing is overwritten.
@@ -61,15 +89,21 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model_name: str) 
         ModelError: the model has no adapters.
     """
     layers = adapted_layers(model)
-    weights = {name: tensor.contiguous() for name, tensor in _gathered(model)}
+    named = _gathered(model) if tensors is None else ((peft_name(name), tensor) for name, tensor in tensors)
+    weights = {name: tensor.to("cpu").contiguous() for name, tensor in named}
     on_rank_0(lambda: _write(Path(folder), weights, _peft_config(model, layers, base_model_name)))
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: str | Path) -> None:
+def load_adapter(model: nn.Module, folder: str | Path, *, shards: Sequence[ShardOfAdapter] | None = None) -> None:
     """Put the values of a saved adapter into the model's, in place; every rank must call it, and reads only its part.
 
     Strict: the same layers, rank, scaling, shapes and names. Nothing is copied before every rank has read its part.
+
+    Args:
+        model: with adapters; sharded or not.
+        folder: that `save_adapter` or peft has written.
+        shards: what this rank holds of what trains, where `model` is a skeleton.
 
     Raises:
         CheckpointError: the folder is not there, is damaged, or holds another adapter than the model has.
@@ -77,11 +111,13 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         ModelError: the model has no adapters.
     """
     layers = adapted_layers(model)
-    for target, saved in on_every_rank(lambda: _read(model, layers[0], Path(folder))):
+    for target, saved in on_every_rank(lambda: _read(model, layers[0], Path(folder), shards=shards)):
         target.copy_(saved)
 
 
-def _read(model: nn.Module, layer: AdaptedLayer, folder: Path) -> list[tuple[Tensor, Tensor]]:
+def _read(
+    model: nn.Module, layer: AdaptedLayer, folder: Path, *, shards: Sequence[ShardOfAdapter] | None
+) -> list[tuple[Tensor, Tensor]]:
     """Views of this rank's adapters, and what the folder has for each."""
     from safetensors import SafetensorError, safe_open
 
@@ -89,12 +125,17 @@ def _read(model: nn.Module, layer: AdaptedLayer, folder: Path) -> list[tuple[Ten
     try:
         _check_config(_read_config(folder), layer, folder)
         with safe_open(str(folder / WEIGHTS), framework="pt") as file:
-            shards = {peft_name(shard.name): shard for shard in named_shards(model)}
-            wanted = {name: shards[name].shape for name in adapter_tensors(model)}
+            own: dict[str, ShardOfAdapter] = {
+                peft_name(shard.name): shard for shard in (named_shards(model) if shards is None else shards)
+            }
+            wanted = {
+                name: own[name].shape if name in own else tuple(tensor.shape)  # of another pipeline stage
+                for name, tensor in adapter_tensors(model).items()
+            }
             held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             _check_same(wanted, held, folder / WEIGHTS)
-            for name in wanted:
-                shard, saved = shards[name], file.get_slice(name)
+            for name in wanted.keys() & own.keys():
+                shard, saved = own[name], file.get_slice(name)
                 for box in shard.boxes():
                     cut = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
                     found.append((box.of_local(shard.local), saved[cut]))

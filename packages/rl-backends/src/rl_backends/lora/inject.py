@@ -18,7 +18,7 @@ from rl_backends.lora.targets import find_targets, find_trained_whole
 from rl_parallel_plans import named_shards
 from rl_parallel_plans.sharding.fsdp import FP32_PARAMETERS, kept_in_fp32
 
-__all__ = ["add_lora", "fill_with_adapters", "initialise_adapters", "require_peft"]
+__all__ = ["add_lora", "fill_with_adapters", "first_value", "initialise_adapters", "require_peft"]
 
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Module:
@@ -61,15 +61,20 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
     """
     adapted_layers(model)
     for shard in named_shards(model):
-        if shard.name.endswith(B_TAIL):
-            shard.local.zero_()
-        elif shard.name.endswith(A_TAIL):
-            digest = hashlib.sha256(f"{seed} {shard.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-            bound = 1 / math.sqrt(shard.shape[1])
-            whole = torch.empty(shard.shape).uniform_(-bound, bound, generator=generator)
+        if shard.name.endswith((A_TAIL, B_TAIL)):
+            whole = first_value(shard.name, shard.shape, seed=seed)
             for box in shard.boxes():
                 box.of_local(shard.local).copy_(box.of_whole(whole))
+
+
+def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
+    """The first value of the A or the B of this name, unsharded: see `initialise_adapters`."""
+    if name.endswith(B_TAIL):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def fill_with_adapters(model: nn.Module, *, fill: Callable[[nn.Module], object], seed: int) -> None:

@@ -62,6 +62,8 @@ class GradientAccumulation:
             except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
                 loss_of.failure = loss_of.failure or error
                 return hidden.sum() * 0.0
+            if output == "score":
+                outputs = outputs.sum(1)
             return loss_of(outputs, rows[number], counted=microbatches[number].counted)
 
         run_passes(model.ddp, inputs, read_and_ask)
@@ -70,6 +72,12 @@ class GradientAccumulation:
 
     def discard(self) -> None:
         """Forget the gradient."""
+        for group in [*self._model.ddp.bucket_groups, *self._model.ddp.expert_parallel_bucket_groups]:
+            if group.grad_reduce_handle is not None:  # of a reduction that overlapped with backward
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+            if group.is_first_batch:  # from which Megatron learns what to expect; it may have failed half-way
+                group.per_param_grad_ready_counts = {}
         self._model.ddp.zero_grad_buffer()
         self._model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
 

@@ -1,8 +1,8 @@
 """What a Hugging Face configuration says about a decoder, in the terms that Megatron is built from.
 
-Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, with tied or untied embeddings. Every field that would change what such a
-model computes is either in `Architecture` or refused: a model that is nearly the one asked for is never built. Dropout
-is not among them: policies are evaluated and trained without it. Imports no Megatron.
+Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, with tied or untied embeddings. Every field that would change what
+such a model computes is either in `Architecture` or refused: a model that is nearly the one asked for is never built.
+Dropout is not among them: policies are evaluated and trained without it. Imports no Megatron.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,11 @@ from rl_backends.megatron.rope import Rope, read_rope, rope_problems
 
 __all__ = ["MODEL_TYPES", "Architecture", "read_architecture"]
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The `model_type` of configurations that can be read."""
+
+MIXTURES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+"""Families with experts, and the field that counts them."""
 
 ELSEWHERE = "train it with policy.dtensor_cfg.enabled=true, which runs the Hugging Face model itself"
 
@@ -24,7 +27,6 @@ WHY_NOT: Mapping[str, str] = {
     "local and global layers by different rotary bases; Megatron's layer has no place for any of the three",
     "gemma2": "Gemma-2 norms what a block returns as well as what it takes and caps its logits, for which Megatron's "
     "layer has no place",
-    "mixtral": "its experts lie under other names",
 }
 WHY_NOT = {**WHY_NOT, "gemma3": WHY_NOT["gemma3_text"]}
 
@@ -58,6 +60,9 @@ class Architecture:
 
     tied: bool
     """The output layer is the embedding."""
+
+    num_labels: int
+    """Numbers that a value or reward head (`score`) says of a token; 0 of a language model."""
 
     qkv_bias: bool
     """Queries, keys and values have biases (Qwen2); nothing else has."""
@@ -93,11 +98,12 @@ class Architecture:
         return float(self.head_dim**-0.5 * self.rope.attention_scaling**2)
 
 
-def read_architecture(hf_config: Any) -> Architecture:
-    """Read the configuration of a causal language model.
+def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
+    """Read the configuration of a causal language model, or of one with a value or reward head.
 
     Args:
         hf_config: a `transformers` configuration, of releases 4.57 to 5.x.
+        scores: the model is a `ForSequenceClassification`, which has no output layer.
 
     Raises:
         ModelError: it is of another family, or asks for what is not built here. All reasons are in one message.
@@ -115,10 +121,10 @@ def read_architecture(hf_config: Any) -> Architecture:
             f"model_type={hf_config.model_type!r} is built on Megatron, but not with these fields of its "
             f"configuration:\n" + "\n".join(f"  {problem}" for problem in problems) + f"\nOtherwise {ELSEWHERE}"
         )
-    return _read(hf_config)
+    return _read(hf_config, scores=scores)
 
 
-def _read(hf_config: Any) -> Architecture:
+def _read(hf_config: Any, *, scores: bool) -> Architecture:
     family = hf_config.model_type
     experts = _experts(hf_config)
     return Architecture(
@@ -130,14 +136,15 @@ def _read(hf_config: Any) -> Architecture:
         num_query_groups=_groups(hf_config),
         head_dim=_head_dim(hf_config),
         vocab_size=hf_config.vocab_size,
-        tied=bool(hf_config.tie_word_embeddings),
+        tied=bool(hf_config.tie_word_embeddings) and not scores,
+        num_labels=hf_config.num_labels if scores else 0,
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
         norm_eps=float(hf_config.rms_norm_eps),
         num_experts=experts,
         experts_per_token=hf_config.num_experts_per_tok if experts else 0,
-        expert_ffn_hidden_size=hf_config.moe_intermediate_size if experts else 0,
-        normalise_router=bool(experts and hf_config.norm_topk_prob),
+        expert_ffn_hidden_size=_expert_width(hf_config) if experts else 0,
+        normalise_router=bool(experts and _normalises_router(hf_config)),
         sliding_windows=_windows(hf_config),
         max_positions=hf_config.max_position_embeddings,
         rope=read_rope(hf_config, head_dim=_head_dim(hf_config)),
@@ -205,18 +212,19 @@ def _window_problems(hf_config: Any) -> list[str]:
 
 
 def _mixture_problems(hf_config: Any) -> list[str]:
-    if hf_config.model_type != "qwen3_moe":
+    if hf_config.model_type not in MIXTURES:
         return []
-    experts, chosen = hf_config.num_experts, hf_config.num_experts_per_tok
+    experts, chosen = _experts(hf_config), hf_config.num_experts_per_tok
+    name = MIXTURES[hf_config.model_type]
     problems = []
     if experts < 1:
-        problems.append(f"num_experts={experts}: a mixture has experts; without them the model is a 'qwen3'")
+        problems.append(f"{name}={experts}: a mixture has experts; without them it is a dense model")
     elif not 1 <= chosen <= experts:
-        problems.append(f"num_experts_per_tok={chosen} must be from 1 to num_experts={experts}")
-    if chosen == 1 and hf_config.norm_topk_prob:
-        problems.append(
-            "num_experts_per_tok=1 with norm_topk_prob=True: every weight is 1, which no router learns from"
-        )
+        problems.append(f"num_experts_per_tok={chosen} must be from 1 to {name}={experts}")
+    if chosen == 1 and _normalises_router(hf_config):
+        problems.append("num_experts_per_tok=1 with weights that add up to 1: every weight is 1, and no router learns")
+    if hf_config.model_type == "mixtral":
+        return problems
     if hf_config.decoder_sparse_step != 1:
         problems.append(f"decoder_sparse_step={hf_config.decoder_sparse_step}: every layer is a mixture here, or none")
     if hf_config.mlp_only_layers:
@@ -234,7 +242,16 @@ def _head_dim(hf_config: Any) -> int:
 
 
 def _experts(hf_config: Any) -> int:
-    return int(hf_config.num_experts) if hf_config.model_type == "qwen3_moe" else 0
+    return int(getattr(hf_config, MIXTURES.get(hf_config.model_type, ""), 0))
+
+
+def _expert_width(hf_config: Any) -> int:
+    mixtral = hf_config.model_type == "mixtral"  # which has no dense layers, and so only one width
+    return int(hf_config.intermediate_size if mixtral else hf_config.moe_intermediate_size)
+
+
+def _normalises_router(hf_config: Any) -> bool:
+    return hf_config.model_type == "mixtral" or bool(hf_config.norm_topk_prob)
 
 
 def _layer_types(hf_config: Any) -> tuple[str, ...] | None:

@@ -3,8 +3,8 @@
 `Backend` has the surface and what DTensor shares; here is how Megatron's model computes, steps and is saved.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,31 +12,33 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rl_backends.backend import Backend
+from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import open_model
+from rl_backends.lora import add_lora, load_adapter, save_adapter
+from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.accumulation import GradientAccumulation
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from rl_backends.megatron.checkpoint.masters import masters_of
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.describing import describe
 from rl_backends.megatron.freezing import require_trainable
 from rl_backends.megatron.gradient_step import clip_and_step
-from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.megatron.loading import conversion_of
+from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import Gatherer, HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.proof import prove, require_own_code
-from rl_backends.megatron.weights import at_random, from_hugging_face, from_megatron
-from rl_backends.offload import PARTS, OffloadReport, Part
+from rl_backends.megatron.weights import at_random, from_files, from_hugging_face, from_megatron
+from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import on_every_rank, require_same_model
-from rl_backends.readers import Reader
+from rl_backends.readers import Reader, value_reader
 from rl_backends.reference import ReferenceModel, without_weights
 
 __all__ = ["MegatronBackend"]
@@ -46,8 +48,10 @@ class MegatronBackend(Backend):
     """A policy that trains `model`, laid over the ranks of this run by megatron-core.
 
     Args:
-        model: a Hugging Face causal LM with its weights, the same on every rank; it is copied from, and not kept.
-        config: sizes, device, precision, microbatches, optimizer.
+        model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every
+            rank; it is copied from, and not kept.
+        config: sizes, device, precision, microbatches, optimizer, adapters.
+        seed: of the first values of adapters; with `fill` it is `fill` that draws them.
         fill: for a model on the meta device: what puts the weights into Megatron's parameters.
         origin: where the weights come from, for `explain`.
 
@@ -62,15 +66,23 @@ class MegatronBackend(Backend):
     _optimizers: MegatronOptimizers | None
 
     def __init__(
-        self, model: nn.Module, config: MegatronConfig, *, fill: Fill | None = None, origin: str = "a model in memory"
+        self,
+        model: nn.Module,
+        config: MegatronConfig,
+        *,
+        seed: int = 0,
+        fill: Fill | None = None,
+        origin: str = "a model in memory",
     ) -> None:
-        super().__init__(config, without_weights(model))
         require_own_code(model)
+        if config.lora_cfg is not None:
+            add_lora(model, config.lora_cfg, seed=seed)
+        super().__init__(config, without_weights(model))
         source = from_hugging_face(_with_weights(model)) if fill is None else fill
         self._distributed = MegatronModel(self._skeleton, config, fill=partial(_same_then, source, model))
         try:
             if fill is None:
-                prove(self._distributed, self._head, source=model)
+                prove(self._distributed, source=model)
             self._gatherer = Gatherer(self._distributed.held, self._distributed.shapes)
         except BaseException:
             self._distributed.close()
@@ -86,37 +98,36 @@ class MegatronBackend(Backend):
         model_name: str,
         config: MegatronConfig,
         *,
+        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
         weights: Literal["pretrained", "random"] = "pretrained",
+        new_head: bool = False,
         seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "MegatronBackend":
-        """Load a folder or hub id by way of its conversion to a Megatron checkpoint, which is made once.
+        """Load a folder or hub id: every rank reads from the safetensors files the parts that it holds.
 
         Args:
             model_name: a folder with `config.json` and safetensors weights, or a hub id.
             config: sizes, device, precision, microbatches, optimizer.
+            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
             weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
-                same weights in every layout; nothing is converted.
-            seed: of random weights.
+                same weights in every layout.
+            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
+            seed: of random weights, of a new head and of adapters.
             revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
             trust_remote_code: run the model's own Python code. Only for code that you have read.
 
         Raises:
             ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
-            CheckpointError: the conversion cannot be written or read.
         """
-        source = open_model(model_name, revision=revision, trust_remote_code=trust_remote_code)
+        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
+        skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
         if weights == "random":
-            skeleton = source.skeleton()
-            return cls(skeleton, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
-        groups = ParallelGroups.join(config)  # once for the conversion and for the model, which join them again
-        try:
-            conversion = conversion_of(source, config)
-            fill: Fill = lambda model: conversion.load_into(model.gpt)  # noqa: E731
-            return cls(source.skeleton(), config, fill=fill, origin=conversion.explain())
-        finally:
-            groups.leave(collect=False)
+            return cls(model, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
+        origin = f"the safetensors files of {source.folder}, each rank its own parts"
+        fill = from_files(source, skeleton, new_head=new_head, seed=seed)
+        return cls(model, config, fill=fill, origin=origin)
 
     @property
     def model(self) -> nn.Module:
@@ -137,6 +148,11 @@ class MegatronBackend(Backend):
         reader: Reader,
         output: Output,
     ) -> Sums:
+        if self.config.overlap_grad_reduce and self._gradient != "none":
+            raise RuntimeError(
+                "overlap_grad_reduce=True sums gradients over ranks during backward, so a step has one call of "
+                "forward_backward: give it all rows at once, or set overlap_grad_reduce=False; the gradient is cleared"
+            )
         return self._accumulation.run(examples, microbatches, loss, reader=reader, output=output)
 
     def _clear_gradient(self) -> None:
@@ -148,57 +164,87 @@ class MegatronBackend(Backend):
         return clip_and_step(self._distributed.ddp, self._optimizers, version=self.version, names=self._names)
 
     def _value_reader(self, output: str) -> Reader:
-        raise ValueError(
-            f"output={output!r}: the Megatron backend has language models alone; train reward and value models "
-            f"with policy.dtensor_cfg.enabled=true"
-        )
+        del output
+        return value_reader(self._skeleton)  # the last pipeline stage alone has the head
 
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """As of every backend; a copy that is offloaded visits the device as a whole."""
-        if without_adapters:
-            raise ModelError("without_adapters=True of a policy without adapters: Megatron trains all weights")
+        self._require_on_device("freeze_reference", WEIGHTS)
         model = self._distributed
+        if without_adapters:
+            adapters = self._require_adapters()
+            with adapters.disabled():  # refuses now, and not at the first question
+                pass
+            temperature = lambda: self._temperature  # noqa: E731 - of the stage
+            return ReferenceModel(model, self._head, temperature=temperature, as_reference=adapters.disabled)
+        model.finish_param_gather()
         copied = MegatronModel(
             self._skeleton, self.config, fill=from_megatron(model), trainable=False, groups=model.groups
         )
-        if offload:
-            copied.gpt.to("cpu")
-        visit = copied.visiting_the_device if offload else nullcontext
+        visit = _visiting(copied) if offload else nullcontext
         return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
 
     def shards(self) -> list[HeldTensor]:  # noqa: D102
         # A tensor of another pipeline stage is not among them.
-        return [held for held in self._distributed.held if not held.duplicate]
+        self._require_on_device("shards", WEIGHTS)
+        self._distributed.finish_param_gather()
+        adapters = self._distributed.adapters
+        every = self._distributed.held if adapters is None else adapters.merged()
+        return [held for held in every if not held.duplicate]
 
     def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102 - as of every backend
         persistent = self._skeleton.state_dict().keys()
         return {name: buffer for name, buffer in self._skeleton.named_buffers() if name not in persistent}
 
-    def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:  # noqa: D102
-        raise ModelError(
-            f"the Megatron backend cannot give the memory of {', '.join(parts)} to others yet: give the engine devices "
-            f"of its own, or train with policy.dtensor_cfg.enabled=true"
-        )
+    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
+        """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
+        ddp = self._distributed.ddp
+        if part == "gradients":
+            buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+            return [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
+        if part == "optimizer" and self._optimizers is not None:
+            masters = enumerate(masters_of(self._optimizers))
+            return [(f"master {number}", master.tensor.detach()) for number, master in masters if master.is_copy]
+        return ()
 
-    def _require_on_device(self, what: str, parts: Collection[Part] = PARTS) -> None:
-        pass  # where everything is, as long as nothing can be offloaded
-
-    def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:  # noqa: D102
-        raise RuntimeError("nothing was offloaded; onload() brings back what offload() has moved")
+    def _before_offload(self) -> None:
+        self._distributed.finish_param_gather()
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
-        raise ModelError("there are no adapters to save: Megatron trains all weights")
+        self._require_on_device("save_adapter", WEIGHTS)
+        trainable = self._require_adapters().trainable()
+        shapes = {name: shape for name, shape in self._distributed.shapes.items() if _is_trained(self._skeleton, name)}
+        self._distributed.finish_param_gather()
+        tensors = Gatherer(trainable, shapes).tensors()
+        save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
+
+    def load_adapter(self, folder: str | Path) -> None:
+        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
+
+        Raises:
+            CheckpointError: they are damaged, or another model's; nothing has changed.
+        """
+        self._require_on_device("load_adapter", WEIGHTS)
+        load_adapter(self._skeleton, Path(folder), shards=self._require_adapters().trainable())
+        if self._optimizers is not None:
+            self._optimizers.inner.reload_model_params()  # masters in float32, where there are any
 
     def save_pretrained(  # noqa: D102
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
     ) -> None:
+        self._require_on_device("save_pretrained", WEIGHTS)
+        self._distributed.finish_param_gather()
         if dtype == "auto":
             dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
-        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=self._gatherer.tensors())
+        adapters, gatherer = self._distributed.adapters, self._gatherer
+        if adapters is not None:
+            gatherer = Gatherer(adapters.merged(), bare_shapes(self._distributed.shapes))
+        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=gatherer.tensors())
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite:
+        self._distributed.finish_param_gather()
         return save_checkpoint(
             self._distributed.held,
             self._optimizers,
@@ -211,6 +257,7 @@ class MegatronBackend(Backend):
         )
 
     def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
+        self._distributed.finish_param_gather()
         asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
         return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
@@ -218,8 +265,37 @@ class MegatronBackend(Backend):
         """The layout, what is on which rank, where the weights came from, and the optimizer."""
         return describe(self._distributed, origin=self._origin, optimizers=self._optimizers)
 
+    def _weights_moved(self, *, away: bool) -> None:
+        if away and self._distributed.adapters is not None:
+            self._distributed.adapters.release()
+
+    def _require_adapters(self) -> Adapters:
+        if self._distributed.adapters is None:
+            raise ModelError("this policy has no adapters: set lora_cfg, and it trains them in the place of weights")
+        return self._distributed.adapters
+
     def _release(self) -> None:
         self._distributed.close()
+
+
+def _is_trained(skeleton: nn.Module, name: str) -> bool:
+    return is_adapter(name) or name in trained_whole(skeleton)
+
+
+def _visiting(model: MegatronModel) -> Callable[[], AbstractContextManager[None]]:
+    """Keep a model in pinned host memory but for the time of a visit to its device."""
+    offloader = Offloader(model.gpt)
+    offloader.offload()
+
+    @contextmanager
+    def visit() -> Iterator[None]:
+        offloader.onload()
+        try:
+            yield
+        finally:
+            offloader.offload()
+
+    return visit
 
 
 def _with_weights(model: nn.Module) -> nn.Module:

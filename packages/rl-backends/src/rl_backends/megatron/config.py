@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices, check_finite
+from rl_backends.lora.config import LoraConfig
 
 __all__ = ["MegatronConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig"]
 
@@ -139,6 +140,19 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
 
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks that each stage holds in turn (interleaved 1F1B): shorter pipeline bubbles for more messages."""
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage, which also holds the embedding; None shares the layers out evenly."""
+
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage, which also holds the head; None shares the layers out evenly."""
+
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage holds, in Megatron's letters: E the embedding, t a layer, L the head, | the end of a stage, and
+    a number after * to repeat: `Ett|t*3|t*2L`."""
+
     context_parallel_size: int = 1
     """Ranks that share the tokens of each row."""
 
@@ -160,14 +174,48 @@ class MegatronConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: of whole layers, or of attention alone."""
 
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Whose layers: plain torch, which runs anywhere, or Transformer Engine's kernels. None is Transformer Engine on
+    `cuda`, and it is an error if it is not installed; plain torch on `cpu`."""
+
+    bias_activation_fusion: bool = False
+    """Compile SwiGLU into one kernel (torch.compile)."""
+
+    bias_dropout_fusion: bool = False
+    """Compile the addition of the residual into one kernel (torch.compile)."""
+
+    apply_rope_fusion: bool = False
+    """Rotary positions in one kernel of Transformer Engine."""
+
+    moe_permute_fusion: bool = False
+    """Sorting tokens by expert in one kernel of Transformer Engine."""
+
+    moe_router_fusion: bool = False
+    """Choosing experts in one kernel of Transformer Engine."""
+
+    gradient_accumulation_fusion: bool = False
+    """Add weight gradients to their float32 sum inside the matrix multiplication; needs Transformer Engine."""
+
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while backward still runs. `forward_backward` is then called once a
+    step."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters over data-parallel ranks while the next forward runs. Needs `overlap_grad_reduce` and
+    `use_distributed_optimizer`."""
+
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel communication with matrix multiplications. Refused: its buffers have one sequence length,
+    and rows have several."""
+
+    lora_cfg: LoraConfig | None = None
+    """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
+
     optimizer: MegatronOptimizerConfig | None = None
     """Megatron's optimizer. None translates the one that training is started with."""
 
     scheduler: MegatronSchedulerConfig | None = None
     """Megatron's schedule; only together with `optimizer`."""
-
-    checkpoint_dir: str | None = None
-    """Where conversions of Hugging Face models lie; None: see `megatron_checkpoint_dir`."""
 
     peak_flops_per_s: float | None = None
     """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
@@ -175,7 +223,7 @@ class MegatronConfig:
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
-    backend of the process was given counts for all. Also for somebody else who converts the same model."""
+    backend of the process was given counts for all."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -195,7 +243,14 @@ class MegatronConfig:
             "expert_model_parallel_size",
             "micro_batch_size",
         )
+        optional = (
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        )
+        given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         return [
+            *(f"{name}={value} must be >= 1, or None" for name, value in given.items() if value < 1),
             *(f"{name}={getattr(self, name)} must be >= 1" for name in sizes if getattr(self, name) < 1),
             f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound"
             if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1
@@ -217,8 +272,72 @@ class MegatronConfig:
             and self.tensor_model_parallel_size > 1
             and not self.sequence_parallel
             else "",
+            *self._pipeline(),
+            *self._kernels(),
             "scheduler is given without optimizer, whose learning rate it would follow: give both, or neither"
             if self.scheduler is not None and self.optimizer is None
+            else "",
+        ]
+
+    def _pipeline(self) -> list[str]:
+        uneven = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        asked = [
+            name
+            for name in (
+                "virtual_pipeline_model_parallel_size",
+                "num_layers_in_first_pipeline_stage",
+                "num_layers_in_last_pipeline_stage",
+                "pipeline_model_parallel_layout",
+            )
+            if getattr(self, name) is not None
+        ]
+        return [
+            f"{asked[0]} needs pipeline_model_parallel_size > 1"
+            if asked and self.pipeline_model_parallel_size == 1
+            else "",
+            "pipeline_model_parallel_layout says how many layers each stage has: leave the other fields of pipeline "
+            "stages out"
+            if self.pipeline_model_parallel_layout is not None and len(asked) > 1
+            else "",
+            f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} is not built together "
+            f"with uneven stages: leave one of the two out"
+            if self.virtual_pipeline_model_parallel_size is not None and uneven != (None, None)
+            else "",
+        ]
+
+    def _kernels(self) -> list[str]:
+        of_engine = (
+            "apply_rope_fusion",
+            "moe_permute_fusion",
+            "moe_router_fusion",
+            "gradient_accumulation_fusion",
+        )
+        plain = self.transformer_impl == "local" or (self.transformer_impl is None and self.device == "cpu")
+        return [
+            *(
+                f"{name}=True is a kernel of Transformer Engine, on a GPU: set device='cuda' and "
+                f"transformer_impl='transformer_engine', or leave it out"
+                for name in of_engine
+                if getattr(self, name) and plain
+            ),
+            "transformer_impl='transformer_engine' needs device='cuda'"
+            if self.transformer_impl == "transformer_engine" and self.device == "cpu"
+            else "",
+            "lora_cfg needs plain torch's layers: Transformer Engine's read their weights past torch. Set "
+            "transformer_impl='local', or lora_cfg to None"
+            if self.lora_cfg is not None and not plain
+            else "",
+            f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron frozen "
+            f"weights are in the precision of the others; set base_dtype to it"
+            if self.lora_cfg is not None and self.lora_cfg.base_dtype != self.precision
+            else "",
+            "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
+            "post-training have many; leave it out"
+            if self.tp_comm_overlap
+            else "",
+            "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without them "
+            "no rank lacks parameters"
+            if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce)
             else "",
         ]
 

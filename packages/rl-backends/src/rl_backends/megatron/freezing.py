@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 from rl_backends.loading.weights import first_names
@@ -16,8 +17,7 @@ def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | Non
     """Make parameters require a gradient as those of `skeleton` do; none of them where it is None.
 
     Raises:
-        ModelError: tensors that Megatron has fused into one parameter are frozen in part, or what is frozen would keep
-            recomputation from giving gradients.
+        ModelError: tensors that Megatron has fused into one parameter are frozen in part.
     """
     if skeleton is None:
         gpt.requires_grad_(requires_grad=False)
@@ -38,10 +38,12 @@ def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | Non
         several[0].parameter.requires_grad = flags.pop()
     embedding = parts.get("embedding.word_embeddings.weight")
     if config.recompute_granularity == "full" and embedding and not embedding[0].parameter.requires_grad:
-        raise ModelError(
-            "recompute_granularity='full' computes a layer again only where its input requires a gradient, and the "
-            "embedding is frozen: no layer would get one. Choose 'selective', or train the embedding"
-        )
+        # A layer is computed again only where its input requires a gradient, which that of a frozen embedding does not.
+        gpt.get_submodule("embedding").register_forward_hook(_require_grad)
+
+
+def _require_grad(_module: nn.Module, _arguments: object, embedded: Tensor) -> Tensor:
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 
 def require_trainable(gpt: nn.Module) -> None:

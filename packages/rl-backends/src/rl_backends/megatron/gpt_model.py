@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl_backends.megatron.decoder import Decoder
     from rl_backends.megatron.groups import ParallelGroups
 
-__all__ = ["build_gpt_model"]
+__all__ = ["build_gpt_model", "uses_transformer_engine"]
 
 
 def build_gpt_model(
@@ -28,7 +28,6 @@ def build_gpt_model(
     config: MegatronConfig,
     *,
     groups: "ParallelGroups",
-    transformer_engine: bool | None = None,
 ) -> "Decoder":
     """This rank's part of the model: its pipeline stage's layers, its tensor-parallel share of each.
 
@@ -38,17 +37,15 @@ def build_gpt_model(
         architecture: of `read_architecture`.
         config: the layout; `groups` are joined for the same.
         groups: that the model is laid over.
-        transformer_engine: build Transformer Engine's layers. None does where `config.device` is "cuda" and it is
-            installed.
 
     Raises:
         MissingDependencyError: megatron-core is absent, or another release.
-        ModelError: the architecture cannot be cut like this, or Transformer Engine is asked for and absent.
+        ModelError: the architecture cannot be laid out like this, or Transformer Engine is absent and not waived.
     """
     require_megatron()
     from rl_backends.megatron.decoder import Decoder
 
-    engine = _choose(config, asked=transformer_engine)
+    engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
     with cpu_compat(), warnings.catch_warnings():
         # Said of experts, which are not cut.
@@ -66,14 +63,29 @@ def build_gpt_model(
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
         )
+    if architecture.num_labels and model.post_process:
+        # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
+        # which reads whole hidden states and so has the whole gradient of it.
+        del model.output_layer
+        model.score = torch.nn.Linear(
+            architecture.hidden_size, architecture.num_labels, bias=False, dtype=layers.params_dtype
+        )
+        torch.nn.init.zeros_(model.score.weight)
     return model if config.device == "cpu" else model.to(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _choose(config: MegatronConfig, *, asked: bool | None) -> bool:
-    available = config.device == "cuda" and transformer_engine_available()
-    if asked and not available:
+def uses_transformer_engine(config: MegatronConfig) -> bool:
+    """Whether layers are Transformer Engine's. They are on a GPU, unless `transformer_impl` says otherwise.
+
+    Raises:
+        ModelError: they would be, and Transformer Engine is not installed.
+    """
+    if config.device == "cpu" or config.transformer_impl == "local":
+        return False
+    if not transformer_engine_available():
         raise ModelError(
-            f"layers of Transformer Engine were asked for with device={config.device!r}: they need a GPU and "
-            f"transformer_engine installed for it; leave transformer_engine at None, which takes plain torch here"
+            "device='cuda' builds Transformer Engine's layers, and transformer_engine is not installed for this GPU: "
+            "install it, or set transformer_impl='local' for plain torch (scaled_dot_product_attention, and experts "
+            "one after the other, which is slower)"
         )
-    return available if asked is None else asked
+    return True

@@ -48,6 +48,9 @@ def clip_and_step(
             return _leave_out(optimizers, norm=norm, version=version, names=names or {})
         clipped = _clip(optimizers, norm)
         optimizers.step()
+        if ddp.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
+            for group in [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]:  # type: ignore[misc]
+                group.param_gather_dispatched = False  # whatever was gathered since the gradients were summed
         optimizers.zero_grad()
         return GradientStep(norm=norm, clipped=clipped, skipped=False)
 

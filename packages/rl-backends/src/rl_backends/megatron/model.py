@@ -7,8 +7,7 @@ Knows groups, microbatches and readers; no loss, no optimizer, no files.
 Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of the batch's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import lcm
 from typing import Any
@@ -26,10 +25,11 @@ from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.freezing import freeze
 from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
+from rl_backends.megatron.lora import Adapters, add_adapters, bare_shapes
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
 from rl_backends.rank_agreement import on_every_rank, raise_together
-from rl_backends.readers import Reader
+from rl_backends.readers import Reader, has_language_model_head
 
 __all__ = ["Fill", "MegatronModel"]
 
@@ -41,7 +41,8 @@ class MegatronModel(DistributedModel):
     """The model of this rank's stage, each rank being handed whole batches and reading its own rows.
 
     Args:
-        skeleton: the Hugging Face model, whose configuration, names and shapes count; its weights are not looked at.
+        skeleton: the Hugging Face model, with adapters if `config` asks for them, whose configuration, names and shapes
+            count; its weights are not looked at.
         config: sizes, device, precision, microbatches.
         fill: puts the weights in.
         trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
@@ -63,7 +64,7 @@ class MegatronModel(DistributedModel):
         groups: ParallelGroups | None = None,
     ) -> None:
         self.config: MegatronConfig = config
-        self.architecture = read_architecture(skeleton.config)
+        self.architecture = read_architecture(skeleton.config, scores=not has_language_model_head(skeleton))
         self.vocabulary_size, self.max_positions = self.architecture.vocab_size, None
         self.media_tokens = media_tokens(skeleton)
         self._joined = groups is None
@@ -84,10 +85,15 @@ class MegatronModel(DistributedModel):
         self.token_multiple = chunks if config.sequence_packing else rounded
         names = first_names(skeleton)
         self.shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
+        bare = bare_shapes(self.shapes)
         with cpu_compat():
             self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
         _leave_out_padding(self.gpt, skeleton)
-        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, self.shapes, groups=self.groups)
+        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, bare, groups=self.groups)
+        self.adapters: Adapters | None = None
+        if config.lora_cfg is not None:
+            tensor_ranks = config.tensor_model_parallel_size
+            self.adapters, self.held = add_adapters(self.gpt, self.held, skeleton, tensor_ranks=tensor_ranks)
         fill(self)
         on_every_rank(partial(freeze, self.gpt, self.held, skeleton if trainable else None, config=self.config))
         self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
@@ -107,6 +113,11 @@ class MegatronModel(DistributedModel):
         self, hidden: Tensor, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
     ) -> tuple[Tensor, ...]:
         """On the last stage, what the reader reads, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
+        if self.ddp is not None and self.config.overlap_param_gather:
+            # The reader takes the head's weight past the forward of its module, whose hook would wait for it.
+            weight = self.gpt.score.weight if self.architecture.num_labels else self.gpt.head_weight
+            if weight in self.ddp.param_to_bucket_group:
+                self.ddp.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return read_hidden(
             hidden,
             inputs,
@@ -142,14 +153,17 @@ class MegatronModel(DistributedModel):
         values = [out[number] for number in sorted(out)] if self.groups.last_stage else None
         return dict(enumerate(told_by_last_stage(values, self.groups, device=self.config.device)))
 
-    @contextmanager
-    def visiting_the_device(self) -> Iterator[None]:
-        """The weights are on the device inside, and in host memory after."""
-        self.gpt.to(self.config.device)
-        try:
-            yield
-        finally:
-            self.gpt.to("cpu")
+    def finish_param_gather(self) -> None:
+        """Wait for, or make, what overlaps with the next forward: weights of other ranks' shares are stale before.
+
+        Every rank must call it. Without `overlap_param_gather` it does nothing.
+        """
+        if self.ddp is None or not self.config.overlap_param_gather:
+            return
+        with cpu_compat():
+            for group in [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]:
+                if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                    group.start_param_sync(force_sync=True)
 
     def close(self, *, collect: bool = True) -> None:
         """Leave Megatron's process groups, if this model joined them; nothing can be computed after."""
@@ -179,11 +193,13 @@ def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
 
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=config.use_distributed_optimizer,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
         grad_reduce_in_fp32=True,
     )
     with cpu_compat():
         wrapped = DistributedDataParallel(gpt.config, options, gpt)
         wrapped.zero_grad_buffer()
+    if config.overlap_grad_reduce:
+        gpt.config.no_sync_func = wrapped.no_sync  # the schedules reduce with the last microbatch alone
     return wrapped

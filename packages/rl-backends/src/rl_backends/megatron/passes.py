@@ -77,6 +77,12 @@ class OutputHead(nn.Module):
         layer.weight = self._weight()
         return layer
 
+    @property
+    def score(self) -> nn.Module:
+        """The value or reward head; not cut."""
+        head: nn.Module = self._model[0].score
+        return head
+
     def _weight(self) -> Tensor:
         from torch.distributed.tensor import DTensor, Shard
 

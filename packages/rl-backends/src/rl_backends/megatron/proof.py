@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 from rl_backends.megatron.model import MegatronModel
-from rl_backends.readers import Head, read_logp
+from rl_backends.readers import Head, read_logp, value_reader
 
 __all__ = ["prove", "require_own_code"]
 
@@ -44,8 +44,10 @@ def require_own_code(model: nn.Module) -> None:
         )
 
 
-def prove(model: MegatronModel, head: Head, *, source: Any) -> None:
-    """Compare log-probabilities of a row with those of the model in memory; every rank must call it.
+def prove(model: MegatronModel, *, source: Any) -> None:
+    """Compare log-probabilities of a row, or what a value head says of its tokens, with those of the model in memory.
+
+    Every rank must call it.
 
     Raises:
         ModelError: on every rank; they differ by more than rounding.
@@ -53,13 +55,17 @@ def prove(model: MegatronModel, head: Head, *, source: Any) -> None:
     length = min(NUM_TOKENS, model.architecture.max_positions, _most_tokens(model))
     tokens = (torch.arange(length) * 7 + 3) % model.architecture.vocab_size
     rows = _Rows(tokens=tokens[None], lengths=torch.tensor([length]), trainable=torch.arange(length)[None] > 0)
-    ours = model.read_all(rows, read_logp(head, temperature=1.0))[0][0, 1:]
-    apart = _largest_on_any_rank((ours - _logp(source, tokens)).abs().max(), device=model.config.device)
+    scores = model.architecture.num_labels > 0
+    reader = value_reader(source) if scores else read_logp(Head.of(source), temperature=1.0)
+    ours = model.read_all(rows, reader)[0][0, 1:]
+    theirs = _values(source, tokens) if scores else _logp(source, tokens)
+    apart = _largest_on_any_rank((ours - theirs).abs().max(), device=model.config.device)
     dtypes = {parameter.dtype for parameter in (*source.parameters(), *model.gpt.parameters())}
     if not apart <= max(TOLERANCE.get(dtype, 0.25) for dtype in dtypes):
+        what = "values" if scores else "log-probabilities"
         raise ModelError(
-            f"{type(source).__qualname__} gives log-probabilities that differ by {apart:.3g} nats from those of the "
-            f"same weights on Megatron: hooks, buffers or attributes of this model were changed; train it with "
+            f"{type(source).__qualname__} gives {what} that differ by {apart:.3g} from those of the same weights on "
+            f"Megatron: hooks, buffers or attributes of this model were changed; train it with "
             f"policy.dtensor_cfg.enabled=true, which runs its code"
         )
 
@@ -80,6 +86,19 @@ def _logp(source: Any, tokens: Tensor) -> Tensor:
         source.train(training)
     logp: Tensor = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return logp
+
+
+@torch.no_grad()
+def _values(source: Any, tokens: Tensor) -> Tensor:
+    """What the head says of the state before each token but the first."""
+    device, training = next(source.parameters()).device, source.training
+    source.eval()
+    try:
+        hidden = source.base_model(input_ids=tokens[None].to(device), use_cache=False).last_hidden_state
+        values: Tensor = source.score(hidden)[0, :-1, 0].float().cpu()
+    finally:
+        source.train(training)
+    return values
 
 
 def _largest_on_any_rank(number: Tensor, *, device: str) -> float:

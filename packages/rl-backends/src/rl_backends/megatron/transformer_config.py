@@ -1,9 +1,10 @@
 """Megatron's `TransformerConfig` for an architecture and a layout.
 
-What is fused into one kernel elsewhere is left apart: plain torch on any device, and the order of roundings of the
-Hugging Face model. Dropout is 0.
+What could be fused into one kernel is left apart unless it is asked for: the order of roundings is then the Hugging
+Face model's. Dropout is 0.
 """
 
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from rl_backends.megatron.config import MegatronConfig
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["padded_vocab_size", "require_layout", "transformer_config"]
+__all__ = ["layers_of_stages", "padded_vocab_size", "require_layout", "transformer_config"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,7 +47,7 @@ def transformer_config(
             **_sizes(architecture),
             **_layout(config),
             **_recompute(config),
-            **(_mixture(architecture, grouped=transformer_engine) if architecture.num_experts else {}),
+            **(_mixture(architecture, config, grouped=transformer_engine) if architecture.num_experts else {}),
             **(_windows(architecture) if transformer_engine else {}),
             transformer_impl="transformer_engine" if transformer_engine else "local",
             cuda_graph_scope=[],  # the default is deprecated, and says so
@@ -59,11 +60,10 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
     Raises:
         ModelError: every reason is in the message.
     """
-    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    tensor = config.tensor_model_parallel_size
     experts, expert_ranks = architecture.num_experts, config.expert_model_parallel_size
     multiples = [
         ("num_key_value_heads", architecture.num_query_groups, "tensor_model_parallel_size", tensor),
-        ("num_hidden_layers", architecture.num_layers, "pipeline_model_parallel_size", stages),
         ("num_experts", experts, "expert_model_parallel_size", expert_ranks if experts else 1),
         # Experts are not cut.
         ("intermediate_size", 0 if experts else architecture.ffn_hidden_size, "tensor_model_parallel_size", tensor),
@@ -73,6 +73,15 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
         for name, size, parts, ranks in multiples
         if size % ranks
     ]
+    try:
+        layers_of_stages(architecture.num_layers, config)
+    except ValueError as problem:
+        problems.append(str(problem))
+    if config.virtual_pipeline_model_parallel_size is not None:
+        problems.append(
+            "virtual_pipeline_model_parallel_size: Megatron's interleaved schedule needs a multiple of the stages as "
+            "the number of microbatches, and rows of any length make any number; leave it out, or use uneven stages"
+        )
     if expert_ranks > 1 and not experts:
         problems.append(f"expert_model_parallel_size={expert_ranks}, and the model has no experts; set it to 1")
     if experts and tensor > 1 and not config.sequence_parallel:
@@ -89,6 +98,59 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ModelError(f"a {architecture.model_type} of this size cannot be laid out as asked:\n{listed}")
+
+
+def layers_of_stages(num_layers: int, config: MegatronConfig) -> list[list[int]]:
+    """The numbers of the layers that each pipeline stage holds, from 0, as Megatron shares them out.
+
+    With model chunks (`virtual_pipeline_model_parallel_size`) a stage holds several runs of layers.
+
+    Raises:
+        ValueError: the layers cannot be shared out as asked.
+    """
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    if config.pipeline_model_parallel_layout is not None:
+        counts = _counts_of_layout(config.pipeline_model_parallel_layout, num_layers, stages=stages)
+    else:
+        first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+        given = sum(each is not None for each in (first, last))
+        left, between = num_layers - (first or 0) - (last or 0), stages - given
+        if left < 0 or (left % between if between else left) or (given and between and left == 0):
+            asked = "" if not given else f" less {first or 0} of the first stage and {last or 0} of the last"
+            raise ValueError(
+                f"num_hidden_layers={num_layers} of the model{asked} cannot be shared out evenly to {between} stages "
+                f"(pipeline_model_parallel_size={stages}); set num_layers_in_first_pipeline_stage and "
+                f"num_layers_in_last_pipeline_stage, or pipeline_model_parallel_layout"
+            )
+        share = left // between if between else 0
+        counts = [share if first is None else first, *[share] * (stages - 2), share if last is None else last]
+        counts = counts[-stages:]
+        if share % chunks:
+            raise ValueError(
+                f"{share} layers of a stage are no multiple of virtual_pipeline_model_parallel_size={chunks}; lower it "
+                f"to a divisor"
+            )
+        counts = [count // chunks for _ in range(chunks) for count in counts]
+    held: list[list[int]] = [[] for _ in range(stages)]
+    at = 0
+    for number, count in enumerate(counts):
+        held[number % stages] += range(at, at + count)
+        at += count
+    return held
+
+
+def _counts_of_layout(layout: str, num_layers: int, *, stages: int) -> list[int]:
+    """How many layers each stage has in Megatron's letters."""
+    spelled = re.sub(r"(\w)\*(\d+)", lambda found: found[1] * int(found[2]), layout.replace(",", ""))
+    parts = spelled.split("|")
+    if not re.fullmatch(r"Et*(\|t*)*L", spelled) or len(parts) != stages or spelled.count("t") != num_layers:
+        raise ValueError(
+            f"pipeline_model_parallel_layout={layout!r} must have {stages} stages with | between them, E first, L "
+            f"last, and {num_layers} layers t in all; it has {len(parts)} stages and {spelled.count('t')} layers"
+        )
+    if empty := [number for number, part in enumerate(parts) if "t" not in part]:
+        raise ValueError(f"pipeline_model_parallel_layout={layout!r} gives stage {empty[0]} no layer; each needs one")
+    return [part.count("t") for part in parts]
 
 
 def padded_vocab_size(architecture: Architecture, config: MegatronConfig) -> int:
@@ -146,6 +208,14 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
         "expert_tensor_parallel_size": 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "bias_activation_fusion": config.bias_activation_fusion,
+        "bias_dropout_fusion": config.bias_dropout_fusion,
+        "apply_rope_fusion": config.apply_rope_fusion,
+        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
+        "pipeline_model_parallel_layout": config.pipeline_model_parallel_layout,
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": on_cpu,
         "calculate_per_token_loss": True,  # gradients are sums, and nobody divides them
@@ -164,7 +234,7 @@ def _recompute(config: MegatronConfig) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _mixture(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
+def _mixture(architecture: Architecture, config: MegatronConfig, *, grouped: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": architecture.num_experts,
         "moe_router_topk": architecture.experts_per_token,
@@ -174,6 +244,8 @@ def _mixture(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": grouped,
+        "moe_permute_fusion": config.moe_permute_fusion,
+        "moe_router_fusion": config.moe_router_fusion,
     }
 
 

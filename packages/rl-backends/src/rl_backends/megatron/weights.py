@@ -6,6 +6,8 @@ from torch import nn
 from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import initial_value
 from rl_backends.loading.weights import first_names, write_whole
+from rl_backends.lora.layers import base_name
+from rl_backends.megatron.lora import is_adapter
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.rank_agreement import on_every_rank
@@ -27,11 +29,20 @@ def from_hugging_face(source: nn.Module) -> Fill:
     return _together(copy)
 
 
-def from_files(source: ModelSource, skeleton: nn.Module) -> Fill:
-    """This rank's parts, read from the safetensors files one by one."""
+def from_files(source: ModelSource, skeleton: nn.Module, *, new_head: bool = False, seed: int = 0) -> Fill:
+    """This rank's parts, read from the safetensors files one by one.
+
+    Args:
+        source: the files.
+        skeleton: of `source`.
+        new_head: draw the head at random where the files have none, as for a reward model from a language model.
+        seed: of that head, and of adapters.
+    """
 
     def read(model: MegatronModel) -> None:
-        source.load_shards(_by_name(model), skeleton)
+        source.load_shards(_by_name(model), skeleton, new_head=new_head, seed=seed)
+        if model.adapters is not None:
+            model.adapters.initialise(seed=seed)
 
     return _together(read)
 
@@ -42,6 +53,8 @@ def at_random(skeleton: nn.Module, *, seed: int) -> Fill:
     def draw(model: MegatronModel) -> None:
         for name, held in _by_name(model).items():
             write_whole(initial_value(skeleton, name, seed=seed), held)
+        if model.adapters is not None:
+            model.adapters.initialise(seed=seed)
 
     return _together(draw)
 
@@ -58,9 +71,11 @@ def from_megatron(policy: MegatronModel) -> Fill:
 
 
 def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
+    """By the names of the model without adapters, which are left out."""
     shards: dict[str, list[HeldTensor]] = {}
     for held in model.held:
-        shards.setdefault(held.name, []).append(held)
+        if not is_adapter(held.name):
+            shards.setdefault(base_name(held.name), []).append(held)
     return shards
 
 

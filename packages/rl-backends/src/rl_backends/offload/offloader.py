@@ -114,6 +114,8 @@ class Offloader:
         model: plain or sharded; gathered parameters of FSDP2 are resharded first.
         to: "host" moves what is on a GPU into pinned host memory, which is kept and used again; "disk" moves what is
             anywhere into safetensors files, deleted when they are read back.
+        extra: tensors with their names that belong to a part and that neither the model nor torch's optimizers know,
+            such as gradient buffers and master weights.
         directory: where "disk" makes a folder of its own. It has no default: the usual one is memory on many machines.
 
     Raises:
@@ -121,13 +123,19 @@ class Offloader:
     """
 
     def __init__(
-        self, model: nn.Module, *, to: Literal["host", "disk"] = "host", directory: str | Path | None = None
+        self,
+        model: nn.Module,
+        *,
+        to: Literal["host", "disk"] = "host",
+        directory: str | Path | None = None,
+        extra: Callable[[Part], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         if to not in {"host", "disk"}:
             raise ValueError(f"to={to!r} must be 'host' or 'disk'")
         if (to == "disk") != (directory is not None):
             raise ValueError(f"to={to!r} with directory={directory!r}: a directory is for 'disk', which needs one")
         self._model = model
+        self._extra = extra
         self._to: Literal["host", "disk"] = to
         self._directory = Path(directory) if directory is not None else None
         self._stores: dict[Part, Store] = {}
@@ -251,9 +259,15 @@ class Offloader:
             "gradients": [(f"gradient of {name}", p.grad) for name, p in named if p.grad is not None],
             "optimizer": list(optimizer_tensors(optimizers)),
         }
+        if self._extra is not None:
+            for part in parts:
+                tensors[part] += self._extra(part)
         if self._to == "disk":
             make_resizable([each for part in parts for each in tensors[part]])
+        # Views of the weights among the others, such as shards of a distributed optimizer, move with the weights alone.
         seen: set[int] = set()
+        if "weights" not in parts:
+            seen = {held.storage._cdata for held in named_storages(tensors["weights"])}  # noqa: SLF001 - as there
         return {
             part: [
                 held

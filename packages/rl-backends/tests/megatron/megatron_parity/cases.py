@@ -45,6 +45,8 @@ LAYOUTS = {
     "padded": {"micro_batch_size": 2},
     "packed": {"sequence_packing": True, "micro_batch_size": 3},
 }
+FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+OVERLAP, GATHER = {"overlap_grad_reduce": True}, {"overlap_param_gather": True}
 FULL, SELECTIVE = ({"recompute_granularity": each} for each in ("full", "selective"))
 
 
@@ -142,6 +144,38 @@ def apart():
         cell("Qwen3-MoE", "EP2×CP2", "padded"),
         cell("Qwen3-MoE", "EP2×TP2+SP", "packed"),
         cell("Qwen3-MoE", "DP2×EP2, distributed optimizer", "padded"),
+        cell("Mixtral", "1", "packed"),
+        cell("Mixtral", "EP2", "padded", tied=True),
+        cell("Mixtral", "EP2×PP2", "padded"),
+        cell("Mixtral", "EP2×TP2+SP", "packed"),
+        cell(
+            "Llama, 4 layers",
+            "PP2",
+            "padded",
+            note="3 layers first",
+            most_held=0.75,
+            num_layers_in_first_pipeline_stage=3,
+        ),
+        cell(
+            "Llama, 4 layers",
+            "PP2",
+            "packed",
+            note="1 layer last",
+            most_held=0.8,
+            num_layers_in_last_pipeline_stage=1,
+            tied=True,
+        ),
+        cell(
+            "Llama, 4 layers", "PP2", "padded", note="Et|t*3L", most_held=0.75, pipeline_model_parallel_layout="Et|t*3L"
+        ),
+        cell("Qwen3", "1", "padded", note="fused SwiGLU and residual", **FUSED),
+        cell("Qwen3", "TP2+SP", "packed", note="fused SwiGLU and residual", **FUSED),
+        cell("Qwen3", "DP2", "padded", note="overlapped reduction", **OVERLAP),
+        cell("Qwen3-MoE", "EP2, distributed optimizer", "padded", note="overlapped reduction", **OVERLAP),
+        cell("Qwen3", "DP2×PP2, distributed optimizer", "padded", note="overlapped reduction", **OVERLAP, tied=True),
+        cell("Qwen3", "DP2, distributed optimizer", "packed", note="overlapped gather", **OVERLAP, **GATHER),
+        cell("Qwen2", "DP2×TP2, distributed optimizer", "packed", note="overlapped gather", **OVERLAP, **GATHER),
+        cell("Llama", "DP2×PP2, distributed optimizer", "packed", note="overlapped gather", **OVERLAP, **GATHER),
         cell("Llama, 1 head", "TP2", "padded", refusal="heads"),
         cell("Llama", "EP2", "padded", refusal="expert"),
         cell("Gemma-3", "1", "padded", refusal="gemma3_text"),
@@ -153,7 +187,7 @@ def apart():
 def cell(model, mesh, layout, *, tied=False, note=None, **options):
     """A cell of `mesh` and `layout`; other names than those of `Cell` are fields of the configuration."""
     ranks, config, most_held = {**MESHES, **OTHER_MESHES}[mesh]
-    own = {name: options.pop(name) for name in ("calls", "bar", "refusal") if name in options}
+    own = {name: options.pop(name) for name in ("calls", "bar", "refusal", "most_held") if name in options}
     problem = dataclasses.replace(options.pop("problem", None) or Problem(model), tied=tied)
     return Cell(
         model=model,
@@ -162,8 +196,7 @@ def cell(model, mesh, layout, *, tied=False, note=None, **options):
         problem=problem,
         config={**config, **LAYOUTS[layout], **options},
         ranks=ranks,
-        most_held=most_held,
-        **own,
+        **{"most_held": most_held, **own},
     )
 
 

@@ -52,6 +52,11 @@ FAMILIES = {  # config class, model class, what differs
         "Qwen3MoeForCausalLM",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False},
     ),
+    "Mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "Llama, 1 head": ("LlamaConfig", "LlamaForCausalLM", {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "Llama, 4 layers": ("LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 4}),
     "Gemma-3": problems.FAMILIES["Gemma-3"],

@@ -134,7 +134,8 @@ def parts(examples, calls):
 
 
 def held(backend):
-    """All that this rank holds, second copies too."""
+    """All that this rank holds, second copies too; every rank must call it."""
+    backend._distributed.finish_param_gather()
     return backend._distributed.held
 
 

@@ -54,9 +54,8 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explai
     predicted = predict_run(recipe, placement, objects)
     backend = describe_backend(recipe, selection)
     if isinstance(selection.config, MegatronConfig):
-        own = selection.config.checkpoint_dir
-        folder = explain_megatron_checkpoint_dir() if own is None else f"{own} (from megatron_cfg.checkpoint_dir)"
-        backend += f"\nconverted checkpoints are kept in {folder}"
+        backend += "\nweights are read from the Hugging Face files; `rl-backends convert` would write a Megatron-LM "
+        backend += f"checkpoint to {explain_megatron_checkpoint_dir()}"
     sections = {
         # Credentials are left out, since what is printed ends up in logs.
         "Recipe": Secrets.of(to_plain(recipe)).scrub(resolved.explain(hide=redact)),

@@ -1,8 +1,8 @@
 """Each parameter of a GPT model of megatron-core, and the tensors of Hugging Face that it holds parts of.
 
-Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE name their tensors alike; what a family lacks is in neither model. Names of
-Megatron's local layers and of those of Transformer Engine, which hold a norm inside the linear layer after it, lead to
-the same tensors.
+Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE name their tensors alike in transformers 5; what a family lacks is
+in neither model. Names of Megatron's local layers and of those of Transformer Engine, which hold a norm inside the
+linear layer after it, lead to the same tensors.
 """
 
 import re
@@ -105,6 +105,8 @@ def _parts(megatron_name: str, numbers: list[int], place: _Place) -> Iterator[Pa
         yield name, layouts.vocabulary(shape, rank=place.rank, num_ranks=place.num_ranks)
     elif megatron_name == "decoder.final_layernorm.weight":
         yield _whole("model.norm.weight", place)
+    elif megatron_name == "score.weight":
+        yield _whole("score.weight", place)
 
 
 def _of_layer(prefix: str, name: str, place: _Place) -> Iterator[Part]:

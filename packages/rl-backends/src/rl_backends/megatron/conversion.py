@@ -1,0 +1,557 @@
+"""A Hugging Face model as a distributed checkpoint of Megatron-LM, and back.
+
+Training needs no conversion: `MegatronBackend.from_pretrained` reads Hugging Face files. This is an export for people
+who go on with Megatron-LM, and the way back from it.
+
+    <directory>/<model>-<key>/conversion.json                    what it is of, and the SHA-256 of every other file
+                              latest_checkpointed_iteration.txt  by which Megatron-LM finds `release`
+                              release/                           what `megatron.core.dist_checkpointing.load` reads
+
+The key in the folder's name is a digest of the model's files, so a changed model gets a folder of its own. A conversion
+is written under a hidden name and renamed when it is complete: a kill leaves a complete one or none. Every byte of it
+is checked before anything is read.
+
+`release/.metadata` is pickle, as torch's Distributed Checkpoint writes it. It is first read here by an unpickler that
+makes torch's metadata classes and refuses everything else, then by megatron-core. That and the digests find damage, not
+malice: keep conversions where only people write whom you would let run code.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rl_backends.checkpoint_directory import VARIABLE, explain_megatron_checkpoint_dir, megatron_checkpoint_dir
+from rl_backends.checkpoints.dcp import describe_failure
+from rl_backends.checkpoints.folders import write_text
+from rl_backends.checkpoints.manifest import sync
+from rl_backends.errors import CheckpointError, RankError
+from rl_backends.export import export_pretrained
+from rl_backends.loading import ModelSource
+from rl_backends.loading.files import local_folder, weight_files
+from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.mapping import Gatherer
+from rl_backends.megatron.model import MegatronModel
+from rl_backends.megatron.weights import from_files
+from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
+
+__all__ = [
+    "MANIFEST",
+    "Conversion",
+    "convert",
+    "export_conversion",
+    "is_conversion",
+    "load_weights",
+    "read_conversion",
+]
+
+MANIFEST = "conversion.json"
+FORMAT = "rl-backends conversion 2"
+WEIGHTS = "release"
+"""The name that Megatron-LM has for a checkpoint that no training step made."""
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+"""What Megatron-LM looks for beside the tensors."""
+HUB_BLOB = re.compile(r"[0-9a-f]{64}")
+"""Name of a file in the Hub's cache, which is the SHA-256 of what it holds."""
+ELSEWHERE = f"make room, or name another folder in {VARIABLE}"
+
+Say = Callable[[str], None]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A complete conversion; `convert` and `read_conversion` give it once every byte has been checked."""
+
+    folder: Path
+    model_name: str
+    """An id of the Hub, or the absolute path of a folder."""
+    revision: str | None
+    """The Hub's commit; None for a folder."""
+    key: str
+    """SHA-256 of the model's files, 64 hexadecimal digits."""
+    architecture: str
+    """Class of transformers."""
+    vocab_size: int
+    """Without the rows that a layout pads it with."""
+    dtype: str
+    """Of the tensors: "bfloat16" if all of the model's files are, else "float32", which holds float16 exactly."""
+    source_dtype: str
+    """Of the tensors in the model's files; "float32" where they differ."""
+    seconds: float
+    """Wall-clock time that converting took."""
+    ranks: int
+    """Processes that wrote it."""
+    written_at: str
+    """UTC."""
+    libraries: Mapping[str, str]
+    """Releases of what wrote it."""
+    files: Mapping[str, tuple[int, str]] = field(repr=False)
+    """Bytes and SHA-256 of every file but the manifest, by its path in the folder."""
+    found: bool = False
+    """True if it was there already, False if this run wrote it."""
+
+    @property
+    def weights(self) -> Path:
+        """The folder that `megatron.core.dist_checkpointing.load` reads."""
+        return self.folder / WEIGHTS
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(size for size, _ in self.files.values())
+
+    def figures(self) -> dict[str, Any]:
+        """The same as `explain`, for programs."""
+        return {
+            **asdict(self),
+            "folder": str(self.folder),
+            "files": len(self.files),
+            "num_bytes": self.num_bytes,
+            "holds": True,
+        }
+
+    def explain(self) -> str:
+        """Where it is, of what, how large, and whether this run made it."""
+        model = self.model_name + (f" at {self.revision[:8]}" if self.revision else "")
+        return (
+            f"{self.folder}: {model} ({self.architecture}) as a Megatron checkpoint in {self.dtype}, "
+            f"{self.num_bytes / 2**20:,.2f} MiB, made {self.written_at} in {self.seconds:.1f} s by {self.ranks} "
+            f"rank{'s' if self.ranks > 1 else ''}; {'found, every byte checked' if self.found else 'written now'}"
+        )
+
+
+def convert(
+    source: ModelSource, config: MegatronConfig, *, directory: str | Path | None = None, progress: Say | None = None
+) -> Conversion:
+    """Write the conversion of a model, or find the one that is there; every rank must call it.
+
+    Args:
+        source: the model.
+        config: the layout to write from; any layout reads what any other wrote. Its precision is not looked at.
+        directory: of all conversions, the same for all ranks; None for `megatron_checkpoint_dir()`.
+        progress: called on rank 0 with a line of text now and then.
+
+    Raises:
+        CheckpointError: the one that is there is damaged, by the name of the file; the disk is full or read-only.
+        ModelError: an architecture that is not mapped, or files that are absent or damaged.
+        RankError: on the ranks that did not fail.
+    """
+    say: Say = progress if progress is not None and _is_rank_0() else lambda _line: None
+    about = _from_rank_0(lambda: _describe(source, directory))
+    target = Path(about.pop("target"))
+    if _from_rank_0(target.is_dir):
+        return _checked_by_rank_0(target, found=True)
+
+    started = time.monotonic()
+    unfinished = Path(_from_rank_0(lambda: str(target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}"))))
+    say(f"converting {source.model_name} to {target}")
+    if left := [each.name for each in target.parent.glob(f".{target.name}.unfinished-*")]:
+        say(f"left by a conversion that was killed or is still running: {', '.join(left)} in {target.parent}")
+    try:
+        on_rank_0(lambda: (unfinished / WEIGHTS).mkdir(parents=True))
+        on_every_rank(lambda: _require_shared(unfinished / WEIGHTS))
+        model = _megatron_model(source, config, dtype=about["dtype"])
+        try:
+            with cpu_compat():
+                _save(model.gpt, unfinished / WEIGHTS)
+        except RankError:
+            raise
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise CheckpointError(f"{target} cannot be written: {describe_failure(error)}; {ELSEWHERE}") from error
+        finally:
+            model.close(collect=False)
+        on_rank_0(lambda: _publish(unfinished, target, source, about, started=started))
+    except BaseException:
+        if _is_rank_0():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return _checked_by_rank_0(target, found=False)
+
+
+def is_conversion(folder: str | Path) -> bool:
+    """True if the folder says that it is a conversion, complete and undamaged or not."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def read_conversion(folder: str | Path, *, found: bool = True, check: bool = True) -> Conversion:
+    """Read the manifest of a conversion, and compare every byte of every file with it.
+
+    check: False reads the manifest alone.
+
+    Raises:
+        CheckpointError: it is not complete, of another format, or damaged; the file is named.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        digest = body.pop("sha256")
+        sound = digest == _digest_of(body)
+        written_as = body.pop("format")
+        files = {name: (int(size), str(sha256)) for name, (size, sha256) in body.pop("files").items()}
+        conversion = Conversion(folder=Path(folder), files=files, found=found, **body)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} is no complete conversion: it has no {MANIFEST}, which is written last"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged, or cannot be read: {error}") from error
+    if not sound:
+        raise CheckpointError(f"{path} is damaged, or cannot be read: its digest is not that of its text")
+    if written_as != FORMAT:
+        raise CheckpointError(f"{path} is of format {written_as!r}, and this release reads {FORMAT!r}")
+    if strange := [name for name in files if {"..", "/"} & set(PurePosixPath(name).parts)]:
+        raise CheckpointError(f"{path} names {strange[0]!r}, which does not lie in the conversion")
+    if check:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing releases the interpreter's lock
+            problems = [each for each in threads.map(lambda name: _problem(conversion, name), files) if each]
+        if problems:
+            more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
+            raise CheckpointError(
+                f"{folder} is damaged: {'; '.join(problems[:3])}{more}; delete the folder, and run `rl-backends "
+                f"convert` again"
+            )
+    return conversion
+
+
+def load_weights(conversion: Conversion, gpt: Any) -> None:
+    """Fill a model of any layout in place, cast to its dtype; every rank must call it.
+
+    Rows that pad a vocabulary become 0. That the vocabulary itself is the same cannot be seen here, because every
+    layout pads it otherwise.
+
+    Raises:
+        CheckpointError: tensors are missing, left over or of another shape; the model is unusable afterwards.
+        RankError: on the ranks on which nothing failed.
+    """
+    from megatron.core.dist_checkpointing import load
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    on_every_rank(lambda: require_plain_metadata(conversion.weights / ".metadata"))
+    sharded = _sharded_weights(gpt)
+    apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
+    parts = dict(_flattened(sharded))
+    targets = {name: part.data.detach() for name, part in parts.items()}
+    try:
+        with warnings.catch_warnings():  # what torch says of how megatron-core 0.16.1 loads
+            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+            warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+            loaded = load(parts, str(conversion.weights), strict=StrictHandling.RAISE_ALL)
+    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
+        raise CheckpointError(f"{conversion.weights} does not hold this model: {describe_failure(error)}") from error
+    with torch.no_grad():
+        for name, target in targets.items():
+            if loaded[name].data_ptr() != target.data_ptr():
+                target.copy_(loaded[name].view(target.shape))
+
+
+def export_conversion(
+    conversion: Conversion,
+    source: ModelSource,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    tokenizer: Any = None,
+) -> int:
+    """Write a conversion as a Hugging Face folder, bit for bit, in one process; return the number of tensors.
+
+    Args:
+        conversion: the weights.
+        source: the model that it was made of, or another of the same configuration; its weights are not read.
+        folder: to be written; it must not exist.
+        dtype: of the folder; None for that of the model's own files.
+        max_shard_bytes: most bytes in one file.
+        tokenizer: saved beside the model where it is given.
+
+    Raises:
+        CheckpointError: the conversion does not hold this model.
+        FileExistsError: `folder` is there already.
+        MissingDependencyError: megatron-core is absent, or another release.
+        ModelError: an architecture that is not mapped.
+        OSError: the disk is full or read-only.
+    """
+    if source.config.vocab_size != conversion.vocab_size:
+        raise CheckpointError(
+            f"{conversion.folder} has a vocabulary of {conversion.vocab_size}, and {source.model_name} one of "
+            f"{source.config.vocab_size}"
+        )
+    precision: Any = conversion.dtype
+    skeleton = source.skeleton()
+    model = MegatronModel(
+        skeleton,
+        MegatronConfig(precision=precision),
+        fill=lambda made: load_weights(conversion, made.gpt),
+        trainable=False,
+    )
+    try:
+        export_pretrained(
+            skeleton,
+            folder,
+            dtype=getattr(torch, conversion.source_dtype) if dtype is None else dtype,
+            max_shard_bytes=max_shard_bytes,
+            tokenizer=tokenizer,
+            tensors=Gatherer(model.held, model.shapes).tensors(),
+        )
+        return len(model.shapes)
+    finally:
+        model.close()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _describe(source: ModelSource, directory: str | Path | None) -> dict[str, Any]:
+    """What the manifest says of the model, and the folder to be; reads every byte of the model's files."""
+    parent = (megatron_checkpoint_dir() if directory is None else Path(directory)).expanduser().absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = explain_megatron_checkpoint_dir() if directory is None else str(directory)
+        raise CheckpointError(f"conversions cannot lie in {where}: {error}; {ELSEWHERE}") from error
+    is_folder = local_folder(source.model_name) is not None
+    model_name = str(local_folder(source.model_name).resolve()) if is_folder else source.model_name  # type: ignore[union-attr]
+    key, source_dtype = _content_of(source)
+    plain = Path(model_name).name if is_folder else model_name.replace("/", "--")
+    safe = re.sub(r"[^A-Za-z0-9._]+", "-", plain).strip("-._")[:80] or "model"
+    return {
+        "target": str(parent / f"{safe}-{key[:16]}"),
+        "model_name": model_name,
+        "revision": None if is_folder else source.folder.name,
+        "key": key,
+        "architecture": next(iter(source.config.architectures or [source.config.model_type])),
+        "vocab_size": source.config.vocab_size,
+        "source_dtype": source_dtype,
+        "dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
+    }
+
+
+def _content_of(source: ModelSource) -> tuple[str, str]:
+    """A key of the model's files, and the dtype that their tensors have in common, else "float32"."""
+    from safetensors import SafetensorError, safe_open
+
+    def digest(file: Path) -> str:
+        blob = file.resolve().name
+        return blob if file.is_symlink() and HUB_BLOB.fullmatch(blob) else _sha256_of(file)
+
+    files = weight_files(source.model_name, source.folder)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        digests = dict(zip([file.name for file in files], threads.map(digest, files), strict=True))
+    dtypes: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is no safetensors file: {error}; fetch it again") from error
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    common = names.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
+    config = hashlib.sha256((source.folder / "config.json").read_bytes()).hexdigest()
+    return _digest_of({"head": source.head, "config": config, "files": digests}), common
+
+
+def _megatron_model(source: ModelSource, config: MegatronConfig, *, dtype: str) -> MegatronModel:
+    skeleton = source.skeleton()
+    laid_out = replace(config, precision=dtype)  # type: ignore[arg-type]
+    return MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
+
+
+def _save(gpt: Any, folder: Path) -> None:
+    """Write the weights as `torch_dist`; a collective of all ranks, which write each replica once.
+
+    megatron-core's own writer starts processes that may outlive the run. torch's writes the same files, names and
+    metadata from this one.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        _replace_state_dict_keys_with_sharded_keys,
+        mcore_to_pyt_state_dict,
+    )
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    sharded, _ = save_preprocess(_sharded_weights(gpt))  # which also checks that every element is written exactly once
+    on_rank_0(lambda: TorchCommonSaveStrategy("torch", 1).save_common(dict(COMMON), folder))
+    save(
+        mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False),
+        storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
+    on_rank_0(lambda: save_config(CheckpointingConfig("torch_dist", 1), str(folder)))
+
+
+def _publish(  # noqa: PLR0917 - from, to, of what
+    unfinished: Path, target: Path, source: ModelSource, about: dict[str, Any], *, started: float
+) -> None:
+    """Write the manifest, and give the folder its name."""
+    try:
+        (unfinished / TRACKER).write_text(WEIGHTS, encoding="utf-8")
+        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            digests = list(threads.map(_sha256_of, files))
+        if _content_of(source)[0] != about["key"]:
+            raise CheckpointError(f"the files of {source.model_name} changed while they were converted; start again")
+        body = {
+            "format": FORMAT,
+            **about,
+            "seconds": round(time.monotonic() - started, 3),
+            "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+            "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
+            "files": {
+                path.relative_to(unfinished).as_posix(): [path.stat().st_size, digest]
+                for path, digest in zip(files, digests, strict=True)
+            },
+        }
+        write_text(unfinished / MANIFEST, json.dumps({**body, "sha256": _digest_of(body)}, indent=1))
+        sync([*sorted(unfinished.rglob("*"), reverse=True), unfinished])
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not is_conversion(target):
+                raise
+            shutil.rmtree(unfinished)  # somebody else was first with the same model; theirs is checked next
+        sync([target.parent])
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}; {ELSEWHERE}") from error
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _problem(conversion: Conversion, name: str) -> str:
+    """What is wrong with one file; empty if nothing is."""
+    path, (size, sha256) = conversion.folder / name, conversion.files[name]
+    try:
+        if (now := path.stat().st_size) != size:
+            return f"{name} has {now:,} bytes instead of {size:,}"
+        return "" if _sha256_of(path) == sha256 else f"{name} does not hold the bytes that were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+
+
+def _checked_by_rank_0(folder: Path, *, found: bool) -> Conversion:
+    """Rank 0 alone reads every byte; the others wait for its verdict."""
+    on_every_rank(lambda: _require_shared(folder))
+    return on_every_rank(lambda: read_conversion(folder, found=found, check=_is_rank_0()))
+
+
+def require_plain_metadata(path: Path) -> None:
+    """Read torch's pickled metadata with an unpickler that makes nothing but its classes.
+
+    Raises:
+        CheckpointError: it is damaged, or would have run something else.
+    """
+    try:
+        with path.open("rb") as file:
+            _MetadataUnpickler(file).load()
+    except Exception as error:  # of many kinds: whatever a damaged pickle raises
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+@final
+class _MetadataUnpickler(pickle.Unpickler):
+    ALLOWED = frozenset(
+        {
+            ("pathlib", "PosixPath"),
+            ("torch", "Size"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "Metadata"),
+            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+            ("torch.serialization", "_get_layout"),
+        }
+    )
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.ALLOWED or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors has")
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _sharded_weights(gpt: Any) -> dict[str, Any]:
+    """This rank's parts as megatron-core describes them, without the states of kernels (`_extra_state`)."""
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    weights: dict[str, Any] = extract_matching_values(
+        gpt.sharded_state_dict(), lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory)
+    )[0]
+    return weights
+
+
+def _flattened(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """Every leaf of nested dicts and lists, under a name of its own."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flattened(each, f"{path}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _flattened(each, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:
+    """Wait until this rank sees a folder that rank 0 has made: a network file system may take a while."""
+    until = time.monotonic() + patience_s
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"{folder} was made by rank 0 and is not there for this rank: name a folder that all ranks share"
+            )
+        time.sleep(0.2)
+
+
+def _from_rank_0(action: Callable[[], Any]) -> Any:
+    """What rank 0 finds, as JSON, on every rank."""
+    return json.loads(gather_text(on_every_rank(lambda: json.dumps(action()) if _is_rank_0() else ""))[0])
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
