@@ -494,4 +494,4 @@ class DTensorBackend:
     @cached_property
     def _head(self) -> Head:
         """How logits are read; ModelError without a language-model head."""
-        return Head.of(self.model)
+        return Head.of(self.model, self.config.kernels)

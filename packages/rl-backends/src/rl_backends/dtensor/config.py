@@ -1,10 +1,12 @@
 """How the DTensor backend shards a model and cuts a batch. None of it changes a result beyond rounding."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices, check_finite
+from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.table import static_problems
 from rl_backends.lora.config import LoraConfig
 
 __all__ = ["DTensorConfig"]
@@ -69,6 +71,9 @@ class DTensorConfig:
     compile: bool = False
     """Compile each layer with `torch.compile`: faster steps after a slow first one."""
 
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """Which code computes attention, the loss, norms, rotary embeddings, MLPs and linear layers."""
+
     reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When gradients are summed over data-parallel ranks. Once, at the last, communicates less, and keeps the whole
     gradient of the model on every rank until then."""
@@ -111,11 +116,7 @@ class DTensorConfig:
             yield f"router_aux_loss_coef={self.router_aux_loss_coef} must be >= 0"
 
     def _combinations(self) -> Iterator[str]:
-        if self.compile and self.tensor_parallel_size > 1:
-            yield (
-                "compile=True cannot be combined with tensor_parallel_size > 1: torch.compile cannot trace the hooks "
-                "that complete gradients over tensor-parallel ranks; switch one of them off"
-            )
+        yield from static_problems(self)
         if self.share_prefixes and not self.sequence_packing:
             yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
         if self.share_prefixes and self.router_aux_loss_coef > 0:

@@ -21,6 +21,7 @@ def describe(sharded: ShardedModel, *, optimizers: Optimizers | None) -> str:
     return "\n".join(
         [
             head,
+            *sharded.kernels.lines,
             sharded.plan.explain(),
             *adapters,
             *([] if optimizers is None else [optimizers.explain()]),

@@ -33,9 +33,9 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading import materialize
 from rl_backends.metrics.modules import decoder_of
-from rl_backends.packing import enable_packing
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, require_same_batch, require_same_model
 from rl_backends.readers import Reader
@@ -100,6 +100,8 @@ class ShardedModel:
         require_same_model(model)
         self._vocabulary_size = _vocabulary_size(model)
         self.plan = _plan(model, config)
+        self.kernels = apply_kernels(model, config)
+        """What computes attention, the loss and the rest."""
         whole = model if fill is not None else model.to(config.device)
         self.model = _shard(whole, self.mesh, self.plan, config=config)
         if fill is not None:
@@ -180,7 +182,9 @@ class ShardedModel:
 
     def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-        read: tuple[Tensor, ...] = getattr(self.model, METHOD)(inputs, reader, num_places=shape[0] * shape[1])
+        hints = self.kernels.arguments(row_lengths=inputs.row_lengths, cu_seq_lens=inputs.cu_seq_lens)
+        call = getattr(self.model, METHOD)
+        read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         if self._context is not None:
             # Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own.
             from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -228,13 +232,15 @@ class ShardedModel:
             raise
 
 
-def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -> tuple[Tensor, ...]:
+def _read(
+    model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int, hints: dict[str, Any]
+) -> tuple[Tensor, ...]:
     """What the reader reads, each in its place of [num_places, ...].
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
     """
     decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
-    hidden = decoder(**inputs.as_arguments(), use_cache=False).last_hidden_state
+    hidden = decoder(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     several = (read,) if isinstance(read, Tensor) else read
     return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
@@ -259,8 +265,6 @@ def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> nn.Module:
     source = None if any(parameter.is_meta for parameter in model.parameters()) else 0
-    if config.sequence_packing and config.context_parallel_size == 1:  # else apply_context_parallel keeps rows apart
-        enable_packing(model)
     apply_expert_parallel(model, mesh, plan, src_data_rank=source)
     apply_tensor_parallel(model, mesh, plan, src_data_rank=source)
     if config.context_parallel_size > 1:

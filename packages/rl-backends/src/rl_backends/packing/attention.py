@@ -363,10 +363,11 @@ def block_mask(starts: Tensor, *, num_tokens: int, window: int) -> Any:
     # bucketize, not repeat_interleave, which would wait for the device to know how long its output is
     row = torch.bucketize(torch.arange(num_tokens, device=starts.device, dtype=starts.dtype), starts[1:], right=True)
 
-    def seen(_batch: Tensor, _head: Tensor, at: Tensor, to: Tensor) -> Tensor:
-        visible = (row[at] == row[to]) & (at >= to)
-        return visible & (at - to < window) if window else visible
-
+    # Lambdas: flex_attention counts the arguments of what it is given, which a checker of shapes would hide.
+    if window:
+        seen = lambda _b, _h, at, to: (row[at] == row[to]) & (at >= to) & (at - to < window)  # noqa: E731
+    else:
+        seen = lambda _b, _h, at, to: (row[at] == row[to]) & (at >= to)  # noqa: E731
     return create_block_mask(seen, None, None, num_tokens, num_tokens, device=str(starts.device))
 
 
@@ -398,10 +399,7 @@ def _by_flex(
 def capped(softcap: float) -> Callable[..., Tensor]:
     """The score function of flex_attention that bounds scores; the same object for the same bound, compiled once."""
 
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
-        return torch.tanh(score / softcap) * softcap
-
-    return cap
+    return lambda score, _b, _h, _at, _to: torch.tanh(score / softcap) * softcap
 
 
 def flex(*args: Any, **kwargs: Any) -> Any:
