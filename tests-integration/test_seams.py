@@ -13,7 +13,8 @@ from rl_algorithms import contracts, distill, dpo, grpo, kto, orpo, sft
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.preferences import scored
 from rl_backends import DTensorBackend, ReferenceModel, TokenBatch
-from rl_backends.selection import Backend, BackendConfigs, TrainedPolicy
+from rl_backends.backend import Backend, TrainingBackend
+from rl_backends.selection import BackendConfigs
 from rl_generation import (
     Rollout,
     Sampling,
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
     def parts_in_process(
         a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
-    ) -> tuple[TrainedPolicy, TrainedPolicy, ServingEngine, CountedWeightSync]:
+    ) -> tuple[TrainingBackend, TrainingBackend, ServingEngine, CountedWeightSync]:
         return a, b, c, d
 
     def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[ServingEngine, CountedWeightSync]:

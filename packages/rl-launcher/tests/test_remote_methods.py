@@ -9,14 +9,12 @@ import torch
 
 from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
+from rl_backends.backend import TrainingBackend
 from rl_backends.packed_batch import pack, unpack
-from rl_backends.selection import TrainedPolicy
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall
 from rl_launcher.ray.training_worker import POLICY, TrainingWorker
-
-ONLY_DTENSOR = {"save_adapter", "offload", "onload"}  # Megatron trains no adapters, and stays on the device
 
 
 def methods_of(*protocols):
@@ -24,7 +22,9 @@ def methods_of(*protocols):
 
 
 def test_every_method_that_the_launcher_calls_on_a_policy_has_a_row():
-    wanted = methods_of(TrainedPolicy, contracts.Policy, contracts.EntropyPolicy, contracts.Student, contracts.Teacher)
+    wanted = methods_of(
+        TrainingBackend, contracts.Policy, contracts.EntropyPolicy, contracts.Student, contracts.Teacher
+    )
     assert wanted - set(vars(RayPolicy)) <= POLICY_METHODS.keys()
     assert {"logp", "forward_backward", "optim_step", "save_checkpoint"} <= wanted
 
@@ -38,7 +38,7 @@ def test_every_method_of_a_frozen_model_has_a_row_that_frozen_models_have():
 def test_every_row_is_a_method_of_who_runs_it(backend):
     for name, method in POLICY_METHODS.items():
         owner = TrainingWorker if method.runs == "worker" else backend
-        assert callable(getattr(owner, name, None)) or name in ONLY_DTENSOR, f"{owner.__name__} has no {name}"
+        assert callable(getattr(owner, name, None)), f"{owner.__name__} has no {name}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_backends.backend import Backend, TrainingBackend
     from rl_backends.checkpoint_directory import megatron_checkpoint_dir
     from rl_backends.checkpoints import (
         CheckpointState,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from rl_backends.selection import BackendSelection, select_backend
 
 _HOMES = {
+    "Backend": "backend",
+    "TrainingBackend": "backend",
     "megatron_checkpoint_dir": "checkpoint_directory",
     "BackendSelection": "selection",
     "select_backend": "selection",
@@ -111,6 +114,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Backend",
     "BackendSelection",
     "BatchError",
     "CheckpointError",
@@ -144,6 +148,7 @@ __all__ = [
     "ReferenceModel",
     "StepMetrics",
     "TokenBatch",
+    "TrainingBackend",
     "check_generation_config",
     "check_vocabulary",
     "clip_and_step",

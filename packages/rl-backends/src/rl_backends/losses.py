@@ -1,14 +1,16 @@
 """What a loss is given and must return, checked before any rank continues: an error is reported to all ranks."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
 
+from rl_backends.batching.microbatches import moved
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = ["ROUTER_LOSS", "LossFunction", "Output", "Sums", "ask", "last_tokens", "through_outputs"]
+__all__ = ["ROUTER_LOSS", "LossFunction", "LossOverMicrobatches", "Output", "Sums", "last_tokens", "through_outputs"]
 
 Sums = dict[str, Tensor]
 Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
@@ -18,10 +20,54 @@ ROUTER_LOSS = "router_aux_loss"
 """The name under which the auxiliary loss of a mixture is among the sums."""
 
 
-def ask(loss: LossFunction[BatchT], outputs: Tensor, rows: BatchT, *, counted: bool) -> tuple[Tensor, Sums]:
-    """Call the loss on the model's outputs for the rows of one microbatch; see `through_outputs`."""
-    leaf = outputs.detach().requires_grad_(outputs.requires_grad)
-    return through_outputs(loss(leaf, rows), leaf=leaf, outputs=outputs, counted=counted)
+class LossOverMicrobatches(Generic[BatchT]):
+    """The caller's loss, called for microbatch after microbatch of this rank.
+
+    A loss that raises must not stop its rank alone, since other ranks wait in the collectives of the model's backward:
+    the first error is kept in `failure`, and this rank goes on with a loss of 0 until all ranks can raise together.
+
+    Args:
+        loss: of outputs and rows, to a scalar and named scalars.
+        device: where its rows are moved to.
+        reserved: names of sums that the loss may not use.
+        around: entered around every call of the loss.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction[BatchT],
+        *,
+        device: str,
+        reserved: tuple[str, ...] = (),
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._loss, self._device, self._reserved, self._around = loss, device, reserved, around
+        self.sums: Sums = {}
+        """Of the microbatches so far that count."""
+        self.failure: Exception | None = None
+        """What the loss raised first."""
+
+    def __call__(self, outputs: Tensor, rows: BatchT, *, counted: bool) -> Tensor:
+        """A scalar whose gradient in `outputs`, those of `rows`, is that of the loss; 0 after a failure."""
+        if self.failure is not None:
+            return outputs.sum() * 0.0
+        leaf = outputs.detach().requires_grad_(outputs.requires_grad)
+        try:
+            with self._around():
+                result = self._loss(leaf, moved(rows, device=self._device))
+                total, parts = through_outputs(
+                    result, leaf=leaf, outputs=outputs, counted=counted, reserved=self._reserved
+                )
+        except Exception as error:  # noqa: BLE001 - anybody's loss; raised later, on all ranks
+            self.failure = error
+            return outputs.sum() * 0.0
+        self.add(parts, counted=counted)
+        return total
+
+    def add(self, parts: Mapping[str, Tensor], *, counted: bool) -> None:
+        """Add named scalars of one microbatch to `sums`; 0 for one that does not count."""
+        for name, part in parts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (part if counted else torch.zeros_like(part))
 
 
 def through_outputs(

@@ -5,67 +5,16 @@ needs megatron-core.
 """
 
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import nn
 
+from rl_backends.backend import Backend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.lora.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.optimizers.config import OptimizerConfig
 
-if TYPE_CHECKING:
-    from rl_backends.dtensor.backend import DTensorBackend
-    from rl_backends.megatron.backend import MegatronBackend
-
-    Backend: TypeAlias = DTensorBackend | MegatronBackend
-    """What a selection makes. The two have the same surface."""
-else:
-    Backend = object  # naming the classes would load both
-
-__all__ = ["Backend", "BackendConfigs", "BackendSelection", "TrainedPolicy", "select_backend"]
-
-
-class TrainedPolicy(Protocol):
-    """What can be trained and saved: either backend, or a group of ranks that each hold one."""
-
-    version: int
-    """Optimizer steps that the weights have seen."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Start a stage with a fresh optimizer."""
-
-    def logp(self, examples: Any) -> Tensor:
-        """Log-probabilities of the tokens, [B, T]."""
-
-    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
-        """Accumulate the gradient; return sums over all rows."""
-
-    def optim_step(self) -> float:
-        """Clip, update, clear the gradient; return its norm before clipping."""
-
-    def freeze_reference(self) -> Any:
-        """The policy as it is now, frozen."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, whole or not at all."""
-
-    def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
-        """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
-
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
-        """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
-
-    def explain(self) -> str:
-        """How it is sharded, and why."""
-
-    def close(self) -> None:
-        """End what it holds: processes, groups, memory."""
+__all__ = ["BackendConfigs", "BackendSelection", "select_backend"]
 
 
 @runtime_checkable

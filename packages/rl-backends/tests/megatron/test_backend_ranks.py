@@ -114,13 +114,13 @@ def after(backend, examples, loss, wrong):
         raised = f"{type(error).__name__}: {error}"
     else:
         raised = "nothing"
-    left = max(float(held.parameter.main_grad.abs().max()) for held in backend._model.held)
+    left = max(float(held.parameter.main_grad.abs().max()) for held in backend._distributed.held)
     return {"raised": raised, "left": left}
 
 
 def not_finite(backend, examples):
     """One row's loss is NaN, wherever that row is."""
-    before = [held.local.clone() for held in backend._model.held]
+    before = [held.local.clone() for held in backend._distributed.held]
 
     def one_nan(logp, rows):
         factor = torch.where(rows.weight == examples.weight[5], torch.nan, 1.0)
@@ -132,7 +132,7 @@ def not_finite(backend, examples):
         raised = "nothing"
     except RuntimeError as error:
         raised = f"{type(error).__name__}: {error}"
-    same = all(torch.equal(held.local, was) for held, was in zip(backend._model.held, before, strict=True))
+    same = all(torch.equal(held.local, was) for held, was in zip(backend._distributed.held, before, strict=True))
     return {"raised": raised, "same": same, "version": backend.version}
 
 

@@ -31,4 +31,6 @@ def weights(backend: MegatronBackend) -> Iterator[Part]:
 
 def gradients(backend: MegatronBackend) -> Iterator[Part]:
     """The same of gradients, which ranks sum up for it: the backend must forget them before it goes on."""
-    return summed_gradients(backend._model, backend._require_optimizers())  # noqa: SLF001 - ours
+    optimizers = backend._optimizers  # noqa: SLF001 - ours
+    assert optimizers is not None
+    return summed_gradients(backend._distributed, optimizers)  # noqa: SLF001 - ours

@@ -111,7 +111,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
             f"run has none: experts that are run one at a time are the usual case; choose another implementation of "
             f"them where the model has one (experts_implementation)"
         ) from error
-    sharded = backends[0]._sharded  # noqa: SLF001 - ours
+    sharded = backends[0]._distributed  # noqa: SLF001 - ours
     mesh = sharded.mesh
     return _Told(
         ledger=ledger,

@@ -161,7 +161,7 @@ def _one_microbatch(backend: DTensorBackend, asked: StepAsked) -> Sequence[int]:
     lengths = asked.lengths
     if len(set(lengths)) > 1:
         return lengths
-    cut = backend._sharded.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
+    cut = backend._distributed.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
     return lengths[: max(1, len(lengths) // len(cut[0]))]
 
 

@@ -6,7 +6,7 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -19,25 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
-from rl_backends.batching.microbatches import (
-    Microbatch,
-    MicrobatchLimits,
-    ModelInputs,
-    SequenceShard,
-    cut_all,
-    make_inputs,
-)
+from rl_backends.backend import DistributedModel, max_positions, vocabulary_size
+from rl_backends.batching.microbatches import ModelInputs, SequenceShard
 from rl_backends.batching.prefixes import make_shared_inputs
-from rl_backends.batching.words import require_token_ids
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
 from rl_backends.errors import ModelError
-from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading import materialize
 from rl_backends.metrics.modules import decoder_of
 from rl_backends.process_group import Membership, join_process_group
-from rl_backends.rank_agreement import on_every_rank, require_same_batch, require_same_model
+from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader
 from rl_parallel_plans import (
     ParallelPlan,
@@ -57,8 +50,8 @@ METHOD = "read_hidden_states"
 """The method's name on the model. FSDP2 must know it, to gather parameters around it as it does around `forward`."""
 
 
-class ShardedModel:
-    """`model` over all ranks of this run, each of which is handed whole batches and reads its own rows.
+class ShardedModel(DistributedModel):
+    """`model` over all ranks of this run, sharded by DTensors and FSDP2.
 
     Args:
         model: with its weights, the same on every rank; or on the meta device with `fill`. It is taken over.
@@ -87,7 +80,7 @@ class ShardedModel:
                 f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
                 f"pass fill= to put weights into it"
             )
-        self.config = config
+        self.config: DTensorConfig = config
         require_device(config)
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
@@ -98,7 +91,7 @@ class ShardedModel:
         config = self.config
         self.mesh = make_mesh(config)
         require_same_model(model)
-        self._vocabulary_size = _vocabulary_size(model)
+        self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
         self.plan = _plan(model, config)
         self.kernels = apply_kernels(model, config)
         """What computes attention, the loss and the rest."""
@@ -111,19 +104,20 @@ class ShardedModel:
         register_fsdp_forward_method(self.model, METHOD)
         self.rows = rows_of(self.mesh)
         """The ranks among which rows are dealt."""
-        self.rank_of_rows: int = self.rows.get_local_rank()
-        """This rank's place in what `cut` returns."""
         context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
         self._context = context
         self.sequence_shard = None if context is None else SequenceShard(context.get_local_rank(), context.size())
-        """This rank's part of every row; None without context parallelism."""
         self.token_multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
-        """What the length of padded rows is rounded up to."""
-        self._limits = MicrobatchLimits(
-            rows=config.micro_batch_size,
-            tokens=config.micro_batch_tokens,
-            layout="packed" if config.sequence_packing else "padded",
-        )
+
+    @property
+    def row_group(self) -> dist.ProcessGroup:
+        """The ranks among which the rows of a batch are shared out."""
+        return self.rows.get_group()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has left the process group."""
+        return self.membership.left
 
     @property
     def under_fsdp(self) -> bool:
@@ -135,28 +129,6 @@ class ShardedModel:
         mesh = self.rows if axis == "rows" else self._context
         return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
-    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
-        """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
-
-        with_token_ids: `examples.token_ids` will be asked about.
-
-        Raises:
-            BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
-            RuntimeError: the model is closed.
-        """
-        if self.membership.left:
-            raise RuntimeError("this backend is closed; make another to compute with")
-        require_same_batch(examples, with_token_ids=with_token_ids)
-        if with_token_ids:
-            require_token_ids(examples, vocabulary_size=self._vocabulary_size)
-        return cut_all(
-            examples,
-            limits=self._limits,
-            num_ranks=self.rows.size(),
-            token_multiple=self.token_multiple,
-            vocabulary_size=self._vocabulary_size,
-        )
-
     def inputs(
         self,
         rows: TokenBatch,
@@ -165,19 +137,10 @@ class ShardedModel:
         offset: int = 1,
         words: Shaped[Tensor, "b w k"] | None = None,
     ) -> ModelInputs:
-        """What the model reads of rows on the host, on the device."""
-        if self.config.share_prefixes:
-            made = make_shared_inputs(rows.tokens, rows.lengths, asked, offset=offset, words=words)
-            return made.to(self.config.device)
-        made = make_inputs(
-            rows.tokens,
-            rows.lengths,
-            asked,
-            layout=self._limits.layout,
-            offset=offset,
-            shard=self.sequence_shard,
-            words=words,
-        )
+        """As of every model; rows that share prefixes are laid out in one pack, each prefix once."""
+        if not self.config.share_prefixes:
+            return super().inputs(rows, asked, offset=offset, words=words)
+        made = make_shared_inputs(rows.tokens, rows.lengths, asked, offset=offset, words=words)
         return made.to(self.config.device)
 
     def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -193,26 +156,17 @@ class ShardedModel:
             read = tuple(each.redistribute(placements=[Replicate()]).to_local() for each in partial_sums)
         return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
-    @torch.no_grad()
-    def read_all(
-        self, examples: BatchT, reader: Reader, *, asked: Tensor | None = None, offset: int = 1
-    ) -> dict[int, Tensor]:
-        """What `reader` reads of every row, on every rank: by the number of the reader's output, `[B, T, ...]`."""
-        wanted = examples.trainable if asked is None else asked
-        out: dict[int, Tensor] = {}
-        for microbatch in self.cut(examples)[self.rank_of_rows]:
-            rows = microbatch.of(examples, device="cpu")
-            inputs = self.inputs(rows, wanted[microbatch.rows, : microbatch.width].cpu(), offset=offset)
-            read = self.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))
-            for number, each in enumerate(read):
-                whole = out.setdefault(number, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
-                if microbatch.counted:
-                    whole[microbatch.rows.to(whole.device), : microbatch.width] = each
+    def _forward(
+        self,
+        inputs: Sequence[ModelInputs],
+        reader: Reader,
+        *,
+        shapes: Sequence[tuple[int, int]],
+        keep: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:
+        for number, (each, shape) in enumerate(zip(inputs, shapes, strict=True)):
+            keep(number, self.read(each, reader, shape=shape))
         self.reshard()
-        for whole in out.values():
-            if self.rows.size() > 1:
-                dist.all_reduce(whole, group=self.rows.get_group())
-        return {number: whole.to(examples.tokens.device) for number, whole in out.items()}
 
     def reshard(self) -> None:
         """Free what a forward without a backward, or a failure, has left gathered."""
@@ -244,11 +198,6 @@ def _read(
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     several = (read,) if isinstance(read, Tensor) else read
     return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
-
-
-def _vocabulary_size(model: nn.Module) -> int:
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embeddings.weight.shape[0])
 
 
 def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:

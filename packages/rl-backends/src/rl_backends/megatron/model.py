@@ -15,19 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from rl_backends.batching.microbatches import (
-    Microbatch,
-    MicrobatchLimits,
-    ModelInputs,
-    SequenceShard,
-    cut_all,
-    make_inputs,
-)
-from rl_backends.batching.words import require_token_ids
-from rl_backends.examples import TokenBatch
+from rl_backends.backend import DistributedModel
+from rl_backends.batching.microbatches import ModelInputs, SequenceShard
 from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
@@ -37,7 +28,7 @@ from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
 from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
-from rl_backends.rank_agreement import on_every_rank, raise_together, require_same_batch
+from rl_backends.rank_agreement import on_every_rank, raise_together
 from rl_backends.readers import Reader
 
 __all__ = ["Fill", "MegatronModel"]
@@ -46,7 +37,7 @@ Fill = Callable[["MegatronModel"], object]
 """Puts weights into a model's parameters, which are 0 until then; raises on every rank if it fails on one."""
 
 
-class MegatronModel:
+class MegatronModel(DistributedModel):
     """The model of this rank's stage, each rank being handed whole batches and reading its own rows.
 
     Args:
@@ -71,8 +62,9 @@ class MegatronModel:
         trainable: bool = True,
         groups: ParallelGroups | None = None,
     ) -> None:
-        self.config = config
+        self.config: MegatronConfig = config
         self.architecture = read_architecture(skeleton.config)
+        self.vocabulary_size, self.max_positions = self.architecture.vocab_size, None
         self._joined = groups is None
         self.groups = ParallelGroups.join(config) if groups is None else groups
         try:
@@ -82,6 +74,13 @@ class MegatronModel:
             raise
 
     def _build(self, skeleton: nn.Module, fill: Fill, *, trainable: bool) -> None:
+        config, context = self.config, self.groups.cp
+        self.sequence_shard = None if context.size() == 1 else SequenceShard(context.rank(), context.size())
+        self.length_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        chunks = 2 * context.size() if context.size() > 1 else 1
+        # Sequence parallelism rounds what is read of a whole pack, and every padded row.
+        rounded = lcm(chunks, context.size() * self.length_multiple)
+        self.token_multiple = chunks if config.sequence_packing else rounded
         names = first_names(skeleton)
         self.shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
         with cpu_compat():
@@ -94,62 +93,14 @@ class MegatronModel:
         self._head = OutputHead(self.gpt, self.groups, vocabulary_size=self.architecture.vocab_size)
 
     @property
-    def rank_of_rows(self) -> int:
-        """This rank's place in what `cut` returns."""
-        return self.groups.rows.rank()
+    def row_group(self) -> dist.ProcessGroup:
+        """The ranks among which the rows of a batch are shared out."""
+        return self.groups.rows
 
     @property
-    def token_multiple(self) -> int:
-        """What the length of rows is rounded up to; sequence parallelism rounds what is read of a whole pack."""
-        context = self.config.context_parallel_size
-        chunks = 2 * context if context > 1 else 1
-        return chunks if self.config.sequence_packing else lcm(chunks, context * self._multiple)
-
-    @property
-    def _multiple(self) -> int:
-        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-
-    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
-        """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
-
-        with_token_ids: `examples.token_ids` will be asked about.
-
-        Raises:
-            BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
-        """
-        if self.groups.left:
-            raise RuntimeError("this backend is closed: its process groups are gone; make another one")
-        require_same_batch(examples, with_token_ids=with_token_ids)
-        if with_token_ids:
-            require_token_ids(examples, vocabulary_size=self.architecture.vocab_size)
-        limits = MicrobatchLimits(
-            rows=self.config.micro_batch_size,
-            tokens=self.config.micro_batch_tokens,
-            layout="packed" if self.config.sequence_packing else "padded",
-        )
-        return cut_all(
-            examples,
-            limits=limits,
-            num_ranks=self.groups.rows.size(),
-            token_multiple=self.token_multiple,
-            vocabulary_size=self.architecture.vocab_size,
-        )
-
-    def inputs(
-        self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, words: Shaped[Tensor, "b w k"] | None = None
-    ) -> ModelInputs:
-        """What the model reads of rows on the host, on the device."""
-        context = self.groups.cp
-        made = make_inputs(
-            rows.tokens,
-            rows.lengths,
-            asked,
-            layout="packed" if self.config.sequence_packing else "padded",
-            shard=None if context.size() == 1 else SequenceShard(context.rank(), context.size()),
-            multiple=self._multiple,
-            words=words,
-        )
-        return made.to(self.config.device)
+    def closed(self) -> bool:
+        """Whether it has left Megatron's process groups."""
+        return self.groups.left
 
     def read(
         self, hidden: Tensor, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
@@ -165,39 +116,30 @@ class MegatronModel:
             shape=shape,
         )
 
-    @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
-    @torch.no_grad()
-    def read_all(self, examples: TokenBatch, reader: Reader) -> dict[int, Tensor]:
-        """What `reader` reads of every trainable token, on every rank: by the number of its output, `[B, T, ...]`."""
-        microbatches = self.cut(examples)[self.rank_of_rows]
-        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
-        inputs = [self.inputs(each, each.trainable) for each in rows]
-        out: dict[int, Tensor] = {}
+    def _forward(
+        self,
+        inputs: Sequence[ModelInputs],
+        reader: Reader,
+        *,
+        shapes: Sequence[tuple[int, int]],
+        keep: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:
         failure: Exception | None = None
 
-        def keep(number: int, hidden: Tensor) -> Tensor:
+        def finish(number: int, hidden: Tensor) -> Tensor:
             nonlocal failure
             try:
-                shape = (rows[number].tokens.shape[0], rows[number].tokens.shape[1])
-                for output, each in enumerate(self.read(hidden, inputs[number], reader, shape=shape)):
-                    whole = out.setdefault(output, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
-                    if microbatches[number].counted:
-                        whole[microbatches[number].rows.to(whole.device), : microbatches[number].width] = each
+                keep(number, self.read(hidden, inputs[number], reader, shape=shapes[number]))
             except Exception as error:  # noqa: BLE001 - the other stages are waiting; raised below, on every rank
                 failure = error
             return hidden.sum() * 0.0
 
-        run_passes(self.gpt, inputs, keep, forward_only=True)
+        run_passes(self.gpt, inputs, finish, forward_only=True)
         raise_together(failure)
-        return self._on_every_rank(out, device=examples.tokens.device)
 
-    def _on_every_rank(self, out: dict[int, Tensor], *, device: torch.device) -> dict[int, Tensor]:
-        last = self.groups.last_stage
-        told = told_by_last_stage(_values(out) if last else None, self.groups, device=self.config.device)
-        for whole in told:
-            if self.groups.rows.size() > 1:
-                dist.all_reduce(whole, group=self.groups.rows)
-        return {number: whole.to(device) for number, whole in enumerate(told)}
+    def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
+        values = [out[number] for number in sorted(out)] if self.groups.last_stage else None
+        return dict(enumerate(told_by_last_stage(values, self.groups, device=self.config.device)))
 
     @contextmanager
     def visiting_the_device(self) -> Iterator[None]:
@@ -228,10 +170,6 @@ def _leave_out_padding(gpt: Any, skeleton: Any) -> None:
         return torch.where((tokens == padding)[..., None], embedded.detach(), embedded)
 
     gpt.embedding.word_embeddings.register_forward_hook(detach_padding)
-
-
-def _values(out: dict[int, Tensor]) -> Sequence[Tensor]:
-    return [out[number] for number in sorted(out)]
 
 
 def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:

@@ -144,7 +144,7 @@ class Optimizers:
         self.num_steps_taken = 0
         """Steps since the stage began, without those left out for a gradient that was not finite."""
         self.num_steps_skipped = 0
-        """Steps that were left out for a gradient that was not finite."""
+        """Steps that were left out: the gradient was not finite, or nothing was trainable."""
         self.named_parameters: dict[str, nn.Parameter] = {
             name: parameter for group in groups for name, parameter in zip(group.names, group.parameters, strict=True)
         }
@@ -303,11 +303,11 @@ class GradientStep:
     """What one step did."""
 
     norm: float
-    """Global 2-norm of the gradient before clipping; not finite where the step was skipped."""
+    """Global 2-norm of the gradient before clipping."""
     clipped: bool
     """Whether the gradient was scaled down to `max_grad_norm`."""
     skipped: bool
-    """Whether nothing was updated because the gradient was not finite."""
+    """Whether nothing was updated: the gradient was not finite, or nothing was trainable."""
     nonfinite: tuple[str, ...] = ()
     """The first five parameters whose gradient was not finite; none where only the norm overflowed."""
 

@@ -135,7 +135,7 @@ def parts(examples, calls):
 
 def held(backend):
     """All that this rank holds, second copies too."""
-    return backend._model.held
+    return backend._distributed.held
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_backends import select_backend
-from rl_backends.selection import Backend
+from rl_backends.backend import Backend
 from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import is_import_string

@@ -16,8 +16,8 @@ from rl_backends import (
     load_tokenizer,
     select_backend,
 )
+from rl_backends.backend import Backend
 from rl_backends.lora import AdapterSize, adapter_size, add_lora, is_base
-from rl_backends.selection import Backend
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import PolicyConfig, Recipe, TeacherConfig
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string

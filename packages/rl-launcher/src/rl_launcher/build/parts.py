@@ -13,7 +13,7 @@ from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.replay import ReplayBuffer
 from rl_algorithms.tokenized_data import TokenizedData
 from rl_backends import BackendSelection
-from rl_backends.selection import TrainedPolicy
+from rl_backends.backend import TrainingBackend
 from rl_generation import Sampling
 from rl_generation.seeding import SeededEngine
 from rl_observe import SpanLog
@@ -42,7 +42,7 @@ class _Timed:
 class Parts:
     """Everything a run is made of."""
 
-    policy: TrainedPolicy
+    policy: TrainingBackend
     selection: BackendSelection
     """Which backend trains, and why."""
     engine: RunEngine

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from rl_backends import DTensorConfig, select_backend
+from rl_backends.backend import TrainingBackend
 from rl_backends.checkpoints.atomic import atomic_folder
 from rl_backends.checkpoints.manifest import read_manifest
-from rl_backends.selection import TrainedPolicy
 from rl_launcher.build.models import load_policy
 from rl_launcher.checkpoints.folders import (
     POLICY,
@@ -93,7 +93,7 @@ def _convert(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
         policy.close()
 
 
-def fill_folder(folder: Path, *, policy: TrainedPolicy, tokenizer: Any) -> None:
+def fill_folder(folder: Path, *, policy: TrainingBackend, tokenizer: Any) -> None:
     """Write model and tokenizer to an existing, empty folder."""
     weights = folder / "weights"  # the policy refuses a folder that exists
     policy.save_pretrained(weights)

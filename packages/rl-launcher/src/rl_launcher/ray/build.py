@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from rl_backends import check_vocabulary, load_tokenizer, open_model
+from rl_backends.backend import TrainingBackend
 from rl_backends.checkpoints.atomic import atomic_folder
 from rl_backends.loading import pad_token_id
-from rl_backends.selection import TrainedPolicy
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.engines import engine_spec
 from rl_launcher.build.inputs import closing, read_inputs, tokenize
@@ -132,7 +132,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
 class StartedEngines(NamedTuple):
     """The engines, and the policy as it is used beside them."""
 
-    policy: TrainedPolicy
+    policy: TrainingBackend
     """The policy; it frees shared devices for the engines, and takes them back."""
     engine: RayEngine
     enter_generating: Callable[[], None] | None
@@ -192,14 +192,14 @@ def start_engines(
     used_policy: Any = policy
     enter_generating: Callable[[], None] | None = None
     if placement.colocated:
-        colocation = Colocation(policy, engines, moves=moves)
+        colocation = Colocation(cast("TrainingBackend", policy), engines, moves=moves)
         colocation.make_room()
         used_policy = ColocatedModel(policy, colocation, offload_references=moves)
         enter_generating = partial(colocation.enter, "generating")
         sync.enter_refitting, sync.healing = partial(colocation.enter, "refitting"), colocation.healing
     engines.start()
     return StartedEngines(
-        policy=cast("TrainedPolicy", used_policy),  # its methods are the rows of POLICY_METHODS
+        policy=cast("TrainingBackend", used_policy),  # its methods are the rows of POLICY_METHODS
         engine=RayEngine(engines),
         enter_generating=enter_generating,
         weight_sync=sync,

@@ -14,14 +14,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from rl_backends.backend import TrainingBackend
+from rl_backends.offload import Part
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.engine_pool import EnginePool
 from rl_launcher.ray.remote_methods import POLICY_METHODS, Phase
 from rl_launcher.schema import Recipe
 from rl_refit import RefitError
 
-WEIGHTS = ("weights",)
-NOT_WEIGHTS = ("gradients", "optimizer")
+WEIGHTS: tuple[Part, ...] = ("weights",)
+NOT_WEIGHTS: tuple[Part, ...] = ("gradients", "optimizer")
 
 
 def check_colocation(recipe: Recipe) -> None:
@@ -41,7 +43,7 @@ class Colocation:
     `moves` tells whether there is memory to free, as on GPUs; the engines must not be started yet.
     """
 
-    def __init__(self, policy: Any, engines: EnginePool, *, moves: bool) -> None:
+    def __init__(self, policy: TrainingBackend, engines: EnginePool, *, moves: bool) -> None:
         self._policy, self._engines, self._moves = policy, engines, moves
         self._lock = threading.RLock()
         self._may_start, self._starting = True, 0

@@ -20,7 +20,7 @@ from rl_launcher.ray.worker_failures import RemoteError
 
 
 class RayPolicy:
-    """A `TrainedPolicy` over Ray actors that hold one rank each. Its methods are the rows of `POLICY_METHODS`.
+    """A `TrainingBackend` over Ray actors that hold one rank each. Its methods are the rows of `POLICY_METHODS`.
 
     May be called from several threads; calls run one at a time. An exception of a rank is raised here as an instance of
     the same class, with the rank, its node, its process and its traceback. When a rank dies or does not answer, all of

@@ -2,12 +2,14 @@
 
 Three readers obey the table: `RayPolicy` sends the arguments and picks the result, `TrainingWorker` calls the method
 on its rank, and `ColocatedModel` enters the phase that the method needs. To make another method of the backends
-available, add a row; its arguments and options are those of the backend.
+available, add it to `TrainingBackend`, so that a backend without it is a type error, and a row here; its arguments and
+options are those of the backend.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_backends.backend import TrainingBackend
 from rl_launcher.ray.remote_calls import GRACE_S
 
 Phase = Literal["generating", "refitting", "training"]
@@ -44,22 +46,22 @@ class RemoteMethod:
 POLICY_METHODS = {
     method.name: method
     for method in (
-        RemoteMethod(name="start_training", returns="nothing"),
-        RemoteMethod(name="logp", sends="batch", frozen_models=True),
-        RemoteMethod(name="topk_logits", sends="batch", frozen_models=True),
-        RemoteMethod(name="entropy", sends="batch"),
-        RemoteMethod(name="forward_backward", sends="batch"),
-        RemoteMethod(name="optim_step"),
-        RemoteMethod(name="metrics", phase=None),
-        RemoteMethod(name="freeze_reference", returns="model"),
+        RemoteMethod(name=TrainingBackend.start_training.__name__, returns="nothing"),
+        RemoteMethod(name=TrainingBackend.logp.__name__, sends="batch", frozen_models=True),
+        RemoteMethod(name=TrainingBackend.topk_logits.__name__, sends="batch", frozen_models=True),
+        RemoteMethod(name=TrainingBackend.entropy.__name__, sends="batch"),
+        RemoteMethod(name=TrainingBackend.forward_backward.__name__, sends="batch"),
+        RemoteMethod(name=TrainingBackend.optim_step.__name__),
+        RemoteMethod(name=TrainingBackend.metrics.__name__, phase=None),
+        RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="model"),
         RemoteMethod(name="load_teacher", runs="worker", returns="model", limit="start_timeout_s"),
-        RemoteMethod(name="save_pretrained", sends="folder", returns="nothing"),
-        RemoteMethod(name="save_adapter", sends="folder", returns="nothing"),
-        RemoteMethod(name="save_checkpoint", sends="folder", returns="nothing"),
-        RemoteMethod(name="load_checkpoint", sends="folder"),
-        RemoteMethod(name="explain", phase=None),
-        RemoteMethod(name="offload", phase=None),
-        RemoteMethod(name="onload", phase=None),
+        RemoteMethod(name=TrainingBackend.save_pretrained.__name__, sends="folder", returns="nothing"),
+        RemoteMethod(name=TrainingBackend.save_adapter.__name__, sends="folder", returns="nothing"),
+        RemoteMethod(name=TrainingBackend.save_checkpoint.__name__, sends="folder", returns="nothing"),
+        RemoteMethod(name=TrainingBackend.load_checkpoint.__name__, sends="folder"),
+        RemoteMethod(name=TrainingBackend.explain.__name__, phase=None),
+        RemoteMethod(name=TrainingBackend.offload.__name__, phase=None),
+        RemoteMethod(name=TrainingBackend.onload.__name__, phase=None),
         RemoteMethod(name="dtypes", runs="worker", returns="merged", phase=None),
         RemoteMethod(name="join_refit", runs="worker", returns="nothing", phase=None, grace_s=REFIT_GRACE_S),
         RemoteMethod(name="refit", runs="worker", phase=None, grace_s=REFIT_GRACE_S),

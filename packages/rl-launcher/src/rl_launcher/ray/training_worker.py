@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends import process_group, select_backend
+from rl_backends.backend import Backend
 from rl_backends.checkpoints.shared_folder import sees
 from rl_backends.packed_batch import PackedBatch, unpack
-from rl_backends.selection import Backend
 from rl_launcher.build.engines import dtypes_of, weight_source
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply
 from rl_launcher.schema import PolicyConfig
@@ -101,8 +101,6 @@ class TrainingWorker:
             self._policy.version = call.version
         row = POLICY_METHODS[call.method]
         owner = self if row.runs == "worker" else self._models[call.model]
-        if not hasattr(owner, call.method):
-            raise RuntimeError(f"{type(owner).__name__} has no {call.method}(), which this recipe needs")
         value = getattr(owner, call.method)(
             *(unpack(each) if isinstance(each, PackedBatch) else each for each in arguments), **options
         )

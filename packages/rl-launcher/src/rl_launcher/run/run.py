@@ -326,8 +326,7 @@ class Run:
         if parts.selection.adapters is not None:
             # A folder that is there already is left from an end that was killed before it wrote the model.
             shutil.rmtree(self.directory.adapter, ignore_errors=True)
-            adapted: Any = policy  # a backend with adapters, or the ranks that have them
-            adapted.save_adapter(self.directory.adapter, base_model_name=self.recipe.policy.model_name)
+            policy.save_adapter(self.directory.adapter, base_model_name=self.recipe.policy.model_name)
         with atomic_folder(self.directory.model) as unfinished:
             fill_folder(unfinished, policy=policy, tokenizer=parts.tokenizer)
 

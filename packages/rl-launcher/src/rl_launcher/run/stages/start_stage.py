@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rl_algorithms.contracts import Reference
 from rl_backends import OptimizerConfig
+from rl_backends.backend import TrainingBackend
 from rl_backends.lora import is_base
-from rl_backends.selection import TrainedPolicy
 from rl_launcher.build.parts import Parts
 from rl_launcher.run.record import Recorder
 
@@ -65,7 +65,6 @@ def start_stage(
     return StageStart(taken=taken, reference=reference, state=progress.state, tensors=progress.tensors)
 
 
-def _freeze(policy: TrainedPolicy, *, of_base: bool) -> Reference:
-    freeze: Any = policy.freeze_reference  # only a policy with adapters can leave them off
-    reference: Reference = freeze(without_adapters=True) if of_base else freeze()
+def _freeze(policy: TrainingBackend, *, of_base: bool) -> Reference:
+    reference: Reference = policy.freeze_reference(without_adapters=of_base)
     return reference

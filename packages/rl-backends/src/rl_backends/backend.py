@@ -1,0 +1,722 @@
+"""What every training backend is and does: the surface that drivers type against, and the half that all of them share.
+
+`TrainingBackend` is the Protocol: a backend in this process, or a group of ranks that each hold one, such as on Ray.
+`Backend` is the base class of `DTensorBackend` and `MegatronBackend`. It cuts batches into microbatches, reads
+log-probabilities, accumulates gradients, steps, measures, saves and closes; a subclass says how its model computes.
+`DistributedModel` is the model of a backend, laid out over ranks.
+
+Every rank is given the whole batch and works on its own rows; gradients and sums are added up, never averaged, so that
+a loss which divides by the step's global count gives the same gradient however the batch was cut.
+
+Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w tokens of its longest row.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from rl_backends.batching.microbatches import (
+    Microbatch,
+    MicrobatchLimits,
+    ModelInputs,
+    SequenceShard,
+    cut_all,
+    make_inputs,
+)
+from rl_backends.batching.words import require_token_ids, token_ids_of
+from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.choices import require_temperature
+from rl_backends.errors import BatchError
+from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.losses import LossFunction, Output, Sums, last_tokens
+from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
+from rl_backends.metrics.hardware import peak_of_this_device
+from rl_backends.offload import PARTS, OffloadReport, Part
+from rl_backends.optimizers import GradientStep, OptimizerConfig
+from rl_backends.rank_agreement import require_same_batch
+from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
+from rl_backends.reference import ReferenceModel
+from rl_parallel_plans import TopKLogp
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "DistributedModel",
+    "StageOptimizers",
+    "TrainingBackend",
+    "asked_of",
+    "max_positions",
+    "vocabulary_size",
+]
+
+WEIGHTS: tuple[Part, ...] = ("weights",)
+PASSES: tuple[Part, ...] = ("weights", "gradients")
+"""What a forward and a backward need on the device."""
+
+POSITION_TABLE = re.compile(r"wpe|embed_positions?|position_embeddings?|pos_embeddings?")
+"""How transformers call a table of learned positions."""
+
+
+class TrainingBackend(Protocol):
+    """What a driver, such as rl-launcher, calls: either backend, or a group of ranks that each hold one.
+
+    The methods are those of `Backend`, which documents them. Results are the same on every rank.
+    """
+
+    version: int
+    """Optimizer steps that the weights have seen."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+
+    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
+        """Begin a stage with a fresh optimizer."""
+
+    def logp(self, examples: Any) -> Tensor:
+        """Log-probabilities of the tokens, [B, T]."""
+
+    def entropy(self, examples: Any) -> Tensor:
+        """Entropies of the distributions that the tokens were drawn from, [B, T]."""
+
+    def topk_logits(self, examples: Any, k: int) -> TopKLogp:
+        """The k most probable tokens in each place, [B, T, k]."""
+
+    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
+        """Accumulate the gradient; return sums over all rows."""
+
+    def optim_step(self) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping."""
+
+    def metrics(self) -> Any:
+        """What the last step did; None before the first."""
+
+    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> Any:
+        """The policy as it is now, frozen."""
+
+    def offload(self, *, parts: Collection[Part] = PARTS) -> Any:
+        """Give the device's memory to others."""
+
+    def onload(self, *, parts: Collection[Part] = PARTS) -> Any:
+        """Bring back what `offload` moved."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face model folder, whole or not at all."""
+
+    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
+        """Write the adapters in PEFT's format, whole or not at all."""
+
+    def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
+        """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
+
+    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
+        """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
+
+    def explain(self) -> str:
+        """How it is sharded, and why."""
+
+    def close(self) -> None:
+        """End what it holds: processes, groups, memory."""
+
+
+@runtime_checkable
+class BackendConfig(Protocol):
+    """What the configuration of every backend says of how it computes."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the model lives."""
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """What the forward and backward passes compute in."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Most rows in one pass on one rank."""
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Most tokens in one pass on one rank; None bounds by rows alone."""
+
+    @property
+    def sequence_packing(self) -> bool:
+        """Rows lie one after the other, without padding."""
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """Of one device; None looks it up."""
+
+
+@runtime_checkable
+class StageOptimizers(Protocol):
+    """The optimizers of a stage, as `start_training` makes them."""
+
+    num_steps_skipped: int
+    """Steps that were left out: the gradient was not finite, or nothing was trainable."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+
+    @property
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Torch's optimizers."""
+
+    def explain(self) -> str:
+        """What they train, how, and in how much memory."""
+
+
+class DistributedModel(ABC):
+    """A model laid out over all ranks of this run, each of which is given whole batches and reads its own rows."""
+
+    config: BackendConfig
+    vocabulary_size: int
+    """Rows of the embedding: token ids are below it."""
+    max_positions: int | None
+    """Tokens of the longest row that the model has positions for; None where it has no table of them."""
+    sequence_shard: SequenceShard | None
+    """This rank's part of every row; None without context parallelism."""
+    token_multiple: int
+    """What the length of padded rows is rounded up to."""
+    length_multiple: int = 1
+    """What the length of what the model reads at a time is rounded up to."""
+
+    @property
+    @abstractmethod
+    def row_group(self) -> dist.ProcessGroup:
+        """The ranks among which the rows of a batch are shared out."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether it has left its process groups."""
+
+    @property
+    def rank_of_rows(self) -> int:
+        """This rank's place in what `cut` returns."""
+        return self.row_group.rank()
+
+    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
+        """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
+
+        with_token_ids: `examples.token_ids` will be asked about.
+
+        Raises:
+            BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
+            RuntimeError: the model is closed.
+        """
+        if self.closed:
+            raise RuntimeError("this backend is closed: it has left its process groups; make another one")
+        require_same_batch(examples, with_token_ids=with_token_ids)
+        if with_token_ids:
+            require_token_ids(examples, vocabulary_size=self.vocabulary_size)
+        if self.max_positions is not None and (longest := int(examples.lengths.max())) > self.max_positions:
+            raise BatchError(
+                f"row {int(examples.lengths.argmax())} has {longest} tokens, and the model has a table of "
+                f"{self.max_positions} positions: shorten the row, or choose a model for longer ones"
+            )
+        return cut_all(
+            examples,
+            limits=self._limits,
+            num_ranks=self.row_group.size(),
+            token_multiple=self.token_multiple,
+            vocabulary_size=self.vocabulary_size,
+        )
+
+    def inputs(
+        self,
+        rows: TokenBatch,
+        asked: Shaped[Tensor, "b w"],
+        *,
+        offset: int = 1,
+        words: Shaped[Tensor, "b w k"] | None = None,
+    ) -> ModelInputs:
+        """What the model reads of rows on the host, on the device.
+
+        Args:
+            rows: of a microbatch.
+            asked: the tokens whose output is wanted.
+            offset: 1 reads what predicts a token, from the place before it; 0 reads at the token itself.
+            words: the tokens of the vocabulary that are asked about in each place.
+        """
+        made = make_inputs(
+            rows.tokens,
+            rows.lengths,
+            asked,
+            layout=self._limits.layout,
+            offset=offset,
+            shard=self.sequence_shard,
+            multiple=self.length_multiple,
+            words=words,
+        )
+        return made.to(self.config.device)
+
+    @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
+    @torch.no_grad()
+    def read_all(
+        self, examples: TokenBatch, reader: Reader, *, asked: Tensor | None = None, offset: int = 1
+    ) -> dict[int, Tensor]:
+        """What `reader` reads of every asked token, on every rank: by the number of its output, `[B, T, ...]`.
+
+        asked: bool [B, T]; None asks for the trainable tokens.
+        """
+        wanted = (examples.trainable if asked is None else asked).cpu()
+        microbatches = self.cut(examples)[self.rank_of_rows]
+        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        inputs = [
+            self.inputs(each, wanted[microbatch.rows, : microbatch.width], offset=offset)
+            for microbatch, each in zip(microbatches, rows, strict=True)
+        ]
+        out: dict[int, Tensor] = {}
+
+        def keep(number: int, outputs: Sequence[Tensor]) -> None:
+            microbatch = microbatches[number]
+            for index, each in enumerate(outputs):
+                whole = out.setdefault(index, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
+                if microbatch.counted:
+                    whole[microbatch.rows.to(whole.device), : microbatch.width] = each
+
+        self._forward(inputs, reader, shapes=[(each.tokens.shape[0], each.tokens.shape[1]) for each in rows], keep=keep)
+        out = self._on_every_stage(out)
+        for whole in out.values():
+            if self.row_group.size() > 1:
+                dist.all_reduce(whole, group=self.row_group)
+        return {number: whole.to(examples.tokens.device) for number, whole in out.items()}
+
+    @abstractmethod
+    def _forward(
+        self,
+        inputs: Sequence[ModelInputs],
+        reader: Reader,
+        *,
+        shapes: Sequence[tuple[int, int]],
+        keep: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:
+        """Run every microbatch forward; give `keep` its number and what `reader` reads of it, each `[b, w, ...]`."""
+
+    def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What the last pipeline stage has read, on every stage."""
+        return out
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process groups; nothing can be computed after. Once is enough."""
+
+    @cached_property
+    def _limits(self) -> MicrobatchLimits:
+        config = self.config
+        return MicrobatchLimits(
+            rows=config.micro_batch_size,
+            tokens=config.micro_batch_tokens,
+            layout="packed" if config.sequence_packing else "padded",
+        )
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Rows of the embedding of tokens."""
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embeddings.weight.shape[0])
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Tokens of the longest row that a table of learned positions (GPT-2, OPT) has room for; None without one.
+
+    The table is a sibling of the embedding of tokens. Beyond its end a lookup fails, on a GPU by an assertion in a
+    kernel, after which the process cannot use the device any more.
+    """
+    tokens = model.get_input_embeddings()  # type: ignore[operator]
+    for module in model.modules():
+        siblings = dict(module.named_children())
+        if any(each is tokens for each in siblings.values()):
+            for name, table in siblings.items():
+                if POSITION_TABLE.fullmatch(name) and isinstance(table, nn.Embedding):
+                    # OPT leaves the first rows out, RoBERTa those up to that of padding.
+                    left_out = int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
+                    return table.num_embeddings - left_out
+    return None
+
+
+class Backend(ABC):
+    """A policy that is trained: the half that DTensor and Megatron share.
+
+    Args:
+        config: of the backend.
+        skeleton: the Hugging Face model without its weights.
+    """
+
+    _distributed: DistributedModel
+    _meter: StepMeter
+
+    def __init__(self, config: Any, skeleton: nn.Module) -> None:
+        self.config: Any = config
+        self._skeleton = skeleton
+        self._optimizers: StageOptimizers | None = None
+        self._last_write: CheckpointWrite | None = None
+        self._temperature = 1.0
+        self._gradient: Literal["none", "zero", "some"] = "none"
+        """What `forward_backward` has accumulated since the last step; "zero" of batches with nothing trainable."""
+        self.version = 0
+        """Optimizer steps that the weights have seen."""
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+
+    # -- Reading ------------------------------------------------------------------------------------------------------
+
+    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """Log-probability of each trainable token given those before it; 0 elsewhere. All rows, on every rank."""
+        return self._read(examples, read_logp(self._head, self._temperature))[0]
+
+    def entropy(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """Entropy in nats of the distribution that each trainable token was drawn from; 0 elsewhere."""
+        return self._read(examples, read_entropy(self._head, self._temperature))[0]
+
+    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+        """The top-k tokens in each trainable token's place: `.logp` and `.token_ids` of [B, T, k].
+
+        Normalised over the whole vocabulary: `.logp` are logits less their log-sum-exp. 0 where nothing is trainable.
+
+        Raises:
+            ValueError: k is less than 1 or more than the vocabulary has.
+        """
+        if not 1 <= k <= self._distributed.vocabulary_size:
+            raise ValueError(
+                f"k={k} must be from 1 to the {self._distributed.vocabulary_size} tokens of the vocabulary"
+            )
+        read = self._read(examples, read_top_k(self._head, self._temperature, k))
+        return TopKLogp(logp=read[0], token_ids=read[1])
+
+    def value(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+        """What a value head says of the state before each trainable token, in that token's place; 0 elsewhere."""
+        return self._read(examples, self._value_reader("value"))[0]
+
+    def score(self, examples: TokenBatch) -> Float[Tensor, " B"]:
+        """What a reward head says of each row, at its last token."""
+        return self._read(examples, self._value_reader("score"), asked=last_tokens(examples), offset=0)[0].sum(1)
+
+    # -- Training -----------------------------------------------------------------------------------------------------
+
+    def start_training(
+        self, optimizer: OptimizerConfig | None = None, *, num_steps: int, temperature: float = 1.0
+    ) -> None:
+        """Begin a stage with a fresh optimizer, a schedule of `num_steps` and no gradient; weights and version go on.
+
+        Args:
+            optimizer: None only where the configuration of the backend has an optimizer of its own, as Megatron's may.
+            num_steps: of the stage.
+            temperature: divides the logits before every log-probability: the engine's, or ratios are wrong.
+
+        Raises:
+            ValueError: no optimizer, or one that this backend has no counterpart of.
+        """
+        require_temperature(temperature)
+        self._require_on_device("start_training")
+        self._optimizers = self._make_optimizers(optimizer, num_steps=num_steps)
+        self._clear_gradient()
+        self._temperature = temperature
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step.
+
+        Raises:
+            RuntimeError: `start_training` was not called.
+        """
+        return self._require_optimizers().learning_rate
+
+    def forward_backward(self, examples: BatchT, loss: LossFunction[BatchT], *, output: Output = "logp") -> Sums:
+        """Accumulate the gradient of `loss` over all of `examples`; return its metric sums over all of them.
+
+        Args:
+            examples: the whole batch, the same on every rank.
+            loss: of the output of some rows and those rows, to a scalar and named scalars that are added up.
+            output: what `loss` is given: "logp" or "value" [b, w]; "logp_and_entropy" [b, w, 2], as the methods give
+                them; "logp_of_token_ids" [b, w, k], of the tokens `examples.token_ids`; or "score" [b].
+
+        Raises:
+            BatchError: the examples cannot be cut into microbatches; no gradient has changed.
+            RankError: another rank's loss raised. Whatever raises, on whichever rank, clears the gradient on all of
+                them, also what earlier calls have left, so that a retry does not start from a part of it.
+        """
+        self._require_on_device("forward_backward", PASSES)
+        if output in {"value", "score"}:
+            reader = self._value_reader(output)
+        else:
+            reader = token_logp_reader(output, self._head, self._temperature)
+        of_rows = output == "score"
+        cut = self._distributed.cut(examples, with_token_ids=output == "logp_of_token_ids")
+        own = cut[self._distributed.rank_of_rows]
+        with self._meter.forward_backward(examples, cut, asked=torch.ones_like(examples.lengths) if of_rows else None):
+            try:
+                sums = self._accumulate(examples, own, loss, reader=reader, output=output)
+            except BaseException:
+                self._clear_gradient()
+                raise
+        if of_rows or self._always_trains or bool(examples.trainable.any()):
+            self._gradient = "some"
+        elif self._gradient == "none":
+            self._gradient = "zero"
+        return sums
+
+    def optim_step(self) -> float:
+        """Clip, update, clear the gradient; return its norm before clipping.
+
+        A step for which no token was trainable in any batch leaves weights, optimizer and version as they are, since
+        weight decay and momentum would move weights that nothing was learned for; `metrics().skipped` says so.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite, and the optimizer was not told to skip such steps. No
+                update was made.
+            RuntimeError: `start_training` was not called, or there is no gradient.
+        """
+        self._require_on_device("optim_step")
+        optimizers = self._require_optimizers()
+        gradient, self._gradient = self._gradient, "none"
+        if gradient == "none":
+            raise RuntimeError("there is no gradient to step along; call forward_backward(examples, loss) first")
+        with self._meter.optim_step() as outcome:
+            if gradient == "zero":
+                self._clear_gradient()
+                optimizers.num_steps_skipped += 1
+                step = GradientStep(norm=0.0, clipped=False, skipped=True)
+            else:
+                step = self._clip_and_step()
+            outcome.grad_norm, outcome.skipped = step.norm, step.skipped
+            outcome.router = self._router_metrics()
+        if not step.skipped:
+            self.version += 1
+        return step.norm
+
+    def metrics(self) -> StepMetrics | None:
+        """Tokens, FLOPs, seconds, padding, balance and memory of the last step; None before the first."""
+        return self._meter.metrics()
+
+    @abstractmethod
+    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
+        """The policy as it is now, frozen: `reference.logp(examples)`.
+
+        Args:
+            without_adapters: the model that low-rank adapters were put into, whenever it is asked for: the policy with
+                its adapters off, without memory of its own. Otherwise a copy is made, laid out as the policy is.
+            offload: keep the copy in host memory; it visits the device when it runs.
+
+        Raises:
+            ModelError: `without_adapters` of a policy that has none, or that trains other weights too.
+        """
+
+    # -- Weights ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def shards(self) -> Sequence[Any]:
+        """This rank's part of every weight under its Hugging Face name, adapters merged: what an engine is fed from.
+
+        Nothing is gathered but the few rows of adapters. `.boxes` of each tells which slices of the unsharded tensor it
+        is. Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
+        """
+
+    @abstractmethod
+    def skeleton_buffers(self) -> dict[str, Tensor]:
+        """Buffers of the Hugging Face model that no file holds, such as rotary frequencies; the same on every rank."""
+
+    @abstractmethod
+    def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:
+        """Give the device's memory of weights, gradients and optimizer state to others, such as a colocated engine.
+
+        Args:
+            parts: of "weights", "gradients" and "optimizer".
+            directory: write them there; None copies them to host memory.
+
+        Raises:
+            ValueError: a part that is none, or another place than where some parts are already.
+        """
+
+    @abstractmethod
+    def onload(self, *, parts: Collection[Part] = PARTS) -> OffloadReport:
+        """Bring back what `offload` moved, bit for bit.
+
+        Raises:
+            RuntimeError: nothing was offloaded, or the device's memory is taken by somebody else.
+        """
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face model folder, adapters merged, tensor by tensor; every rank must call it.
+
+        Whole or not at all.
+
+        Raises:
+            FileExistsError: `folder` is there already; nothing is overwritten.
+            OSError: the disk is full or read-only; `folder` does not exist afterwards.
+        """
+
+    @abstractmethod
+    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
+        """Write the adapters in PEFT's format, whole or not at all; every rank must call it.
+
+        Args:
+            folder: where to; it must not exist.
+            base_model_name: of the model that they adapt, a folder or hub id, for whoever loads them.
+
+        Raises:
+            ModelError: the policy has no adapters.
+        """
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        *,
+        weights: bool = True,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> CheckpointWrite:
+        """Write weights, optimizer, schedule and version into a new folder, from which any layout can go on.
+
+        Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
+        """
+        self._require_on_device("save_checkpoint")
+        self._last_write = self._write_checkpoint(folder, weights=weights, asynchronous=asynchronous, extra=extra)
+        return self._last_write
+
+    def load_checkpoint(
+        self, folder: str | Path, *, weights: bool = True, optimizer: bool = True, verify: bool = True
+    ) -> CheckpointState:
+        """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
+
+        Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
+        """
+        self._require_on_device("load_checkpoint")
+        state = self._read_checkpoint(folder, weights=weights, optimizer=optimizer, verify=verify)
+        self._clear_gradient()
+        self.version = state.version
+        return state
+
+    # -- Life ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def explain(self) -> str:
+        """Which part of the model is where and why, in which dtypes, and the optimizer."""
+
+    def close(self) -> None:
+        """Leave the process groups; nothing can be computed after, also by references. A second time does nothing.
+
+        Raises:
+            CheckpointError: an asynchronous save, awaited first, could not be written, and nobody was told by its
+                `wait()`.
+        """
+        write, self._last_write = self._last_write, None
+        try:
+            if write is not None and (error := write.unseen_error()) is not None:
+                raise error
+        finally:
+            self._release()
+
+    # -- What a subclass says -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _accumulate(
+        self,
+        examples: BatchT,
+        microbatches: Sequence[Microbatch],
+        loss: LossFunction[BatchT],
+        *,
+        reader: Reader,
+        output: Output,
+    ) -> Sums:
+        """Add the gradient of `loss` over this rank's microbatches; return the sums of all ranks.
+
+        Whatever it raises is raised on every rank; the caller clears the gradient.
+        """
+
+    @abstractmethod
+    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> StageOptimizers:
+        """Fresh optimizers."""
+
+    @abstractmethod
+    def _clip_and_step(self) -> GradientStep:
+        """Sum gradients over ranks where that is left to do, clip, update, clear; the same on every rank."""
+
+    def _clear_gradient(self) -> None:
+        """Forget every gradient, wherever a pass that failed half-way has left it. A subclass adds where that is."""
+        self._gradient = "none"
+
+    @abstractmethod
+    def _write_checkpoint(
+        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
+    ) -> CheckpointWrite: ...
+
+    @abstractmethod
+    def _read_checkpoint(
+        self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool
+    ) -> CheckpointState: ...
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Leave the process groups and free what else is held; a second time does nothing."""
+
+    @property
+    def _always_trains(self) -> bool:
+        """Whether every batch has a gradient, also one without a trainable token: that of a router's loss."""
+        return False
+
+    def _router_metrics(self) -> Mapping[str, float]:
+        """How evenly experts were used since the last step; empty where nobody counts."""
+        return {}
+
+    def _value_reader(self, output: str) -> Reader:
+        """Reads the number of a value or reward head; ModelError where the model has none."""
+        del output
+        return value_reader(self.model)
+
+    @abstractmethod
+    def _require_on_device(self, what: str, parts: Collection[Part] = PARTS) -> None:
+        """RuntimeError where any of `parts`, which `what` needs, is offloaded."""
+
+    # -- Helpers of this class and its subclasses ---------------------------------------------------------------------
+
+    def _make_meter(self, *, recomputed: bool) -> StepMeter:
+        """The meter of this backend's steps; `recomputed` tells whether backward computes every layer again."""
+        device, config = torch.device(self.config.device), self.config
+        return StepMeter.of(
+            self._skeleton,
+            device=device,
+            num_ranks=dist.get_world_size(),
+            layout="packed" if config.sequence_packing else "padded",
+            token_multiple=self._distributed.token_multiple,
+            recomputed=recomputed,
+            peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(device, config.precision),
+            memory=lambda: memory_by_category(self.model, self._torch_optimizers()),
+        )
+
+    def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
+        self._require_on_device("reading", WEIGHTS)
+        return self._distributed.read_all(examples, reader, **where)
+
+    def _torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return () if self._optimizers is None else self._optimizers.each
+
+    def _require_optimizers(self) -> StageOptimizers:
+        if self._optimizers is None:
+            raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
+        return self._optimizers
+
+    @cached_property
+    def _head(self) -> Head:
+        """How logits are read; ModelError without a language-model head."""
+        return Head.of(self._skeleton)
+
+
+def asked_of(rows: TokenBatch, output: Output) -> tuple[Tensor, int, Tensor | None]:
+    """What `DistributedModel.inputs` is asked for to give `output`: places, offset, and tokens asked about."""
+    asked = last_tokens(rows) if output == "score" else rows.trainable
+    return asked, 0 if output == "score" else 1, token_ids_of(rows) if output == "logp_of_token_ids" else None
