@@ -9,6 +9,7 @@ import itertools
 import transformers
 
 from parity.problems import Problem
+from rl_backends import KernelsConfig as kernels
 
 BAR = 1e-5
 BFLOAT16_BAR = 5e-2
@@ -57,7 +58,14 @@ REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
         MESHES["CP2"][1] | LAYOUTS["packed"] | {"compile": True},
         "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing",
     ),
-    ({"compile": True, "tensor_parallel_size": 2}, "compile=True cannot be combined with tensor_parallel_size > 1"),
+    (
+        {"kernels": kernels(attention="flex"), "context_parallel_size": 2},
+        "kernels.attention='flex' cannot be used: it runs on cuda, not on a CPU; context parallelism",
+    ),
+    ({"kernels": kernels(attention="varlen")}, "it computes in bfloat16, not in float32; it reads packed rows"),
+    ({"kernels": kernels(norm="liger")}, "kernels.norm='liger' cannot be used: it runs on cuda, not on a CPU"),
+    ({"kernels": kernels(loss="liger")}, "kernels.loss='liger' cannot be used: it runs on cuda, not on a CPU"),
+    ({"kernels": kernels(float8="rowwise")}, "kernels.float8='rowwise' cannot be used: it runs on cuda"),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
     ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be >= 1"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
@@ -130,6 +138,10 @@ def apart():
         cell("Llama", "FSDP2", "packed", note="compiled", compile=True, slow=True),
         cell("Llama", "CP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3", "CP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Llama", "TP2", "padded", note="compiled", compile=True, problem=Problem("Llama", "one row")),
+        cell("Qwen3", "TP2+SP", "padded", note="compiled", compile=True, problem=Problem("Qwen3", "one row")),
+        cell("Qwen3", "FSDP2×TP2+SP", "padded", note="compiled", compile=True, slow=True),
+        cell("Gemma-3", "TP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "FSDP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "EP2", "padded", note="compiled", compile=True, slow=True),
         cell("Llama", "1", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
@@ -138,6 +150,17 @@ def apart():
         cell("Mistral, window of 6", "FSDP2", "padded"),
         cell("Mistral, window of 6", "TP2", "packed"),
         cell("Mistral, window of 6", "CP2", "packed"),
+        cell("Mistral, window of 6", "CP2", "padded"),
+        cell("Mistral, window of 6", "CP2×TP2+SP", "packed"),
+        cell("Gemma-3", "CP2×TP2+SP", "packed"),
+        cell("Gemma-3", "CP2×TP2+SP", "dynamic"),
+        cell("Gemma-2, capped scores", "FSDP2", "packed"),
+        cell("Gemma-2, capped scores", "TP2+SP", "packed"),
+        cell("GPT-OSS, sinks", "FSDP2", "packed"),
+        cell("GPT-OSS, sinks", "TP2", "packed"),
+        cell("Gemma-2, capped scores", "1", "padded", note="attention: sdpa", kernels=kernels(attention="sdpa")),
+        cell("GPT-OSS, sinks", "FSDP2", "dynamic", note="attention: sdpa", kernels=kernels(attention="sdpa")),
+        cell("Qwen3", "TP2+SP", "packed", note="loss chunks of 3 tokens", kernels=kernels(loss_chunk_size=3)),
         cell("Qwen3", "FSDP2×TP2+SP", "packed"),
         cell("Qwen3", "FSDP2×CP2", "dynamic"),
         cell("Qwen3", "CP2×TP2", "padded"),
