@@ -1,19 +1,21 @@
 """Claims about one rank: log-probabilities, gradients and steps equal those of plain Hugging Face and torch."""
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import pytest
 import torch
 
-from rl_backends import DTensorBackend, DTensorConfig, ModelError, NonFiniteGradientError, OptimizerConfig
+from rl_backends import BatchError, DTensorBackend, DTensorConfig, ModelError, NonFiniteGradientError, OptimizerConfig
 
 FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2"]
 TIED = {"Qwen3": {"tie_word_embeddings": True}}
 
 
-def make_backend(model, **config):
+def make_backend(model, *, lr=1e-2, **config):
     backend = DTensorBackend(model, DTensorConfig(**config))
-    backend.start_training(OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01), num_steps=3)
+    backend.start_training(OptimizerConfig(lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01), num_steps=10)
     return backend
 
 
@@ -265,3 +267,127 @@ def test_explain_names_the_mesh_and_the_plan(world):
     text = make_backend(world.make_model("Qwen3")).explain()
     assert "1 dp_replicate x 1 dp x 1 ep x 1 cp x 1 tp ranks, without FSDP" in text
     assert "float32" in text
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_bfloat16_model_in_hand_trains_float32_masters(world, precision):
+    model = world.make_model("Qwen2", tie_word_embeddings=True).bfloat16()
+    backend = make_backend(model, lr=1e-6, precision=precision)
+    before = {name: full(each.detach()).clone() for name, each in backend.model.named_parameters()}
+    examples = world.make_examples()
+    for _ in range(10):
+        backend.forward_backward(examples, loss_for(world, examples))
+        backend.optim_step()
+    after = dict(backend.model.named_parameters())
+    moved = sum(int((full(after[name]) != each).sum()) for name, each in before.items())
+    assert {each.dtype for each in after.values()} == {torch.float32}
+    assert moved > 0.9 * sum(each.numel() for each in before.values())
+    assert {each.dtype for state in backend._optimizers.each[0].state.values() for each in state.values()} == {
+        torch.float32
+    }
+    assert "trained weights in float32, optimizer state in float32" in backend.explain()
+
+
+def test_explain_measures_the_dtypes_of_the_parameters(world):
+    backend = make_backend(world.make_model("Qwen3"))
+    backend.model.get_submodule("lm_head").weight.data = torch.zeros(67, 32, dtype=torch.bfloat16)
+    assert "trained weights in float32 (" in backend.explain()
+    assert "%) and bfloat16 (" in backend.explain()
+
+
+def test_a_step_with_nothing_trainable_changes_nothing_and_says_so(world):
+    examples = world.make_examples()
+    backend = make_backend(world.make_model("Qwen3"))
+    masked = dataclasses.replace(examples, trainable=torch.zeros_like(examples.trainable))
+    for batch in (examples, masked):
+        before = {name: full(each.detach()).clone() for name, each in backend.model.named_parameters()}
+        rate = backend.learning_rate
+        backend.forward_backward(batch, functools.partial(world.token_loss, num_tokens=torch.tensor(1)))
+        norm = backend.optim_step()
+    after = {name: full(each.detach()) for name, each in backend.model.named_parameters()}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert (norm, backend.version, backend.learning_rate) == (0.0, 1, rate)
+    assert backend.metrics().skipped
+    # A batch that trains nothing beside one that does leaves the latter's gradient as it is.
+    backend.forward_backward(examples, loss_for(world, examples))
+    backend.forward_backward(masked, functools.partial(world.token_loss, num_tokens=torch.tensor(1)))
+    assert backend.optim_step() > 0
+    assert backend.version == 2
+    with pytest.raises(RuntimeError, match="there is no gradient to step along"):
+        backend.optim_step()
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT"])
+def test_a_row_past_the_table_of_positions_is_refused_before_the_model_runs(family):
+    import transformers
+
+    sizes = {"vocab_size": 67, "max_position_embeddings": 12}
+    if family == "GPT2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=67, n_positions=12)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.OPTConfig(
+            hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32, **sizes
+        )
+        model = transformers.OPTForCausalLM(config)
+    backend = DTensorBackend(model, DTensorConfig())
+    assert backend.logp(rows_of_length(12)).shape == (2, 12)
+    with pytest.raises(BatchError, match="row 0 has 13 tokens, and the model has a table of 12 positions"):
+        backend.logp(rows_of_length(13))
+
+
+def rows_of_length(length):
+    @dataclasses.dataclass(frozen=True)
+    class Rows:
+        rows_per_unit: ClassVar[int] = 1
+        tokens: torch.Tensor
+        lengths: torch.Tensor
+        trainable: torch.Tensor
+
+    trainable = torch.ones(2, length, dtype=torch.bool)
+    trainable[:, 0] = False
+    return Rows(torch.full((2, length), 5), torch.tensor([length, length]), trainable)
+
+
+@pytest.mark.parametrize("sequence_packing", [False, True])
+def test_a_row_with_an_image_token_is_refused_by_name(sequence_packing):
+    import transformers
+
+    text = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **vision},
+        image_token_index=60,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    try:
+        backend = DTensorBackend(model, DTensorConfig(sequence_packing=sequence_packing))
+    except ModelError as error:
+        assert sequence_packing, error  # refused as a whole, for another reason  # noqa: PT017
+        return
+    rows = rows_of_length(9)
+    assert backend.logp(rows).isfinite().all()
+    rows.tokens[1, 4] = 60
+    with pytest.raises(
+        BatchError, match=r"row 1: token 4 is 60, the model's image_token_(id|index).*rows of text alone"
+    ):
+        backend.logp(rows)
+
+
+def test_dropout_and_router_loss_of_the_model_are_named_as_ignored(world):
+    model = world.make_model("Qwen3", attention_dropout=0.5)
+    assert "ignored: attention_dropout=0.5 of the model" in make_backend(model).explain()
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    asking = {**experts, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    assert "ignored: router_aux_loss_coef=0.1" in make_backend(world.make_model("Qwen3Moe", **asking)).explain()
+    obeyed = make_backend(world.make_model("Qwen3Moe", **asking), router_aux_loss_coef=0.1)
+    assert "ignored" not in obeyed.explain()
+
+
+def test_gpus_that_stay_idle_are_told_of(world, monkeypatch):
+    backend = make_backend(world.make_model("Qwen3"))
+    assert "idle" not in backend.explain()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert "this machine has 8 GPUs, which device='cpu' leaves idle" in backend.explain()

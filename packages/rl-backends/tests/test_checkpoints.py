@@ -334,6 +334,24 @@ def test_a_background_failure_is_told_by_wait_or_by_the_next_save(start, tmp_pat
     assert find_latest(tmp_path) == tmp_path / "step-4"
 
 
+@pytest.mark.parametrize("handled", [True, False])
+def test_closing_a_backend_raises_a_save_that_failed_unless_its_wait_has(world, tmp_path, monkeypatch, handled):
+    def refuse(path, entries):
+        raise OSError(28, "No space left on device")
+
+    backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig())
+    monkeypatch.setattr(storage, "write_safetensors", refuse)
+    write = backend.save_checkpoint(tmp_path / "step-1", asynchronous=True)
+    if handled:
+        with pytest.raises(CheckpointError, match="No space left"):
+            write.wait()
+        backend.close()
+    else:
+        with pytest.raises(CheckpointError, match="No space left"):
+            backend.close()
+    backend.close()  # a second time does nothing
+
+
 # -- What is refused ------------------------------------------------------------------------------
 
 

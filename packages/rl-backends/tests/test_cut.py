@@ -1,6 +1,7 @@
 """Claims about the cut of a batch over ranks and microbatches."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -216,3 +217,28 @@ def test_a_length_that_its_row_cannot_have_is_refused(world, length):
 def test_limits_below_one_are_refused(field):
     with pytest.raises(ValueError, match=f"{field}=0 must be >= 1"):
         MicrobatchLimits(**{field: 0})
+
+
+def test_a_field_is_cut_along_tokens_by_its_declaration_and_not_by_its_size(world):
+    @dataclasses.dataclass(frozen=True)
+    class WithFeatures(world.Examples):
+        row_fields: ClassVar[tuple[str, ...]] = ("features",)
+        features: torch.Tensor
+
+    @dataclasses.dataclass(frozen=True)
+    class Undeclared(world.Examples):
+        features: torch.Tensor
+
+    plain, limits = batch(world, [3, 9, 5]), MicrobatchLimits(rows=1)
+    for size in (WIDTH, 16):
+        features = torch.arange(3.0 * size).view(3, size)
+        examples = WithFeatures(**vars(plain), features=features)
+        for microbatch in cut(examples, limits=limits, rank=0, num_ranks=1):
+            rows = microbatch.of(examples, device="cpu")
+            assert torch.equal(rows.features, features[microbatch.rows])
+            assert rows.tokens.shape == (1, microbatch.width)
+    undeclared = Undeclared(**vars(plain), features=torch.zeros(3, 16))
+    with pytest.raises(BatchError, match=r"features is \[3, 16\], and tokens are \[3, 13\].*row_fields: ClassVar"):
+        cut(undeclared, limits=limits, rank=0, num_ranks=1)
+    with pytest.raises(BatchError, match=r"features is \[2\], and the batch has 3 rows"):
+        cut(Undeclared(**vars(plain), features=torch.zeros(2)), limits=limits, rank=0, num_ranks=1)

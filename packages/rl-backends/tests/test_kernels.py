@@ -110,9 +110,7 @@ def test_flex_is_told_the_same_mask_cap_and_sinks(monkeypatch, window, softcap, 
 
     monkeypatch.setattr(attention, "flex", flex_attention)
     lengths = (9, 9, 3, 1, 12, 12, 5)
-    query, key, value, sinks = (
-        each.detach() for each in heads(rows=1, length=sum(lengths), features=(16, 16))
-    )
+    query, key, value, sinks = (each.detach() for each in heads(rows=1, length=sum(lengths), features=(16, 16)))
     starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     options = {"softcap": softcap, "s_aux": sinks if with_sinks else None, "sliding_window": window}
     options |= {"cu_seq_lens_q": starts, "max_length_q": 12}
@@ -276,7 +274,11 @@ def test_an_odd_module_that_calls_itself_a_norm_is_refused_and_nothing_has_chang
     ("kernels", "others", "words"),
     [
         ({"attention": "flex"}, {}, r"kernels.attention='flex' cannot be used: it runs on cuda, not on a CPU.*'auto'"),
-        ({"attention": "varlen"}, {}, "it runs on cuda, not on a CPU; it computes in bfloat16, not in float32; it reads"),
+        (
+            {"attention": "varlen"},
+            {},
+            "it runs on cuda, not on a CPU; it computes in bfloat16, not in float32; it reads",
+        ),
         ({"attention": "flash"}, {"device": "cuda", "precision": "bfloat16"}, "it reads packed rows"),
         (
             {"attention": "sdpa"},
@@ -332,7 +334,12 @@ def on_gpu(**fields):
     [
         ("Qwen3", {"head_dim": 64}, "bfloat16", "varlen, torch's variable-length flash attention"),
         ("Qwen3", {"head_dim": 64}, "float32", "flex, .*; not varlen: computing in float32"),
-        ("Qwen3", {"head_dim": 512}, "bfloat16", "flex, .*; not varlen: heads must be of a multiple of 8 up to 256, and are 512"),
+        (
+            "Qwen3",
+            {"head_dim": 512},
+            "bfloat16",
+            "flex, .*; not varlen: heads must be of a multiple of 8 up to 256, and are 512",
+        ),
         ("Gemma2", {**GEMMA, "head_dim": 64}, "bfloat16", "flex, .*; not varlen: it does not cap scores"),
         ("GptOss", {**GPT_OSS, "head_dim": 64}, "bfloat16", "flex, .*; not varlen: it has no attention sinks"),
         ("Qwen3", {"head_dim": 8}, "float32", "sdpa, .*not flex: heads must be of 16 at least"),

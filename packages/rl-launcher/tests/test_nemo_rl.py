@@ -257,9 +257,12 @@ def test_keys_that_name_kernels_are_translated_or_told(tmp_path):
     key = "policy.dtensor_cfg.automodel_kwargs.attn_implementation"
     assert "read packed rows" in notes(padded, "untranslated")[key]
     te = KERNELS.replace("PACKED", "true").replace("attn_implementation: flash_attention_2", "backend: {attn: te}")
-    assert "no kernel here is 'te'" in notes(translate(written(tmp_path, te, "te.yaml")), "untranslated")[
-        "policy.dtensor_cfg.automodel_kwargs.backend.attn"
-    ]
+    assert (
+        "no kernel here is 'te'"
+        in notes(translate(written(tmp_path, te, "te.yaml")), "untranslated")[
+            "policy.dtensor_cfg.automodel_kwargs.backend.attn"
+        ]
+    )
 
 
 SFT = """

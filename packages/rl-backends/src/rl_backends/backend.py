@@ -54,6 +54,7 @@ __all__ = [
     "TrainingBackend",
     "asked_of",
     "max_positions",
+    "media_tokens",
     "vocabulary_size",
 ]
 
@@ -63,6 +64,9 @@ PASSES: tuple[Part, ...] = ("weights", "gradients")
 
 POSITION_TABLE = re.compile(r"wpe|embed_positions?|position_embeddings?|pos_embeddings?")
 """How transformers call a table of learned positions."""
+
+MEDIA_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)")
+"""How the configurations of transformers call the tokens that stand for images."""
 
 
 class TrainingBackend(Protocol):
@@ -183,6 +187,8 @@ class DistributedModel(ABC):
     """Rows of the embedding: token ids are below it."""
     max_positions: int | None
     """Tokens of the longest row that the model has positions for; None where it has no table of them."""
+    media_tokens: Mapping[int, str]
+    """Ids of tokens in whose place a vision-language model puts what it has made of an image, and their names."""
     sequence_shard: SequenceShard | None
     """This rank's part of every row; None without context parallelism."""
     token_multiple: int
@@ -224,6 +230,13 @@ class DistributedModel(ABC):
                 f"row {int(examples.lengths.argmax())} has {longest} tokens, and the model has a table of "
                 f"{self.max_positions} positions: shorten the row, or choose a model for longer ones"
             )
+        for token, name in self.media_tokens.items():
+            if bool((found := examples.tokens == token).any()):
+                row, column = found.nonzero()[0].tolist()
+                raise BatchError(
+                    f"row {row}: token {column} is {token}, the model's {name}, in whose place it reads images (or "
+                    f"video, or sound), and this backend gives it none: train on rows of text alone"
+                )
         return cut_all(
             examples,
             limits=self._limits,
@@ -325,6 +338,18 @@ def vocabulary_size(model: nn.Module) -> int:
     """Rows of the embedding of tokens."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     return int(embeddings.weight.shape[0])
+
+
+def media_tokens(model: nn.Module) -> dict[int, str]:
+    """Ids, and names in the configuration, of the tokens that stand for images, video or sound; none of a text model.
+
+    Read as text they would get the embeddings of tokens that the model was never trained on.
+    """
+    config: Any = model.config
+    if not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
+        return {}
+    found = {name: value for name, value in vars(config).items() if MEDIA_TOKEN.fullmatch(name)}
+    return {value: name for name, value in found.items() if isinstance(value, int)}
 
 
 def max_positions(model: nn.Module) -> int | None:

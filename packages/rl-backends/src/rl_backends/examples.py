@@ -13,7 +13,9 @@ __all__ = ["BatchT", "TokenBatch"]
 
 @runtime_checkable
 class TokenBatch(Protocol):
-    """A dataclass of tensors `[B, ...]`; those whose second dim has T elements are cut along it.
+    """A dataclass of tensors: [B], or [B, T, ...], which are cut along their tokens.
+
+    A field [B, n, ...] that is of rows is named in `row_fields: ClassVar[tuple[str, ...]]` of the class, and not cut.
 
     For the output "logp_of_token_ids" one of them is `token_ids` [B, T, K]: K words for each trainable token's place.
     """

@@ -1,12 +1,15 @@
 """The process group of a run: torchrun's ranks, or this process alone; and how long it lives.
 
-Backends share it, whoever comes first: each joins it and leaves it, and the last to leave destroys it, if it is ours.
-One that the user has made is theirs to destroy.
+Backends share it, whoever comes first: each joins it and leaves it. One of a lone process is destroyed by the last to
+leave. One of several ranks stays until the process ends, for the next backend: ranks that destroyed it and met again at
+the same store would find the keys of the first time there, and would wait for peers that are gone. One that the user
+has made is theirs to destroy.
 
 Ranks that another launcher has started, such as Ray, meet with `host_store` and `meet_at`. torch's own rendezvous
 listens on every address of a node; here the store listens only on the one that the ranks use.
 """
 
+import atexit
 import gc
 import os
 import socket
@@ -21,7 +24,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from rl_backends.rank_agreement import forget_host_group
+from rl_backends.rank_agreement import forget_host_group, gather_text, host_group
 
 T = TypeVar("T")
 
@@ -35,6 +38,8 @@ class _OwnGroup:
 
     world: dist.ProcessGroup
     device: str
+    alone: bool
+    """Whether this process is its only rank."""
     members: "WeakSet[Membership]" = field(default_factory=WeakSet)
 
 
@@ -61,17 +66,18 @@ class Membership:
             own.members.add(self)
 
     def leave(self, *, collect: bool = True) -> None:
-        """Give the place up; the last to do so destroys the process group, if it is not the user's. Once is enough.
+        """Give the place up; the last to do so destroys the process group of a lone process. Once is enough.
 
         collect: look for garbage among the others first, which takes a while.
         """
         own, self._own, self.left = self._own, None, True
         if own is not None:
             own.members.discard(self)
-            if own.members and collect:
-                gc.collect()  # models are cycles
-            if not own.members:
-                _destroy(own)
+            if own.alone:
+                if own.members and collect:
+                    gc.collect()  # models are cycles
+                if not own.members:
+                    _destroy(own)
 
 
 def join_process_group(device: str, *, timeout_s: float) -> Membership:
@@ -82,20 +88,81 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
         timeout_s: how long a rank waits for another before it gives up; of the first to join.
 
     Raises:
-        ValueError: "cuda" is asked for, and somebody who does without has made the process group.
+        ValueError: "cuda" is asked for, and somebody who does without has made the process group; or it is not known
+            which GPU is this rank's, or another rank has the same.
     """
     global _own  # noqa: PLW0603 - a process has one
+    if device == "cuda":
+        choose_gpu()
     if not dist.is_initialized():
         _init_process_group(device, timeout_s=timeout_s)
-        _own = _OwnGroup(world=_world(), device=device)
+        _own = _OwnGroup(world=_world(), device=device, alone=dist.get_world_size() == 1)
+        if not _own.alone:
+            atexit.register(_destroy, _own)  # NCCL warns of a group that was not destroyed
     if _own is not None and _own.world is not _world():
         _own = None  # the user has destroyed it, and made another
     if _own is not None and device == "cuda" and _own.device != "cuda":
+        after = "close() that one first" if _own.alone else "several ranks keep theirs, so use another process for it"
         raise ValueError(
             f"device='cuda' was asked for, and the process group was made for a backend of device={_own.device!r}, "
-            f"without NCCL: close() that one first"
+            f"without NCCL: {after}"
         )
+    if device == "cuda":
+        once_per_process_group("one GPU a rank", lambda: require_gpu_of_its_own(gpu_of_this_rank()))
     return Membership(_own)
+
+
+def choose_gpu() -> None:
+    """Make this rank's GPU the current device: that of LOCAL_RANK, or the only one that it sees.
+
+    A process that is no rank of several keeps the device that it has, as one does whose user has set another than 0.
+
+    Raises:
+        ValueError: LOCAL_RANK is missing or no number of a GPU here, and several GPUs are seen.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    num_gpus, local_rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
+    if num_ranks == 1 or num_gpus == 1 or torch.cuda.current_device() != 0:
+        return
+    if local_rank is None and dist.is_initialized():
+        return  # the user's process group, and maybe the user's device 0; shared GPUs are found once ranks can speak
+    if local_rank is None:
+        raise ValueError(
+            f"this is one of {num_ranks} ranks, which see {num_gpus} GPUs each, and LOCAL_RANK does not tell which GPU "
+            f"is this rank's: start the ranks with torchrun, or set LOCAL_RANK (it is SLURM_LOCALID under srun, and "
+            f"OMPI_COMM_WORLD_LOCAL_RANK under mpirun)"
+        )
+    if int(local_rank) >= num_gpus:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, and this rank sees {num_gpus} GPUs, numbered from 0: start at most {num_gpus} "
+            f"ranks on this node, or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(int(local_rank))
+
+
+def gpu_of_this_rank() -> str:
+    """Which GPU is this rank's, unmistakable among all nodes."""
+    index = torch.cuda.current_device()
+    return f"GPU {index} of {socket.gethostname()} ({torch.cuda.get_device_properties(index).uuid})"
+
+
+def require_gpu_of_its_own(gpu: str) -> None:
+    """Refuse one `gpu` for two ranks, before NCCL is used, which would wait or fail; every rank must call it.
+
+    Raises:
+        ValueError: on every rank; it names the GPU and the ranks.
+    """
+    if dist.get_world_size() == 1:
+        return
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in enumerate(gather_text(gpu, group=host_group())):
+        ranks_of.setdefault(each, []).append(rank)
+    if shared := {each: ranks for each, ranks in ranks_of.items() if len(ranks) > 1}:
+        told = "; ".join(f"ranks {', '.join(map(str, ranks))} have {each}" for each, ranks in shared.items())
+        raise ValueError(
+            f"each rank needs a GPU of its own: {told}. Start the ranks with torchrun, or call "
+            f"torch.cuda.set_device(local rank) before the process group is made"
+        )
 
 
 def once_per_process_group(key: Hashable, make: Callable[[], T]) -> T:
@@ -115,8 +182,6 @@ def once_per_process_group(key: Hashable, make: Callable[[], T]) -> T:
 def _init_process_group(device: str, *, timeout_s: float) -> None:
     backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
@@ -191,7 +256,7 @@ def meet_at(
     if store is None:
         store = dist.TCPStore(ip, port, num_ranks, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
+        choose_gpu()  # by LOCAL_RANK, set above
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 

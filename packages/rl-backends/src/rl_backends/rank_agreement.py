@@ -84,7 +84,7 @@ def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[st
     padded = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, padded, group=group)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in gathered]
+    return [each.cpu().numpy().tobytes().rstrip(b"\0").decode() for each in gathered]
 
 
 def host_group() -> dist.ProcessGroup | None:

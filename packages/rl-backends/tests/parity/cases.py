@@ -38,6 +38,9 @@ OTHER_MESHES = {  # for cells of their own
     "EP2×TP2": (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, 0.25),
     "FSDP2×EP2": (4, {"expert_parallel_size": 2}, 0.25),
     "FSDP2×TP2+SP": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}, 0.25),
+    "PP2": (2, {"pipeline_parallel_size": 2}, 1.0),  # of its stage
+    "PP2×FSDP2": (4, {"pipeline_parallel_size": 2}, 0.5),
+    "PP2×TP2+SP": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, 0.5),
 }
 LAYOUTS = {
     "padded": {"micro_batch_size": 2},
@@ -169,6 +172,16 @@ def apart():
         cell("Qwen3-MoE", "EP2×CP2", "packed"),
         cell("Qwen3-MoE", "FSDP2×EP2", "packed"),
         cell("Qwen3-MoE", "EP2×TP2", "padded"),
+        cell("Llama", "PP2", "padded"),
+        cell("Qwen3", "PP2", "packed"),
+        cell("Qwen3", "PP2", "dynamic", note="gpipe", pipeline_schedule="gpipe"),
+        cell("Gemma-3", "PP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Qwen3-MoE", "PP2", "padded", note="three calls a step", calls=3),
+        cell("Qwen3", "PP2", "padded", note="one microbatch", problem=Problem("Qwen3", "one row")),
+        cell("Mistral, window of 6", "PP2×FSDP2", "packed"),
+        cell("Gemma-3", "PP2×FSDP2", "padded", note="reduced once", reduce_gradients="last_microbatch"),
+        cell("Qwen3", "PP2×TP2+SP", "packed"),
+        cell("Phi-3", "PP2×TP2+SP", "padded"),
         cell("Llama", "EP2", "padded", refusal=NO_EXPERTS),
         cell("Llama, 1 head", "TP2", "padded", refusal="heads"),
         cell("Llama", "HSDP 2x2", "padded", note="three groups", data_parallel_replicate_size=3, refusal="3"),

@@ -141,8 +141,10 @@ class Problem:
 
 def groups(model):
     """No decay of norms and biases, as the backend's default."""
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    return [{"params": decayed}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    vectors = {name for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")}  # stacked ones too
+    named = dict(model.named_parameters())
+    kept = {"params": [named[name] for name in named if name in vectors], "weight_decay": 0.0}
+    return [{"params": [named[name] for name in named if name not in vectors]}, kept]
 
 
 def answers(problems, folder):

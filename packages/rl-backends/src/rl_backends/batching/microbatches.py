@@ -23,7 +23,7 @@ the model reads at a time, n asked tokens, k words. A unit is `rows_per_unit` co
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
@@ -365,13 +365,19 @@ class Microbatch:
     def of(self, examples: BatchT, *, device: str) -> BatchT:
         """These rows of `examples`, on no more columns than they fill, on `device`."""
         instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
-        length, taken = instance.tokens.shape[1], {}
+        taken = {}
         for field in fields(instance):
             tensor = getattr(instance, field.name)
-            along_tokens = tensor.ndim > 1 and tensor.shape[1] == length
+            along_tokens = tensor.ndim > 1 and field.name not in row_fields(examples)
             taken[field.name] = (tensor[self.rows, : self.width] if along_tokens else tensor[self.rows]).to(device)
         cut: BatchT = replace(instance, **taken)
         return cut
+
+
+def row_fields(examples: TokenBatch) -> Collection[str]:
+    """The fields of more than one dim that are of rows and not of tokens, which `row_fields` of the class names."""
+    named: Collection[str] = getattr(examples, "row_fields", ())
+    return named
 
 
 def moved(examples: BatchT, *, device: str) -> BatchT:
@@ -542,6 +548,19 @@ def check_examples(
             raise BatchError(
                 f"row {row} has length {length}, where tokens hold {num_tokens}: lengths must be from 1 to that; "
                 f"leave out rows without tokens"
+            )
+
+    # A field is cut along its tokens by what its class says of it: by its shape, one of [B, 16] would be cut where rows
+    # have 16 tokens, and nowhere else.
+    for field in fields(cast("Any", examples)):
+        shape = tuple(getattr(examples, field.name).shape)
+        if shape[:1] != (len(lengths),):
+            raise BatchError(f"{field.name} is {list(shape)}, and the batch has {len(lengths)} rows: give [B, ...]")
+        if len(shape) > 1 and shape[1] != num_tokens and field.name not in row_fields(examples):
+            raise BatchError(
+                f"{field.name} is {list(shape)}, and tokens are {[len(lengths), num_tokens]}: give a number for each "
+                f"token, or name the field in `row_fields: ClassVar = ({field.name!r},)` of "
+                f"{type(examples).__qualname__}, if it is of rows"
             )
 
     # Nothing precedes the first token to predict it from, and padding must not train. Rows of like length at a time:

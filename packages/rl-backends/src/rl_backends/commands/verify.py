@@ -71,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--ranks must be at least 1; got {arguments.ranks}")
     if arguments.each_kernel:
         if arguments.ranks != 1 or arguments.backend != "dtensor":
-            raise CommandError("--each-kernel compares kernels of the DTensor backend on one rank: leave out the others")
+            raise CommandError(
+                "--each-kernel compares kernels of the DTensor backend on one rank: leave out the others"
+            )
         from rl_backends.commands.verify_kernels import verify_each_kernel
 
         return verify_each_kernel(arguments)

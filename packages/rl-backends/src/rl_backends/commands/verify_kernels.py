@@ -169,5 +169,3 @@ def _line(cell: Cell) -> str:
     apart = "  ".join(f"{each.name} {each.difference:.1e}" for each in cell.checks)
     mfu = "MFU unknown" if cell.mfu is None else f"MFU {cell.mfu:.1%}"
     return f"  {cell.choice:<34}{verdict:<14}{apart}  {cell.tokens_per_s:,.0f} tokens/s  {mfu}"
-
-

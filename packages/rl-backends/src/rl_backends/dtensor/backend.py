@@ -3,6 +3,7 @@
 `Backend` has the surface and what Megatron shares; here is how a model under FSDP2 computes, steps and is saved.
 """
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property, partial
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
-from rl_backends.batching.microbatches import Microbatch
+from rl_backends.batching.microbatches import Microbatch, ModelInputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.describing import describe
 from rl_backends.dtensor.head_check import check_head
+from rl_backends.dtensor.pipeline import told_by_last_stage
 from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.reference import copy_of
 from rl_backends.dtensor.sharded_model import ShardedModel
@@ -39,7 +41,7 @@ from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, 
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, raise_together
+from rl_backends.rank_agreement import add_up, gather_text, raise_together
 from rl_backends.readers import Head, Reader, has_language_model_head
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, named_shards
@@ -47,12 +49,23 @@ from rl_parallel_plans import NamedShard, named_shards
 __all__ = ["DTensorBackend"]
 
 
+def cast_to_master_weights(model: nn.Module) -> None:
+    """Cast every floating-point parameter to float32, in place; ties stay ties.
+
+    `from_pretrained` of transformers gives the dtype of the files, mostly bfloat16, in which the update of a step at a
+    usual learning rate is rounded away: it is smaller than half the distance to the next bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32)
+
+
 class DTensorBackend(Backend):
     """A policy that trains `model`, sharded over the ranks of this run.
 
     Args:
         model: a Hugging Face causal LM, or a sequence classifier of one label, with its weights, the same on every
-            rank. The backend takes it over.
+            rank, in any dtype: they are cast to float32. The backend takes it over.
         config: sharding, device, precision, microbatches, adapters.
         seed: of the first values of adapters.
         fill: for a model on the meta device: what puts weights into its parameters once they are sharded.
@@ -75,7 +88,9 @@ class DTensorBackend(Backend):
         seed: int = 0,
         fill: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        if config.lora_cfg is not None:
+        if config.lora_cfg is None:
+            cast_to_master_weights(model)
+        else:
             add_lora(model, config.lora_cfg, seed=seed)
             fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
         super().__init__(config, without_weights(model))
@@ -144,6 +159,8 @@ class DTensorBackend(Backend):
         reader: Reader,
         output: Output,
     ) -> Sums:
+        if self._distributed.pipeline is not None:
+            return self._accumulate_over_stages(examples, microbatches, loss, reader=reader, output=output)
         sharded, routers, config = self._distributed, self._routers, self.config
         num_rows, context = len(examples.lengths), sharded.group("cp")
         loss_of = LossOverMicrobatches(loss, device=config.device, reserved=() if routers is None else (ROUTER_LOSS,))
@@ -176,6 +193,44 @@ class DTensorBackend(Backend):
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each rank holds the term of its own tokens
         return add_up(sums, sharded.row_group, device=torch.device(config.device))
 
+    def _accumulate_over_stages(
+        self,
+        examples: BatchT,
+        microbatches: Sequence[Microbatch],
+        loss: LossFunction[BatchT],
+        *,
+        reader: Reader,
+        output: Output,
+    ) -> Sums:
+        """The same with layers over ranks: the loss is called on the last stage, which tells its sums to all."""
+        sharded, device = self._distributed, torch.device(self.config.device)
+        assert sharded.pipeline is not None
+        loss_of = LossOverMicrobatches(loss, device=self.config.device)
+        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        inputs = []
+        for each in rows:
+            asked, offset, words = asked_of(each, output)
+            inputs.append(sharded.inputs(each, asked, offset=offset, words=words))
+
+        def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+            counts = number < len(rows)
+            own = rows[number if counts else 0]
+            shape = (own.tokens.shape[0], own.tokens.shape[1])
+            outputs = sharded.read_on_stage(model, each, reader, shape=shape)[0]
+            if output == "score":
+                outputs = outputs.sum(1)
+            if not counts:
+                return outputs.sum() * 0.0
+            return loss_of(outputs, own, counted=microbatches[number].counted)
+
+        sharded.run_pipeline(inputs, use, backward=True)
+        raise_together(loss_of.failure)
+        sums = add_up(loss_of.sums, sharded.row_group, device=device)
+        names = json.loads(gather_text(json.dumps(sorted(sums)), group=sharded.pipeline.group)[-1])
+        stacked = [torch.stack([sums[name] for name in names])] if sums else []
+        told = told_by_last_stage(stacked, sharded.pipeline)
+        return dict(zip(names, told[0].unbind(), strict=True)) if names else {}
+
     def _clear_gradient(self) -> None:
         super()._clear_gradient()
         forget_pass(self.model)
@@ -184,7 +239,13 @@ class DTensorBackend(Backend):
 
     def _clip_and_step(self) -> GradientStep:
         assert self._optimizers is not None
-        return clip_and_step(self.model, self._optimizers, self._optimizer_config, version=self.version)
+        return clip_and_step(
+            self.model,
+            self._optimizers,
+            self._optimizer_config,
+            version=self.version,
+            pipeline=self._distributed.pipeline,
+        )
 
     @property
     def _always_trains(self) -> bool:
@@ -255,7 +316,10 @@ class DTensorBackend(Backend):
 
     def save_pretrained(self, folder: str | Path) -> None:  # noqa: D102
         self._require_on_device("save_pretrained", WEIGHTS)
-        if self.config.lora_cfg is None:
+        pipeline = self._distributed.pipeline
+        if pipeline is not None:
+            export_pretrained(self._skeleton, Path(folder), tensors=pipeline.export_state_dict())
+        elif self.config.lora_cfg is None:
             export_pretrained(self.model, Path(folder))
         else:
             export_pretrained(self.model, Path(folder), tensors=export_merged(self.model))

@@ -117,9 +117,7 @@ def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tens
         return op(query, key, cos, sin)
 
     names = {**forward.__globals__, ROPE: rotate}
-    made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 
@@ -220,7 +218,9 @@ def float8_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for path, layer in stacked_layers(model).items():
         for name, module in layer.named_modules():
             router = name.rpartition(".")[2] in {"gate", "router"}
-            if isinstance(module, nn.Linear) and not router and not any(
-                size % FLOAT8_MULTIPLE for size in (module.in_features, module.out_features)
+            if (
+                isinstance(module, nn.Linear)
+                and not router
+                and not any(size % FLOAT8_MULTIPLE for size in (module.in_features, module.out_features))
             ):
                 yield f"{path}.{name}", module

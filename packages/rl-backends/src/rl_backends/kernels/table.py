@@ -406,9 +406,7 @@ register_kernel(
     ),
 )
 register_kernel(Kernel(part="rope", name="liger", is_what="LigerRopeFunction", packages=LIGER, op=_liger_rope))
-register_kernel(
-    Kernel(part="mlp", name="liger", is_what="LigerSiLUMulFunction or GELU", packages=LIGER, op=_liger_mlp)
-)
+register_kernel(Kernel(part="mlp", name="liger", is_what="LigerSiLUMulFunction or GELU", packages=LIGER, op=_liger_mlp))
 
 
 # -- float8 --------------------------------------------------------------------------------------------------

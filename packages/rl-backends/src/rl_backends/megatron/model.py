@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backends.backend import DistributedModel
+from rl_backends.backend import DistributedModel, media_tokens
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard
 from rl_backends.loading.shards_by_name import first_names
 from rl_backends.megatron.architecture import read_architecture
@@ -65,6 +65,7 @@ class MegatronModel(DistributedModel):
         self.config: MegatronConfig = config
         self.architecture = read_architecture(skeleton.config)
         self.vocabulary_size, self.max_positions = self.architecture.vocab_size, None
+        self.media_tokens = media_tokens(skeleton)
         self._joined = groups is None
         self.groups = ParallelGroups.join(config) if groups is None else groups
         try:

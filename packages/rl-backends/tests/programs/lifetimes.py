@@ -1,0 +1,51 @@
+"""One rank of two, as torchrun starts it: several backends one after the other, each closed before the next."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def load_world():
+    spec = importlib.util.spec_from_file_location("world", Path(__file__).parents[1] / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["world"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(task):
+    torch.set_num_threads(1)
+    os.environ |= task["environment"]
+    world = load_world()
+    from rl_backends import DTensorBackend, DTensorConfig
+    from rl_backends.process_group import require_gpu_of_its_own
+
+    examples, results = world.make_examples(), {"logp": []}
+    to = torch.nn.Module.to
+
+    def only_buffers(module, *arguments, **options):
+        assert not any(each.numel() and not each.is_meta for each in module.parameters()), "a whole model was moved"
+        return to(module, *arguments, **options)
+
+    torch.nn.Module.to = only_buffers
+    for sizes in ({}, {"tensor_parallel_size": 2}, {}, {"tensor_parallel_size": 2, "sequence_parallel": True}):
+        # Qwen2 is tied, Phi3 has fused weights whose rows tensor parallelism reorders.
+        for family, options in (("Qwen2", {"tie_word_embeddings": True}), ("Phi3", {})):
+            backend = DTensorBackend(world.make_model(family, **options), DTensorConfig(**sizes))
+            results["logp"].append(backend.logp(examples))
+            backend.close()
+    torch.nn.Module.to = to
+    try:
+        require_gpu_of_its_own("GPU 0 of here")
+    except ValueError as error:
+        results["shared"] = str(error)
+    require_gpu_of_its_own(f"GPU {task['environment']['RANK']} of here")
+    torch.save(results, task["result"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
