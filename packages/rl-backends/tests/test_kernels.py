@@ -227,7 +227,9 @@ def test_kernels_of_norms_rotary_embeddings_and_mlps_run_and_change_nothing(worl
     wanted = plain(world, model.eval(), examples)
     found = gradients_of(world, model, DTensorConfig(kernels=fake_kernels), examples)
     assert_same(found, wanted)
-    assert fake_norm.calls and fake_rope.calls and fake_mlp.calls
+    assert fake_norm.calls
+    assert fake_rope.calls
+    assert fake_mlp.calls
     for line in (
         "kernel of rope: liger, a fake of plain torch, in 2 attentions",
         "kernel of mlp: liger, a fake of plain torch, in 2 MLPs",
@@ -241,7 +243,7 @@ def test_another_model_of_the_process_keeps_its_own_code(world, fake_kernels):
     fake_norm.calls = fake_rope.calls = fake_mlp.calls = 0
     other = world.make_model("Llama")
     other(input_ids=torch.ones(1, 4, dtype=torch.int64))
-    assert not (fake_norm.calls or fake_rope.calls or fake_mlp.calls)
+    assert [op.calls for op in (fake_norm, fake_rope, fake_mlp)] == [0, 0, 0]
 
 
 def test_the_chunk_size_of_the_loss_changes_memory_and_no_number(world):
@@ -321,7 +323,9 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(world, m
         table.KERNELS["norm", "liger"], devices=("cpu",), packages=(("no_such_module", "pip install it"),)
     )
     register_kernel(needs)
-    with pytest.raises(ValueError, match="kernels.norm='liger' cannot be used: it needs no_such_module, .*pip install"):
+    with pytest.raises(
+        ValueError, match=r"kernels.norm='liger' cannot be used: it needs no_such_module, .*pip install"
+    ):
         DTensorBackend(world.make_model("Llama"), DTensorConfig(kernels=KernelsConfig(norm="liger")))
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         RankError,
     )
     from rl_backends.examples import TokenBatch
-    from rl_backends.kernels import Kernel, KernelsConfig, register_kernel
     from rl_backends.export import export_pretrained
+    from rl_backends.kernels import Kernel, KernelsConfig, register_kernel
     from rl_backends.loading import (
         LoadReport,
         ModelSource,

@@ -78,7 +78,7 @@ class Head:
         )
 
     def options(self, temperature: float) -> dict[str, Any]:
-        """The keyword arguments of `linear_logp`, `logp_of_token_ids` and `top_k_logp`; the first also has `kernel=`."""
+        """The keyword arguments of `linear_logp`, `logp_of_token_ids` and `top_k_logp`."""
         return {
             "temperature": temperature,
             "logit_scale": self.logit_scale,

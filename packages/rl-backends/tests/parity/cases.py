@@ -9,7 +9,7 @@ import itertools
 import transformers
 
 from parity.problems import Problem
-from rl_backends import KernelsConfig as kernels
+from rl_backends import KernelsConfig
 
 BAR = 1e-5
 BFLOAT16_BAR = 5e-2
@@ -62,13 +62,13 @@ REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
         "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing",
     ),
     (
-        {"kernels": kernels(attention="flex"), "context_parallel_size": 2},
+        {"kernels": KernelsConfig(attention="flex"), "context_parallel_size": 2},
         "kernels.attention='flex' cannot be used: it runs on cuda, not on a CPU; context parallelism",
     ),
-    ({"kernels": kernels(attention="varlen")}, "it computes in bfloat16, not in float32; it reads packed rows"),
-    ({"kernels": kernels(norm="liger")}, "kernels.norm='liger' cannot be used: it runs on cuda, not on a CPU"),
-    ({"kernels": kernels(loss="liger")}, "kernels.loss='liger' cannot be used: it runs on cuda, not on a CPU"),
-    ({"kernels": kernels(float8="rowwise")}, "kernels.float8='rowwise' cannot be used: it runs on cuda"),
+    ({"kernels": KernelsConfig(attention="varlen")}, "it computes in bfloat16, not in float32; it reads packed rows"),
+    ({"kernels": KernelsConfig(norm="liger")}, "kernels.norm='liger' cannot be used: it runs on cuda, not on a CPU"),
+    ({"kernels": KernelsConfig(loss="liger")}, "kernels.loss='liger' cannot be used: it runs on cuda, not on a CPU"),
+    ({"kernels": KernelsConfig(float8="rowwise")}, "kernels.float8='rowwise' cannot be used: it runs on cuda"),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
     ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be >= 1"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
@@ -161,9 +161,9 @@ def apart():
         cell("Gemma-2, capped scores", "TP2+SP", "packed"),
         cell("GPT-OSS, sinks", "FSDP2", "packed"),
         cell("GPT-OSS, sinks", "TP2", "packed"),
-        cell("Gemma-2, capped scores", "1", "padded", note="attention: sdpa", kernels=kernels(attention="sdpa")),
-        cell("GPT-OSS, sinks", "FSDP2", "dynamic", note="attention: sdpa", kernels=kernels(attention="sdpa")),
-        cell("Qwen3", "TP2+SP", "packed", note="loss chunks of 3 tokens", kernels=kernels(loss_chunk_size=3)),
+        cell("Gemma-2, capped scores", "1", "padded", note="attention: sdpa", kernels=KernelsConfig(attention="sdpa")),
+        cell("GPT-OSS, sinks", "FSDP2", "dynamic", note="attention: sdpa", kernels=KernelsConfig(attention="sdpa")),
+        cell("Qwen3", "TP2+SP", "packed", note="loss chunks of 3 tokens", kernels=KernelsConfig(loss_chunk_size=3)),
         cell("Qwen3", "FSDP2×TP2+SP", "packed"),
         cell("Qwen3", "FSDP2×CP2", "dynamic"),
         cell("Qwen3", "CP2×TP2", "padded"),

@@ -5,8 +5,8 @@ takes without the backend. Compared are log-probabilities, gradients, weights af
 with those weights, bit for bit. Of the Megatron backend also what it saves before it trains with what it was given; and
 rows are long, since a wrong rotary base shows in no others.
 
-With `--each-kernel` every choice of kernels is a cell instead, on one rank of `--device`: values and gradients against the
-same truth, tokens a second and MFU of a few steps, or the words in which it is refused.
+With `--each-kernel` every choice of kernels is a cell instead, on one rank of `--device`: values and gradients against
+the same truth, tokens a second and MFU of a few steps, or the words in which it is refused.
 Exit codes: 0 it is; 1 it is not, or a rank failed; 2 refused.
 """
 

@@ -24,7 +24,7 @@ from rl_backends.commands.verify_plain import Plain, loss_of, make_rows, plain_r
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import MissingDependencyError
-from rl_backends.kernels import KERNELS, KernelsConfig
+from rl_backends.kernels import KernelsConfig
 from rl_backends.optimizers import OptimizerConfig
 
 __all__ = ["verify_each_kernel"]

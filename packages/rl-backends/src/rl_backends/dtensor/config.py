@@ -14,7 +14,7 @@ __all__ = ["DTensorConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorConfig:
-    """Ranks = pipeline x replicate x shard x expert x context x tensor; what is left after the sizes below is sharded over."""
+    """Ranks = pipeline x replicate x shard x expert x context x tensor; `shard` is what the sizes below leave."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 

@@ -58,8 +58,7 @@ def _largest_on_any_rank(number: Tensor) -> float:
 def _inputs(sharded: ShardedModel) -> ModelInputs:
     shard, packed = sharded.sequence_shard, sharded.config.sequence_packing
     length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
-    embeddings: Any = sharded.model.get_input_embeddings()  # type: ignore[operator]
-    tokens = (torch.arange(length) * 7 + 3) % embeddings.weight.shape[0]
+    tokens = (torch.arange(length) * 7 + 3) % sharded.vocabulary_size
     own = torch.arange(length) if shard is None else shard.positions(length)
     return ModelInputs(
         tokens=tokens[own][None],

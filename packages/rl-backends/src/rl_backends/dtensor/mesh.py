@@ -20,7 +20,7 @@ from rl_backends.process_group import once_per_process_group
 __all__ = ["AXES", "axis_of", "make_mesh", "require_device", "rows_of", "sharding_axes", "sizes_of"]
 
 AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
-ROW_AXES = ("pp", "dp_replicate", "dp", "ep")
+ROW_AXES = ("dp_replicate", "dp", "ep")
 """Axes each rank of which has rows of its own."""
 ALWAYS = ("dp", "tp")
 """What sharding asks a mesh for, whatever its sizes."""

@@ -23,8 +23,8 @@ from rl_backends.backend import DistributedModel, max_positions, media_tokens, v
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.pipeline import of_one_shape, told_by_last_stage
 from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
+from rl_backends.dtensor.pipeline import of_one_shape, told_by_last_stage
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels

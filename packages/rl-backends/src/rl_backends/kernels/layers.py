@@ -70,7 +70,7 @@ def _offset_of(path: str, norm: nn.Module) -> float:
         hidden = torch.randn(3, 8, device="cpu")
         weight = torch.randn(8, device="cpu")
         twin = copy.copy(norm)
-        twin._parameters = {"weight": nn.Parameter(weight)}
+        twin._parameters = {"weight": nn.Parameter(weight)}  # noqa: SLF001 - of a copy, so that a forward reads them
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if isinstance(eps, float):
             normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
@@ -113,7 +113,9 @@ def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> 
 
 @functools.cache
 def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tensor]]) -> types.FunctionType:
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(  # noqa: PLR0917 - as transformers calls it
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return op(query, key, cos, sin)
 
     names = {**forward.__globals__, ROPE: rotate}
@@ -122,7 +124,9 @@ def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tens
     return made
 
 
-def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotated(  # noqa: PLR0917 - as transformers calls it
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """By halves, as Llama's: x * cos + rotate_half(x) * sin."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
@@ -190,7 +194,7 @@ def _activation_of(path: str, mlp: nn.Module) -> str:
     with unset_fake_temporarily():
         gate, up, down = (nn.Linear(4, 4, bias=False, device="cpu") for _ in range(3))
         twin = copy.copy(mlp)
-        twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}
+        twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}  # noqa: SLF001 - as above
         x = torch.randn(3, 4, device="cpu")
         try:
             said = type(mlp).forward(twin, x)
@@ -200,7 +204,7 @@ def _activation_of(path: str, mlp: nn.Module) -> str:
             if torch.allclose(said, down(activation(gate(x)) * up(x)), rtol=1e-5, atol=1e-6):
                 return name
     raise ModelError(
-        f"{path} ({type(mlp).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or the GELU of tanh, "
+        f"{path} ({type(mlp).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or tanh's GELU, "
         f"which is all that kernels.mlp computes: choose 'torch'"
     )
 

@@ -92,11 +92,9 @@ def _chosen(config: "DTensorConfig") -> Iterator[tuple[Kernel | str, str]]:
         kernel = KERNELS.get((part, name))
         if kernel is None:
             known = [repr(each) for of, each in KERNELS if of == part]
-            yield (
-                f"kernels.{chosen}: there is no such kernel; choose {' or '.join([repr('torch'), *known])}, or add one "
-                f"with rl_backends.kernels.register_kernel",
-                chosen,
-            )
+            choices = " or ".join([repr("torch"), *known])
+            sentence = f"kernels.{chosen}: there is no such kernel; choose {choices}, or add one with register_kernel"
+            yield sentence, chosen
         else:
             if part == "float8" and kernels.float8_emulate:
                 kernel = EMULATED
@@ -355,15 +353,19 @@ register_kernel(
 # -- norm, rope, mlp -----------------------------------------------------------------------------------------
 
 
-def _liger_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def _liger_norm(  # noqa: PLR0917 - an op of this part
+    hidden: Tensor, weight: Tensor, eps: float, offset: float
+) -> Tensor:
     from liger_kernel.ops import LigerRMSNormFunction
 
     # Not in place: what the gradient comes from may be read again, as the residual of Gemma is.
-    normed: Tensor = LigerRMSNormFunction.apply(hidden, weight, eps, offset, "gemma" if offset else "llama", False)  # noqa: FBT003
+    normed: Tensor = LigerRMSNormFunction.apply(hidden, weight, eps, offset, "gemma" if offset else "llama", False)
     return normed
 
 
-def _liger_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _liger_rope(  # noqa: PLR0917 - an op of this part
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops import LigerRopeFunction
 
     rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
@@ -385,7 +387,9 @@ def _hub_norm_layer() -> Any:
     return LayerRepository(repo_id="kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3).load()
 
 
-def _hub_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def _hub_norm(  # noqa: PLR0917 - an op of this part
+    hidden: Tensor, weight: Tensor, eps: float, offset: float
+) -> Tensor:
     said = {"weight": weight, "variance_epsilon": eps, "offset": offset, "in_place": False, "row_mode": None}
     normed: Tensor = _hub_norm_layer().forward(
         SimpleNamespace(**said, casting_mode="gemma" if offset else "llama"), hidden
@@ -469,6 +473,6 @@ def _apply_float8(model: nn.Module, config: "DTensorConfig") -> str:
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in chosen)
     how = ", emulated" if kernels.float8_emulate else ""
     return (
-        f"kernel of linear layers: torchao's float8 {kernels.float8}{how} in {len(chosen)}; torch in the other {others} "
+        f"kernel of linear layers: torchao's float8 {kernels.float8}{how} in {len(chosen)}; torch in {others} others "
         f"(head, routers, sizes that 16 does not divide), and in stacked experts"
     )

@@ -339,7 +339,8 @@ def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 def _over_group(gradient: Tensor, key_heads: int) -> Tensor:
     """[n, Q, a, b] -> [n, K, a, b]: the sum over the query heads that share a key head."""
-    return gradient.unflatten(1, (key_heads, -1)).sum(2)
+    rows, heads, *sizes = gradient.shape
+    return gradient.view(rows, key_heads, heads // key_heads, *sizes).sum(2)
 
 
 # -- flex ------------------------------------------------------------------------------------------------
@@ -398,7 +399,6 @@ def _by_flex(
 @functools.cache
 def capped(softcap: float) -> Callable[..., Tensor]:
     """The score function of flex_attention that bounds scores; the same object for the same bound, compiled once."""
-
     return lambda score, _b, _h, _at, _to: torch.tanh(score / softcap) * softcap
 
 
@@ -418,7 +418,7 @@ def _compiled_flex() -> Callable[..., Any]:
 # -- varlen, flash -----------------------------------------------------------------------------------------
 
 
-def _refuse_for_flash(
+def _refuse_for_flash(  # noqa: PLR0917 - a call of attention
     module: nn.Module, kernel: str, query: Tensor, value: Tensor, *, softcap: float | None, sinks: Tensor | None
 ) -> None:
     wrong = [
@@ -477,7 +477,7 @@ def _by_flash_attn(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    import flash_attn
+    import flash_attn  # type: ignore[import-not-found]
 
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
     out: Tensor = flash_attn.flash_attn_varlen_func(
