@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.flat_boxes import FlatBox
-from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards
+from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards, stage_info
 
 __all__ = [
     "Held",
@@ -72,8 +72,15 @@ class Held:
 
 
 def held_by(model: nn.Module) -> dict[str, Held]:
-    """Everything that this rank holds of the model's state, by name."""
-    return {each.name: Held(shard=each, boxes=tuple(each.boxes())) for each in named_shards(model)}
+    """Everything that this rank holds of the model's state, by name.
+
+    A pipeline stage may hold a copy of a tied weight that an earlier one has under another name, which counts.
+    """
+    info = stage_info(model)
+    first = {} if info is None else {name: holders[0][1] for name, holders in info.tied.items()}
+    return {
+        first.get(each.name, each.name): Held(shard=each, boxes=tuple(each.boxes())) for each in named_shards(model)
+    }
 
 
 def whole_piece(tensor: Tensor) -> Piece:
