@@ -69,6 +69,14 @@ REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
     ({"kernels": KernelsConfig(norm="liger")}, "kernels.norm='liger' cannot be used: it runs on cuda, not on a CPU"),
     ({"kernels": KernelsConfig(loss="liger")}, "kernels.loss='liger' cannot be used: it runs on cuda, not on a CPU"),
     ({"kernels": KernelsConfig(float8="rowwise")}, "kernels.float8='rowwise' cannot be used: it runs on cuda"),
+    (
+        {"pipeline_parallel_size": 2, "micro_batch_tokens": 64},
+        "pipeline_parallel_size > 1 cannot be combined with micro_batch_tokens of padded rows",
+    ),
+    (
+        {"pipeline_parallel_size": 2, "context_parallel_size": 2},
+        "pipeline_parallel_size > 1 cannot be combined with context_parallel_size > 1",
+    ),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
     ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be >= 1"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
@@ -174,7 +182,7 @@ def apart():
         cell("Qwen3-MoE", "EP2×TP2", "padded"),
         cell("Llama", "PP2", "padded"),
         cell("Qwen3", "PP2", "packed"),
-        cell("Qwen3", "PP2", "dynamic", note="gpipe", pipeline_schedule="gpipe"),
+        cell("Qwen3", "PP2", "padded", note="gpipe", pipeline_schedule="gpipe"),
         cell("Gemma-3", "PP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
         cell("Qwen3-MoE", "PP2", "padded", note="three calls a step", calls=3),
         cell("Qwen3", "PP2", "padded", note="one microbatch", problem=Problem("Qwen3", "one row")),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.manifest import check_model
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
@@ -18,8 +19,9 @@ from rl_backends.checkpoints.optimizer_state import (
 )
 from rl_backends.checkpoints.pieces import Held, Piece, device_of, has_rng, held_by, mesh_of, rng_pieces, set_rng
 from rl_backends.checkpoints.reading import CheckpointState, OpenCheckpoint, check_holds, open_checkpoint, read_pieces
-from rl_backends.checkpoints.together import fingerprint, on_all
+from rl_backends.checkpoints.together import described_by_all, fingerprint, of_stage, on_all
 from rl_backends.errors import CheckpointError
+from rl_parallel_plans import stage_info
 
 __all__ = ["load_checkpoint"]
 
@@ -56,18 +58,27 @@ def load_checkpoint(
     held = held_by(model)
     kept = optimizers if optimizer else None
 
+    names = fingerprint(held)
+    if stage_info(model) is not None:
+        names, _ = described_by_all(names, None, group=opened.group)
+        if opened.state["optimizers"] is not None:
+            opened.state["optimizers"] = of_stage(opened.state["optimizers"], held)
+
     def check() -> None:
-        check_model(opened.source, opened.manifest.model, fingerprint(held))
+        check_model(opened.source, opened.manifest.model, names)
         check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
         if kept is not None:
             _check_optimizers(opened, kept, held)
 
     on_all(check, group=opened.group)
+    frozen: dict[str, int] = opened.state.get("frozen", {})
+    if frozen:
+        check_frozen_weights(opened.source, frozen, model, group=opened.group)
     rng = rng_pieces(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
     states, pieces = on_all(lambda: _new_state(opened, kept, held), group=opened.group)
     pieces |= rng
     if weights:
-        pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
+        pieces |= {f"weights/{name}": each.piece() for name, each in held.items() if name not in frozen}
     read_pieces(opened, pieces, schedule=kept)
     if kept is not None:
         put_state(kept, held, opened.state["optimizers"], states=states)

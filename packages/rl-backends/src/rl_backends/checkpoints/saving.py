@@ -5,6 +5,7 @@ Knows which tensors and figures a checkpoint has; how it is written is the affai
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from rl_backends.checkpoints.bound_state import holds_subclasses
 from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, describe_optimizers, optimizer_pieces
 from rl_backends.checkpoints.pieces import Piece, device_of, held_by, mesh_of, rng_pieces
 from rl_backends.checkpoints.storage import Contents
-from rl_backends.checkpoints.together import fingerprint, on_all
+from rl_backends.checkpoints.together import described_by_all, fingerprint, on_all
 from rl_backends.checkpoints.writing import CheckpointWrite, as_json, write_checkpoint
 from rl_backends.rank_agreement import gather_text
+from rl_parallel_plans import stage_info
 
 __all__ = ["save_checkpoint"]
 
@@ -31,6 +33,7 @@ def save_checkpoint(
     weights: bool = True,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
+    frozen: Mapping[str, int] | None = None,
 ) -> CheckpointWrite:
     """Write weights, optimizers, schedule and random-number generators into a new folder; every rank must call it.
 
@@ -43,6 +46,8 @@ def save_checkpoint(
         asynchronous: return when everything is copied to host memory, and write while training goes on. The host needs
             room for this rank's shards of weights and moments.
         extra: what else belongs to the run, as JSON.
+        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` gives
+            them. A model that loads the checkpoint must have them.
 
     Returns:
         The write; already complete unless `asynchronous`.
@@ -53,7 +58,9 @@ def save_checkpoint(
     """
 
     def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, Piece], Contents]:
-        return _collect(model, optimizers, group, version=version, weights=weights, extra=dict(extra or {}))
+        return _collect(
+            model, optimizers, group, version=version, weights=weights, extra=dict(extra or {}), frozen=frozen or {}
+        )
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
 
@@ -66,6 +73,7 @@ def _collect(
     version: int,
     weights: bool,
     extra: dict[str, Any],
+    frozen: Mapping[str, int],
 ) -> tuple[dict[str, Piece], Contents]:
     flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
     bound = [
@@ -77,8 +85,9 @@ def _collect(
         held = held_by(model)
         pieces = rng_pieces(device_of(held))
         state: dict[str, Any] = {"extra": as_json("extra", extra, exact=True), "optimizers": None, "schedule": None}
+        state["frozen"] = dict(frozen) if weights else {}
         if weights:
-            pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
+            pieces |= {f"weights/{name}": each.piece() for name, each in held.items() if name not in frozen}
         if optimizers is not None:
             pieces |= optimizer_pieces(optimizers, held, bound=bound)
             state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
@@ -86,4 +95,8 @@ def _collect(
         contents = Contents(version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights, state=state)
         return pieces, contents
 
-    return on_all(collect, group=group)
+    pieces, contents = on_all(collect, group=group)
+    if stage_info(model) is None:
+        return pieces, contents
+    names, described = described_by_all(contents.model, contents.state["optimizers"], group=group)
+    return pieces, replace(contents, model=names, state={**contents.state, "optimizers": described})

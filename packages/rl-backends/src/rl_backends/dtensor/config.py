@@ -133,13 +133,18 @@ class DTensorConfig:
                     self.expert_parallel_size > 1,
                     "expert_parallel_size > 1, whose ranks exchange tokens in their own time",
                 ),
+                (
+                    self.micro_batch_tokens is not None and not self.sequence_packing,
+                    "micro_batch_tokens of padded rows, which would be padded to one shape beyond that bound: set "
+                    "sequence_packing, or bound rows by micro_batch_size",
+                ),
                 (self.share_prefixes, "share_prefixes, whose packs have no padding to make them of one shape"),
                 (self.lora_cfg is not None, "lora_cfg, whose merged weights are gathered from all layers"),
                 (self.compile, "compile=True: stages are not compiled"),
                 (self.router_aux_loss_coef > 0, "router_aux_loss_coef > 0, which every stage would have to report"),
             ):
                 if holds:
-                    yield f"pipeline_parallel_size > 1 cannot be combined with {other}; switch one of them off"
+                    yield f"pipeline_parallel_size > 1 cannot be combined with {other}; or set it to 1"
         if self.share_prefixes and not self.sequence_packing:
             yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
         if self.share_prefixes and self.router_aux_loss_coef > 0:
