@@ -189,9 +189,10 @@ def fake_norm(hidden, weight, eps, offset):
 
 def fake_rope(query, key, cos, sin):
     fake_rope.calls += 1
-    from rl_backends.kernels.layers import rotated
-
-    return rotated(query, key, cos, sin)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    halves = [each.chunk(2, dim=-1) for each in (query, key)]
+    turned = [torch.cat([-second, first], dim=-1) for first, second in halves]
+    return tuple(each * cos + other * sin for each, other in zip((query, key), turned, strict=True))
 
 
 def fake_mlp(gate, up, activation):
@@ -358,3 +359,41 @@ def test_auto_says_what_runs_on_a_gpu_and_why(world, monkeypatch, family, option
     model = world.make_model(family, **options)
     _, said = table._attention_of(model, on_gpu(precision=precision))
     assert re.match(chosen, said), said
+
+
+# -- float8, compiled layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_emulated_float8_linears_round_as_8_bits_do_and_leave_the_head_alone(world, recipe):
+    pytest.importorskip("torchao.float8")
+    model, examples = world.make_model("Qwen3", intermediate_size=64), world.make_examples()
+    logp, gradients = plain(world, model, examples)
+    config = DTensorConfig(kernels=KernelsConfig(float8=recipe, float8_emulate=True))
+    found = gradients_of(world, model, config, examples)
+    assert f"torchao's float8 {recipe}, emulated in 14; torch in 1 others (head" in found[2]
+    difference = (found[0] - logp).abs().max() / logp.abs().max()
+    assert 1e-5 < difference < 0.2  # it is not float32, and it is near
+    for name, gradient in gradients.items():
+        assert (found[1][name] - gradient).norm() <= 0.35 * gradient.norm() + 1e-3, name
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Graphs and their gradients, without generated code, which takes a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_layers_compile_without_a_graph_break_also_with_replaced_kernels(world, fake_kernels):
+    import torch._dynamo
+
+    examples = world.make_examples()
+    wanted = plain(world, world.make_model("Llama"), examples)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = DTensorConfig(kernels=fake_kernels, compile=True)
+    found = gradients_of(world, world.make_model("Llama"), config, examples)
+    assert_same(found, wanted)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]

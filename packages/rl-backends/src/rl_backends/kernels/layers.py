@@ -44,8 +44,8 @@ def replace_norms(model: nn.Module, op: Callable[..., Tensor]) -> int:
             continue
         if type(module) not in offsets:
             offsets[type(module)] = _offset_of(path, module)
-        forward = _norm_forward(op, offsets[type(module)])
-        module.forward = types.MethodType(forward, module)
+        eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+        module.forward = types.MethodType(_norm_forward(op, eps, offsets[type(module)]), module)
         found += 1
     if not found:
         raise ModelError(f"{type(model).__qualname__} has no RMS norm, which kernels.norm is about: choose 'torch'")
@@ -53,14 +53,12 @@ def replace_norms(model: nn.Module, op: Callable[..., Tensor]) -> int:
 
 
 @functools.cache
-def _norm_forward(op: Callable[..., Tensor], offset: float) -> Callable[..., Tensor]:
-    """One function for all norms of a kind: torch.compile then compiles one layer for all."""
+def _norm_forward(op: Callable[..., Tensor], eps: float, offset: float) -> Callable[..., Tensor]:
+    """One function for all norms of a kind: torch.compile then compiles one layer for all.
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return op(hidden_states, self.weight, eps, offset)
-
-    return forward
+    A lambda, as below: a checker of shapes would wrap a function, and torch.compile cannot trace the checker.
+    """
+    return lambda self, hidden_states: op(hidden_states, self.weight, eps, offset)
 
 
 @torch.no_grad()
@@ -113,12 +111,7 @@ def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> 
 
 @functools.cache
 def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tensor]]) -> types.FunctionType:
-    def rotate(  # noqa: PLR0917 - as transformers calls it
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return op(query, key, cos, sin)
-
-    names = {**forward.__globals__, ROPE: rotate}
+    names = {**forward.__globals__, ROPE: op}
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
@@ -182,11 +175,7 @@ def replace_mlps(model: nn.Module, op: Callable[..., Tensor]) -> int:
 
 @functools.cache
 def _mlp_forward(op: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(op(self.gate_proj(x), self.up_proj(x), activation))
-        return down
-
-    return forward
+    return lambda self, x: self.down_proj(op(self.gate_proj(x), self.up_proj(x), activation))
 
 
 @torch.no_grad()
