@@ -237,6 +237,34 @@ def test_adapters_are_translated_and_what_differs_of_them_is_told(tmp_path):
     assert not any(key.startswith(section) for key in notes(off, "untranslated"))
 
 
+KERNELS = """
+    defaults: theirs.yaml
+    policy:
+      sequence_packing: {enabled: PACKED}
+      dtensor_cfg:
+        automodel_kwargs: {use_liger_kernel: true, attn_implementation: flash_attention_2}
+"""
+
+
+def test_keys_that_name_kernels_are_translated_or_told(tmp_path):
+    written(tmp_path)
+    translation = translate(written(tmp_path, KERNELS.replace("PACKED", "true"), "kernels.yaml"))
+    assert translation.problems == ()
+    liger = {"norm": "liger", "rope": "liger", "mlp": "liger"}
+    assert translation.recipe["policy"]["dtensor_cfg"]["kernels"] == {"attention": "flash", **liger}
+    padded = translate(written(tmp_path, KERNELS.replace("PACKED", "false"), "padded.yaml"))
+    assert padded.recipe["policy"]["dtensor_cfg"]["kernels"] == liger
+    key = "policy.dtensor_cfg.automodel_kwargs.attn_implementation"
+    assert "read packed rows" in notes(padded, "untranslated")[key]
+    te = KERNELS.replace("PACKED", "true").replace("attn_implementation: flash_attention_2", "backend: {attn: te}")
+    assert (
+        "no kernel here is 'te'"
+        in notes(translate(written(tmp_path, te, "te.yaml")), "untranslated")[
+            "policy.dtensor_cfg.automodel_kwargs.backend.attn"
+        ]
+    )
+
+
 SFT = """
     sft: {max_num_steps: 60, val_period: 10, seed: 1, only_unmask_final: true}
     policy: {model_name: a/b, train_global_batch_size: 32, precision: float32,

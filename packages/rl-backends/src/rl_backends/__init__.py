@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
+    from rl_backends.kernels import Kernel, KernelsConfig, register_kernel
     from rl_backends.loading import (
         LoadReport,
         ModelSource,
@@ -72,6 +73,9 @@ _HOMES = {
     "DryRun": "dry_run.predict",
     "Explanation": "dry_run.explanation",
     "GradientStep": "optimizers",
+    "Kernel": "kernels",
+    "KernelsConfig": "kernels",
+    "register_kernel": "kernels",
     "LoadReport": "loading",
     "LoraConfig": "lora",
     "MemoryUse": "metrics",
@@ -120,6 +124,8 @@ __all__ = [
     "DryRun",
     "Explanation",
     "GradientStep",
+    "Kernel",
+    "KernelsConfig",
     "LoadReport",
     "LoraConfig",
     "MegatronBackend",
@@ -160,6 +166,7 @@ __all__ = [
     "peak_flops_per_s",
     "predict",
     "prune",
+    "register_kernel",
     "save_checkpoint",
     "select_backend",
 ]

@@ -8,7 +8,7 @@ Axes: n asked places, H hidden, V vocabulary, k words.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
+from rl_backends.kernels import KernelsConfig
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
 
@@ -46,10 +47,14 @@ class Head:
 
     logit_scale: float
     softcap: float | None
+    kernel: Literal["torch", "liger", "verl"] = "torch"
+    """What computes log-probabilities and entropies; the top k and given tokens are torch's."""
+    chunk_size: int | None = None
+    """Rows whose logits exist at one time; None lets their size decide."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Head":
-        """As the model's configuration says it.
+    def of(cls, model: nn.Module, kernels: KernelsConfig | None = None) -> "Head":
+        """As the model's configuration says it, read by the kernel of the loss.
 
         Raises:
             ModelError: the model has no language-model head.
@@ -64,11 +69,22 @@ class Head:
             config = config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0)
         divisor = float(getattr(config, "logits_scaling", None) or 1.0)
-        return cls(logit_scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
+        chosen = KernelsConfig() if kernels is None else kernels
+        return cls(
+            logit_scale=scale / divisor,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            kernel=chosen.loss,
+            chunk_size=chosen.loss_chunk_size,
+        )
 
     def options(self, temperature: float) -> dict[str, Any]:
         """The keyword arguments of `linear_logp`, `logp_of_token_ids` and `top_k_logp`."""
-        return {"temperature": temperature, "logit_scale": self.logit_scale, "softcap": self.softcap}
+        return {
+            "temperature": temperature,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "chunk_size": self.chunk_size,
+        }
 
 
 def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
@@ -90,10 +106,12 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
             assert inputs.words is not None
             logp: Tensor = logp_of_token_ids(hidden, lm_head, inputs.words, **options)
         elif output == "logp_and_entropy":
-            both = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, **options)
+            both = linear_logp(
+                hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, kernel=head.kernel, **options
+            )
             logp = torch.stack(both, dim=-1)
         else:
-            logp = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, **options)
+            logp = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, kernel=head.kernel, **options)
         return logp
 
     return read
@@ -110,7 +128,13 @@ def read_entropy(head: Head, temperature: float) -> Reader:
     def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
         options = head.options(temperature)
         _, entropy = linear_logp(
-            hidden, model.get_output_embeddings(), inputs.targets, ignore_index=None, entropy=True, **options
+            hidden,
+            model.get_output_embeddings(),
+            inputs.targets,
+            ignore_index=None,
+            entropy=True,
+            kernel=head.kernel,
+            **options,
         )
         return entropy
 

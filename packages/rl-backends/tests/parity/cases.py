@@ -9,6 +9,7 @@ import itertools
 import transformers
 
 from parity.problems import Problem
+from rl_backends import KernelsConfig
 
 BAR = 1e-5
 BFLOAT16_BAR = 5e-2
@@ -37,6 +38,9 @@ OTHER_MESHES = {  # for cells of their own
     "EP2×TP2": (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, 0.25),
     "FSDP2×EP2": (4, {"expert_parallel_size": 2}, 0.25),
     "FSDP2×TP2+SP": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}, 0.25),
+    "PP2": (2, {"pipeline_parallel_size": 2}, 1.0),  # of its stage
+    "PP2×FSDP2": (4, {"pipeline_parallel_size": 2}, 0.5),
+    "PP2×TP2+SP": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, 0.5),
 }
 LAYOUTS = {
     "padded": {"micro_batch_size": 2},
@@ -57,7 +61,22 @@ REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
         MESHES["CP2"][1] | LAYOUTS["packed"] | {"compile": True},
         "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing",
     ),
-    ({"compile": True, "tensor_parallel_size": 2}, "compile=True cannot be combined with tensor_parallel_size > 1"),
+    (
+        {"kernels": KernelsConfig(attention="flex"), "context_parallel_size": 2},
+        "kernels.attention='flex' cannot be used: it runs on cuda, not on a CPU; context parallelism",
+    ),
+    ({"kernels": KernelsConfig(attention="varlen")}, "it computes in bfloat16, not in float32; it reads packed rows"),
+    ({"kernels": KernelsConfig(norm="liger")}, "kernels.norm='liger' cannot be used: it runs on cuda, not on a CPU"),
+    ({"kernels": KernelsConfig(loss="liger")}, "kernels.loss='liger' cannot be used: it runs on cuda, not on a CPU"),
+    ({"kernels": KernelsConfig(float8="rowwise")}, "kernels.float8='rowwise' cannot be used: it runs on cuda"),
+    (
+        {"pipeline_parallel_size": 2, "micro_batch_tokens": 64},
+        "pipeline_parallel_size > 1 cannot be combined with micro_batch_tokens of padded rows",
+    ),
+    (
+        {"pipeline_parallel_size": 2, "context_parallel_size": 2},
+        "pipeline_parallel_size > 1 cannot be combined with context_parallel_size > 1",
+    ),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size > 1"),
     ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be >= 1"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
@@ -130,6 +149,10 @@ def apart():
         cell("Llama", "FSDP2", "packed", note="compiled", compile=True, slow=True),
         cell("Llama", "CP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3", "CP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Llama", "TP2", "padded", note="compiled", compile=True, problem=Problem("Llama", "one row")),
+        cell("Qwen3", "TP2+SP", "padded", note="compiled", compile=True, problem=Problem("Qwen3", "one row")),
+        cell("Qwen3", "FSDP2×TP2+SP", "padded", note="compiled", compile=True, slow=True),
+        cell("Gemma-3", "TP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "FSDP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "EP2", "padded", note="compiled", compile=True, slow=True),
         cell("Llama", "1", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
@@ -138,6 +161,17 @@ def apart():
         cell("Mistral, window of 6", "FSDP2", "padded"),
         cell("Mistral, window of 6", "TP2", "packed"),
         cell("Mistral, window of 6", "CP2", "packed"),
+        cell("Mistral, window of 6", "CP2", "padded"),
+        cell("Mistral, window of 6", "CP2×TP2+SP", "packed"),
+        cell("Gemma-3", "CP2×TP2+SP", "packed"),
+        cell("Gemma-3", "CP2×TP2+SP", "dynamic"),
+        cell("Gemma-2, capped scores", "FSDP2", "packed"),
+        cell("Gemma-2, capped scores", "TP2+SP", "packed"),
+        cell("GPT-OSS, sinks", "FSDP2", "packed"),
+        cell("GPT-OSS, sinks", "TP2", "packed"),
+        cell("Gemma-2, capped scores", "1", "padded", note="attention: sdpa", kernels=KernelsConfig(attention="sdpa")),
+        cell("GPT-OSS, sinks", "FSDP2", "dynamic", note="attention: sdpa", kernels=KernelsConfig(attention="sdpa")),
+        cell("Qwen3", "TP2+SP", "packed", note="loss chunks of 3 tokens", kernels=KernelsConfig(loss_chunk_size=3)),
         cell("Qwen3", "FSDP2×TP2+SP", "packed"),
         cell("Qwen3", "FSDP2×CP2", "dynamic"),
         cell("Qwen3", "CP2×TP2", "padded"),
@@ -146,6 +180,16 @@ def apart():
         cell("Qwen3-MoE", "EP2×CP2", "packed"),
         cell("Qwen3-MoE", "FSDP2×EP2", "packed"),
         cell("Qwen3-MoE", "EP2×TP2", "padded"),
+        cell("Llama", "PP2", "padded"),
+        cell("Qwen3", "PP2", "packed"),
+        cell("Qwen3", "PP2", "padded", note="gpipe", pipeline_schedule="gpipe"),
+        cell("Gemma-3", "PP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
+        cell("Qwen3-MoE", "PP2", "padded", note="three calls a step", calls=3),
+        cell("Qwen3", "PP2", "padded", note="one microbatch", problem=Problem("Qwen3", "one row")),
+        cell("Mistral, window of 6", "PP2×FSDP2", "packed"),
+        cell("Gemma-3", "PP2×FSDP2", "padded", note="reduced once", reduce_gradients="last_microbatch"),
+        cell("Qwen3", "PP2×TP2+SP", "packed"),
+        cell("Phi-3", "PP2×TP2+SP", "padded"),
         cell("Llama", "EP2", "padded", refusal=NO_EXPERTS),
         cell("Llama, 1 head", "TP2", "padded", refusal="heads"),
         cell("Llama", "HSDP 2x2", "padded", note="three groups", data_parallel_replicate_size=3, refusal="3"),

@@ -42,6 +42,22 @@ FAMILIES = {  # config class, model class, what differs
     ),
     "Mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
     "Mistral, window of 6": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 6}),
+    "Gemma-2, capped scores": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"attn_logit_softcapping": 2.0, "sliding_window": 6, "attn_implementation": "eager"},
+    ),
+    "GPT-OSS, sinks": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_implementation": "eager",
+        },
+    ),
     "Phi-3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": None}),
     "Qwen3-MoE": (
         "Qwen3MoeConfig",
@@ -125,8 +141,10 @@ class Problem:
 
 def groups(model):
     """No decay of norms and biases, as the backend's default."""
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    return [{"params": decayed}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    vectors = {name for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")}  # stacked ones too
+    named = dict(model.named_parameters())
+    kept = {"params": [named[name] for name in named if name in vectors], "weight_decay": 0.0}
+    return [{"params": [named[name] for name in named if name not in vectors]}, kept]
 
 
 def answers(problems, folder):

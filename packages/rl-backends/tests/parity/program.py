@@ -23,6 +23,7 @@ from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig  # before
 from rl_backends.dtensor import sharded_model
 
 SIZES_OF_MESH = (
+    "pipeline_parallel_size",
     "data_parallel_replicate_size",
     "expert_parallel_size",
     "context_parallel_size",
@@ -84,7 +85,7 @@ def parts(examples, calls):
 
 def whole(model, *, of):
     """Every parameter's tensor in the unsharded model's coordinates, on every rank."""
-    from rl_parallel_plans import named_shards
+    from rl_parallel_plans import named_shards, stage_info
 
     tensors = {}
     for shard in named_shards(model):
@@ -95,7 +96,11 @@ def whole(model, *, of):
         if shard.row_order is not None:
             full = shard.row_order.undealt(full)
         tensors[shard.name] = full.clone()  # clipping scales in place
-    return tensors
+    if stage_info(model) is None:
+        return tensors
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensors)
+    return {name: tensor for each in gathered for name, tensor in each.items()}
 
 
 def compare(found, truth):
@@ -106,6 +111,8 @@ def compare(found, truth):
         "norm": {"norm": relative(found["norm"], truth["norm"])},
     }
     for quantity in ("gradients", "weights"):
+        if found[quantity].keys() >= truth[quantity].keys():  # a stage has a copy of a tied weight under its own name
+            found[quantity] = {name: found[quantity][name] for name in truth[quantity]}
         if found[quantity].keys() != truth[quantity].keys():
             raise AssertionError(
                 f"{quantity} of other names: {sorted(found[quantity].keys() ^ truth[quantity].keys())}"
@@ -137,6 +144,8 @@ def held(model):
 def watch(model):
     """Shapes of the tokens that the model reads, one after the other, as the list grows."""
     seen = []
+    if not isinstance(getattr(model, "base_model", None), torch.nn.Module):
+        return seen  # a pipeline stage
     model.base_model.register_forward_pre_hook(
         lambda _, __, given: seen.append(list(given["input_ids"].shape)), with_kwargs=True
     )

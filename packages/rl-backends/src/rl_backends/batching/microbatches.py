@@ -247,6 +247,10 @@ class ModelInputs:
     words: Int[Tensor, "n k"] | None = None
     """Ids of words whose log-probabilities are wanted in each asked token's place, where a loss asks for them."""
 
+    row_lengths: tuple[int, ...] | None = None
+    """Tokens of each packed row, the differences of `cu_seq_lens`, as numbers of the host; None where rows are padded.
+    """
+
     shared: SharedPlaces | None = None
     """Where `cu_seq_lens` are of rows that share what they begin with; None where each is read by itself."""
 
@@ -337,6 +341,7 @@ def make_inputs(
         position_ids=positions[:1] if packed or shard is not None else None,
         cu_seq_lens=F.pad(ends * whole.num_ranks, (1, 0)).to(torch.int32) if packed else None,
         longest=int(held.max()) * whole.num_ranks,
+        row_lengths=tuple((held * whole.num_ranks).tolist()) if packed else None,
         at=(ends - held)[rows] + place,
         targets=tokens[rows, columns],
         into=rows * width + columns,

@@ -46,6 +46,7 @@ def make_shared_inputs(
         position_ids=is_first.nonzero()[None, :, 1],
         cu_seq_lens=starts,
         longest=int(starts.diff().max()),
+        row_lengths=tuple(starts.diff().tolist()),
         at=place[rows, columns - offset],
         targets=tokens[rows, columns],
         into=rows * tokens.shape[1] + columns,

@@ -33,18 +33,21 @@ from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, chec
 from rl_backends.checkpoints.saving import idle_group, other_ranks_failures
 from rl_backends.checkpoints.shards import (
     TensorShard,
+    described_by_all_stages,
     device_of,
     fingerprint,
     has_rng,
     mesh_of,
     model_shards,
     num_ranks,
+    of_stage,
     rng_shards,
     set_rng,
     this_rank,
 )
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, on_every_rank
+from rl_parallel_plans import stage_info
 
 __all__ = ["CheckpointState", "OpenCheckpoint", "check_holds", "load_checkpoint", "open_checkpoint", "read_shards"]
 
@@ -123,8 +126,14 @@ def load_checkpoint(
     held = model_shards(model)
     restored = optimizers if optimizer else None
 
+    names = fingerprint(held)
+    if stage_info(model) is not None:
+        names, _ = described_by_all_stages(names, None, group=opened.group)
+        if opened.state["optimizers"] is not None:
+            opened.state["optimizers"] = of_stage(opened.state["optimizers"], held)
+
     def check() -> None:
-        check_model(opened.source, opened.manifest.model, fingerprint(held))
+        check_model(opened.source, opened.manifest.model, names)
         check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
         if restored is not None:
             same_mesh = opened.manifest.mesh == mesh_of(held)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rl_backends.checkpoints.optimizer_state import (
 )
 from rl_backends.checkpoints.shards import (
     TensorShard,
+    described_by_all_stages,
     device_of,
     fingerprint,
     mesh_of,
@@ -40,6 +42,7 @@ from rl_backends.checkpoints.shards import (
 )
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
+from rl_parallel_plans import stage_info
 
 __all__ = [
     "CheckpointWrite",
@@ -119,7 +122,11 @@ def save_checkpoint(
                 version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights, state=state
             )
 
-        return on_every_rank(collect_here, group=group)
+        shards, contents = on_every_rank(collect_here, group=group)
+        if stage_info(model) is None:
+            return shards, contents
+        names, described = described_by_all_stages(contents.model, contents.state["optimizers"], group=group)
+        return shards, replace(contents, model=names, state={**contents.state, "optimizers": described})
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
 

@@ -8,6 +8,7 @@ The tensors of a checkpoint are named
     rng/rank-<r>/<device>                       the state of a random-number generator
 """
 
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards
+from rl_backends.rank_agreement import gather_text
+from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards, stage_info
 
 __all__ = [
     "FlatBox",
     "ModelShard",
     "TensorShard",
+    "described_by_all_stages",
     "device_of",
     "dtype_name",
     "fingerprint",
@@ -31,6 +34,7 @@ __all__ = [
     "mesh_of",
     "model_shards",
     "num_ranks",
+    "of_stage",
     "rng_shards",
     "set_rng",
     "this_rank",
@@ -89,8 +93,16 @@ class ModelShard:
 
 
 def model_shards(model: nn.Module) -> dict[str, ModelShard]:
-    """This rank's part of every parameter and persistent buffer, by name."""
-    return {each.name: ModelShard(shard=each, boxes=tuple(each.boxes())) for each in named_shards(model)}
+    """This rank's part of every parameter and persistent buffer, by name.
+
+    A pipeline stage may hold a copy of a tied weight that an earlier one has under another name, which counts.
+    """
+    info = stage_info(model)
+    first = {} if info is None else {name: holders[0][1] for name, holders in info.tied.items()}
+    return {
+        first.get(each.name, each.name): ModelShard(shard=each, boxes=tuple(each.boxes()))
+        for each in named_shards(model)
+    }
 
 
 def whole_tensor(tensor: Tensor) -> TensorShard:
@@ -101,6 +113,39 @@ def whole_tensor(tensor: Tensor) -> TensorShard:
 def fingerprint(shards: Mapping[str, ModelShard]) -> dict[str, list[Any]]:
     """What identifies a model: dtype and shape of each parameter and persistent buffer, by name."""
     return {name: [dtype_name(each.shard.tensor.dtype), list(each.shard.shape)] for name, each in shards.items()}
+
+
+def described_by_all_stages(
+    model: Mapping[str, list[Any]], optimizers: Sequence[Mapping[str, Any]] | None, *, group: dist.ProcessGroup | None
+) -> tuple[dict[str, list[Any]], list[dict[str, Any]] | None]:
+    """Fingerprint and description of the optimizers of all pipeline stages, from those of each; a collective."""
+    names: dict[str, list[Any]] = {}
+    merged: list[dict[str, Any]] | None = None if optimizers is None else []
+    for text in gather_text(json.dumps([dict(model), optimizers]), group=group):
+        theirs, described = json.loads(text)
+        names |= theirs
+        for index, each in enumerate(described or ()):
+            assert merged is not None
+            if index == len(merged):
+                merged.append({**each, "groups": [], "state": {}})
+            merged[index]["state"] |= each["state"]
+            for part in each["groups"]:
+                same = [group for group in merged[index]["groups"] if group["options"] == part["options"]]
+                if not same:
+                    merged[index]["groups"].append({"names": [], "options": part["options"]})
+                known = (same or merged[index]["groups"][-1:])[0]["names"]
+                known += [name for name in part["names"] if name not in known]
+    return names, merged
+
+
+def of_stage(saved: Sequence[Mapping[str, Any]], held: Mapping[str, ModelShard]) -> list[dict[str, Any]]:
+    """What a checkpoint says of the optimizers, of the parameters that one pipeline stage holds."""
+    parts = []
+    for each in saved:
+        groups = [{**group, "names": [name for name in group["names"] if name in held]} for group in each["groups"]]
+        state = {name: values for name, values in each["state"].items() if name in held}
+        parts.append({**each, "groups": [group for group in groups if group["names"]], "state": state})
+    return parts
 
 
 def device_of(shards: Mapping[str, ModelShard]) -> str:

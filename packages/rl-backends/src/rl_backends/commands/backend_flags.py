@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_backends.commands.config_flags import add_config_flags, config_of, one_of
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.kernels import KernelsConfig
 from rl_backends.megatron.config import MegatronConfig
 
 __all__ = ["add_backend_flags", "add_model_arguments", "chosen_backend", "chosen_config"]
@@ -28,7 +29,8 @@ SHORT: Mapping[str, Mapping[str, str]] = {
 }
 """Field -> a shorter flag."""
 
-NO_FLAG = ("enabled", "lora_cfg", "optimizer", "scheduler")
+NO_FLAG = ("enabled", "lora_cfg", "kernels", "optimizer", "scheduler")
+KERNELS_PREFIX = "kernels_"
 """What is chosen by --backend, and what is no single value."""
 
 
@@ -61,6 +63,8 @@ def add_backend_flags(parser: argparse.ArgumentParser, backend: str, *, leave_ou
     names = {field.name for field in dataclasses.fields(config)}
     left_out = [name for name in (*NO_FLAG, *leave_out) if name in names]
     add_config_flags(parser, config, leave_out=left_out, short=SHORT[backend], title=f"{backend} backend")
+    if "kernels" in names:
+        add_config_flags(parser, KernelsConfig, prefix=KERNELS_PREFIX, title="kernels")
 
 
 def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
@@ -69,7 +73,10 @@ def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
     Raises:
         ValueError: what the configuration refuses.
     """
-    return config_of(CONFIGS[arguments.backend], arguments, enabled=True, **others)
+    config = CONFIGS[arguments.backend]
+    if "kernels" in {field.name for field in dataclasses.fields(config)}:
+        others = {"kernels": config_of(KernelsConfig, arguments, prefix=KERNELS_PREFIX), **others}
+    return config_of(config, arguments, enabled=True, **others)
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:

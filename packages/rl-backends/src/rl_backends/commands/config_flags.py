@@ -24,6 +24,7 @@ def add_config_flags(
     *,
     leave_out: Sequence[str] = (),
     short: Mapping[str, str] | None = None,
+    prefix: str = "",
     title: str,
 ) -> None:
     """Declare a flag for each field of the dataclass `config`.
@@ -33,6 +34,7 @@ def add_config_flags(
         config: whose fields are of bool, int, float, str, Literal, or one of these or None.
         leave_out: fields that get no flag.
         short: another flag, by field.
+        prefix: of every flag, and of where its value lies in what is parsed.
         title: of the group of flags.
     """
     group = parser.add_argument_group(title)
@@ -40,21 +42,21 @@ def add_config_flags(
     for field in fields(config):
         if field.name in leave_out:
             continue
-        names = [*filter(None, [(short or {}).get(field.name)]), f"--{field.name.replace('_', '-')}"]
+        names = [*filter(None, [(short or {}).get(field.name)]), f"--{prefix}{field.name}".replace("_", "-")]
         default = None if field.default is MISSING else field.default
         told = f"{docs[field.name]} (default: {_told(default)})".replace("%", "%%")
         options = _options(hints[field.name], names[-1])
-        group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, help=told, **options)
+        group.add_argument(*names, dest=f"{prefix}{field.name}", default=argparse.SUPPRESS, help=told, **options)
 
 
-def config_of(config: type[ConfigT], arguments: argparse.Namespace, **others: Any) -> ConfigT:
+def config_of(config: type[ConfigT], arguments: argparse.Namespace, *, prefix: str = "", **others: Any) -> ConfigT:
     """The configuration that the flags ask for; `others` go before its defaults, and flags before them.
 
     Raises:
         ValueError: what the configuration refuses.
     """
-    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
-    given = {name: value for name, value in vars(arguments).items() if name in names}
+    names = {f"{prefix}{field.name}": field.name for field in fields(config)}  # type: ignore[arg-type]
+    given = {names[name]: value for name, value in vars(arguments).items() if name in names}
     return config(**{**others, **given})
 
 

@@ -4,6 +4,9 @@ On a small model of the same kind as MODEL, with random weights: real ranks over
 takes without the backend. Compared are log-probabilities, gradients, weights after three steps, and the saved folder
 with those weights, bit for bit. Of the Megatron backend also what it saves before it trains with what it was given; and
 rows are long, since a wrong rotary base shows in no others.
+
+With `--each-kernel` every choice of kernels is a cell instead, on one rank of `--device`: values and gradients against
+the same truth, tokens a second and MFU of a few steps, or the words in which it is refused.
 Exit codes: 0 it is; 1 it is not, or a rank failed; 2 refused.
 """
 
@@ -48,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--deadline-s", type=float, default=300.0, metavar="X", help="for all ranks (default %(default)s)"
     )
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default %(default)s)"
+    )
+    group.add_argument(
+        "--each-kernel", action="store_true", help="every choice of kernels, a cell each, on one rank of DTensor"
+    )
     group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
@@ -60,6 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, and return the exit code."""
     if arguments.ranks < 1:
         raise CommandError(f"--ranks must be at least 1; got {arguments.ranks}")
+    if arguments.each_kernel:
+        if arguments.ranks != 1 or arguments.backend != "dtensor":
+            raise CommandError(
+                "--each-kernel compares kernels of the DTensor backend on one rank: leave out the others"
+            )
+        from rl_backends.commands.verify_kernels import verify_each_kernel
+
+        return verify_each_kernel(arguments)
+    if arguments.device == "cuda":
+        raise CommandError("--device cuda is for --each-kernel: the comparison of several ranks runs on CPUs over gloo")
     config = _megatron_config(arguments) if arguments.backend == "megatron" else chosen_config(arguments, **PREFERRED)
     tolerance = TOLERANCES[config.precision] if arguments.tolerance is None else arguments.tolerance
     started = time.monotonic()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_backends.commands.verify_plain import STEPS, Plain
 
-__all__ = ["Check", "compare"]
+__all__ = ["Check", "check", "compare"]
 
 NOT_A_NUMBER = 1e300
 
@@ -43,10 +43,10 @@ def compare(
     norm, plain_norm = files[0]["grad_norm"], torch.tensor([truth.grad_norm])
     weights = _whole(files, "weights", truth.weights)
     checks = [
-        _check("log-probabilities", logps, dict.fromkeys(logps, truth.logp), tolerance=tolerance),
-        _check("gradients", _whole(files, "gradients", truth.gradients), truth.gradients, tolerance=tolerance),
-        _check("gradient norm", {"": norm}, {"": plain_norm}, tolerance=tolerance),
-        _check(f"weights after {STEPS} steps", weights, truth.weights, tolerance=tolerance),
+        check("log-probabilities", logps, dict.fromkeys(logps, truth.logp), tolerance=tolerance),
+        check("gradients", _whole(files, "gradients", truth.gradients), truth.gradients, tolerance=tolerance),
+        check("gradient norm", {"": norm}, {"": plain_norm}, tolerance=tolerance),
+        check(f"weights after {STEPS} steps", weights, truth.weights, tolerance=tolerance),
     ]
     checks.append(_saved(folder / "saved", weights, name="saved and loaded again"))
     if untrained is not None:
@@ -69,7 +69,8 @@ def _whole(files: list[dict[str, Tensor]], kind: str, like: Mapping[str, Tensor]
     return whole
 
 
-def _check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, tolerance: float) -> Check:
+def check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, tolerance: float) -> Check:
+    """Tensors by name against the truth, each relative to its largest entry."""
     floor = max(float(tensor.abs().max()) for tensor in truth.values()) * 1e-3
     worst, where = -1.0, ""
     for key, expected in truth.items():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.kernels import KernelsConfig
 from rl_parallel_plans import NamedShard, named_shards
 
 __all__ = ["gradients", "load", "weights"]
@@ -17,7 +18,8 @@ Part = tuple[str, tuple[int, ...], Tensor]
 
 def load(model: Path, config: dict[str, Any]) -> DTensorBackend:
     """The backend over a folder."""
-    return DTensorBackend.from_pretrained(str(model), DTensorConfig(**config))
+    kernels = KernelsConfig(**config["kernels"])
+    return DTensorBackend.from_pretrained(str(model), DTensorConfig(**{**config, "kernels": kernels}))
 
 
 def weights(backend: DTensorBackend) -> Iterator[Part]:

@@ -74,6 +74,7 @@ def save_small_model(
     *,
     tp: int,
     pp: int = 1,
+    keep_heads: bool = False,
     shrink: bool,
     seed: int,
     revision: str | None,
@@ -83,6 +84,7 @@ def save_small_model(
 
     tp: ranks that its heads can be shared out to.
     pp: stages that its layers can be shared out to.
+    keep_heads: leave the size of a head as it is, on which kernels of attention depend.
 
     Raises:
         PlanError: `source` names no model, or one that cannot be made small.
@@ -94,7 +96,10 @@ def save_small_model(
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
     if shrink:
+        head_dim = getattr(config, "head_dim", None)
         config = _shrunk(config, tp=max(2, tp), pp=pp)
+        if keep_heads and head_dim is not None:
+            config.head_dim = head_dim
     torch.manual_seed(seed)
     model: Any = build(config, device="cpu", dtype=torch.float32, trust_remote_code=trust_remote_code)
     with torch.no_grad():

@@ -3,9 +3,10 @@
 `Backend` has the surface and what Megatron shares; here is how a model under FSDP2 computes, steps and is saved.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
-from rl_backends.batching.microbatches import Microbatch
+from rl_backends.batching.microbatches import Microbatch, ModelInputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.describing import describe
 from rl_backends.dtensor.head_check import check_head
+from rl_backends.dtensor.pipeline import told_by_last_stage
 from rl_backends.dtensor.recovery import forget_pass
 from rl_backends.dtensor.reference import copy_of
 from rl_backends.dtensor.sharded_model import ShardedModel
@@ -39,8 +41,8 @@ from rl_backends.lora import (
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, host_group, raise_together
-from rl_backends.readers import Reader, has_language_model_head
+from rl_backends.rank_agreement import add_up, gather_text, host_group, raise_together
+from rl_backends.readers import Head, Reader, has_language_model_head
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, named_shards
 
@@ -157,6 +159,8 @@ class DTensorBackend(Backend):
         reader: Reader,
         output: Output,
     ) -> Sums:
+        if self._distributed.pipeline is not None:
+            return self._accumulate_over_stages(examples, microbatches, loss, reader=reader, output=output)
         sharded, routers, config = self._distributed, self._routers, self.config
         num_rows, context = len(examples.lengths), sharded.group("cp")
         loss_of = LossOverMicrobatches(loss, device=config.device, reserved=() if routers is None else (ROUTER_LOSS,))
@@ -189,6 +193,44 @@ class DTensorBackend(Backend):
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each rank holds the term of its own tokens
         return add_up(sums, sharded.row_group, device=torch.device(config.device))
 
+    def _accumulate_over_stages(
+        self,
+        examples: BatchT,
+        microbatches: Sequence[Microbatch],
+        loss: LossFunction[BatchT],
+        *,
+        reader: Reader,
+        output: Output,
+    ) -> Sums:
+        """The same with layers over ranks: the loss is called on the last stage, which tells its sums to all."""
+        sharded, device = self._distributed, torch.device(self.config.device)
+        assert sharded.pipeline is not None
+        loss_of = LossOverMicrobatches(loss, device=self.config.device)
+        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        inputs = []
+        for each in rows:
+            asked, offset, words = asked_of(each, output)
+            inputs.append(sharded.inputs(each, asked, offset=offset, words=words))
+
+        def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+            counts = number < len(rows)
+            own = rows[number if counts else 0]
+            shape = (own.tokens.shape[0], own.tokens.shape[1])
+            outputs = sharded.read_on_stage(model, each, reader, shape=shape)[0]
+            if output == "score":
+                outputs = outputs.sum(1)
+            if not counts:
+                return outputs.sum() * 0.0
+            return loss_of(outputs, own, counted=microbatches[number].counted)
+
+        sharded.run_pipeline(inputs, use, backward=True)
+        raise_together(loss_of.failure)
+        sums = add_up(loss_of.sums, sharded.row_group, device=device)
+        names = json.loads(gather_text(json.dumps(sorted(sums)), group=sharded.pipeline.group)[-1])
+        stacked = [torch.stack([sums[name] for name in names])] if sums else []
+        told = told_by_last_stage(stacked, sharded.pipeline)
+        return dict(zip(names, told[0].unbind(), strict=True)) if names else {}
+
     def _clear_gradient(self) -> None:
         super()._clear_gradient()
         forget_pass(self.model)
@@ -197,7 +239,13 @@ class DTensorBackend(Backend):
 
     def _clip_and_step(self) -> GradientStep:
         assert self._optimizers is not None
-        return clip_and_step(self.model, self._optimizers, self._optimizer_config, version=self.version)
+        return clip_and_step(
+            self.model,
+            self._optimizers,
+            self._optimizer_config,
+            version=self.version,
+            pipeline=self._distributed.pipeline,
+        )
 
     @property
     def _always_trains(self) -> bool:
@@ -252,6 +300,11 @@ class DTensorBackend(Backend):
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
     ) -> None:
         self._require_on_device("save_pretrained", WEIGHTS)
+        pipeline = self._distributed.pipeline
+        if pipeline is not None:
+            tensors = pipeline.export_state_dict()
+            export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors)
+            return
         merged = None if self.config.lora_cfg is None else export_merged(self.model, every_rank=True)
         export_pretrained(self.model, folder, dtype=dtype, tokenizer=tokenizer, tensors=merged, every_rank=True)
 
@@ -290,3 +343,8 @@ class DTensorBackend(Backend):
 
     def _release(self) -> None:
         self._distributed.close()
+
+    @cached_property
+    def _head(self) -> Head:
+        """How logits are read, and by which kernel; ModelError without a language-model head."""
+        return Head.of(self._skeleton, self.config.kernels)

@@ -1,10 +1,12 @@
 """How the DTensor backend shards a model and cuts a batch. None of it changes a result beyond rounding."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices, check_finite
+from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.table import static_problems
 from rl_backends.lora.config import LoraConfig
 
 __all__ = ["DTensorConfig"]
@@ -12,7 +14,7 @@ __all__ = ["DTensorConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorConfig:
-    """Ranks = replicate x shard x expert x context x tensor; what is left after the sizes below is sharded over."""
+    """Ranks = pipeline x replicate x shard x expert x context x tensor; `shard` is what the sizes below leave."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -36,6 +38,14 @@ class DTensorConfig:
 
     expert_parallel_size: int = 1
     """Ranks that share the experts of a mixture; each has rows of its own."""
+
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are shared out to, each with ranks of its own; microbatches go through one after another.
+    """
+
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """How forwards and backwards of a pipeline take turns. `1f1b` runs a backward as soon as it can, and holds the
+    activations of fewer microbatches; `gpipe` runs all forwards first."""
 
     data_parallel_replicate_size: int = 1
     """Groups that hold a whole copy of the shards each (HSDP). 1 shards over all data-parallel ranks (FSDP)."""
@@ -69,6 +79,9 @@ class DTensorConfig:
     compile: bool = False
     """Compile each layer with `torch.compile`: faster steps after a slow first one."""
 
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """Which code computes attention, the loss, norms, rotary embeddings, MLPs and linear layers."""
+
     reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When gradients are summed over data-parallel ranks. Once, at the last, communicates less, and keeps the whole
     gradient of the model on every rank until then."""
@@ -96,6 +109,7 @@ class DTensorConfig:
             "tensor_parallel_size",
             "context_parallel_size",
             "expert_parallel_size",
+            "pipeline_parallel_size",
             "data_parallel_replicate_size",
             "micro_batch_size",
         ):
@@ -111,11 +125,26 @@ class DTensorConfig:
             yield f"router_aux_loss_coef={self.router_aux_loss_coef} must be >= 0"
 
     def _combinations(self) -> Iterator[str]:
-        if self.compile and self.tensor_parallel_size > 1:
-            yield (
-                "compile=True cannot be combined with tensor_parallel_size > 1: torch.compile cannot trace the hooks "
-                "that complete gradients over tensor-parallel ranks; switch one of them off"
-            )
+        yield from static_problems(self)
+        if self.pipeline_parallel_size > 1:
+            for holds, other in (
+                (self.context_parallel_size > 1, "context_parallel_size > 1, which cuts what stages send"),
+                (
+                    self.expert_parallel_size > 1,
+                    "expert_parallel_size > 1, whose ranks exchange tokens in their own time",
+                ),
+                (
+                    self.micro_batch_tokens is not None and not self.sequence_packing,
+                    "micro_batch_tokens of padded rows, which would be padded to one shape beyond that bound: set "
+                    "sequence_packing, or bound rows by micro_batch_size",
+                ),
+                (self.share_prefixes, "share_prefixes, whose packs have no padding to make them of one shape"),
+                (self.lora_cfg is not None, "lora_cfg, whose merged weights are gathered from all layers"),
+                (self.compile, "compile=True: stages are not compiled"),
+                (self.router_aux_loss_coef > 0, "router_aux_loss_coef > 0, which every stage would have to report"),
+            ):
+                if holds:
+                    yield f"pipeline_parallel_size > 1 cannot be combined with {other}; or set it to 1"
         if self.share_prefixes and not self.sequence_packing:
             yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
         if self.share_prefixes and self.router_aux_loss_coef > 0:

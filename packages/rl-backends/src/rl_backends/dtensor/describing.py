@@ -26,6 +26,7 @@ def describe(sharded: ShardedModel, *, optimizers: Optimizers | None) -> str:
         + _dtypes("trained weights", [each for each in parameters if each.requires_grad])
         + _dtypes(", frozen weights", [each for each in parameters if not each.requires_grad])
         + ("" if optimizers is None else _dtypes(", optimizer state", _state(optimizers))),
+        *sharded.kernels.lines,
         sharded.plan.explain(),
     ]
     if config.device == "cpu" and (num_gpus := torch.cuda.device_count()):

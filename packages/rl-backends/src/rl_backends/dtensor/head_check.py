@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.batching.microbatches import ModelInputs
+from rl_backends.dtensor.pipeline import told_by_last_stage
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
 from rl_backends.readers import Head, read_logp
@@ -57,14 +58,14 @@ def _largest_on_any_rank(number: Tensor) -> float:
 def _inputs(sharded: ShardedModel) -> ModelInputs:
     shard, packed = sharded.sequence_shard, sharded.config.sequence_packing
     length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
-    embeddings: Any = sharded.model.get_input_embeddings()  # type: ignore[operator]
-    tokens = (torch.arange(length) * 7 + 3) % embeddings.weight.shape[0]
+    tokens = (torch.arange(length) * 7 + 3) % sharded.vocabulary_size
     own = torch.arange(length) if shard is None else shard.positions(length)
     return ModelInputs(
         tokens=tokens[own][None],
         position_ids=own[None] if shard is not None or packed else None,
         cu_seq_lens=torch.tensor([0, length], dtype=torch.int32) if packed else None,
         longest=length,
+        row_lengths=(length,) if packed else None,
         at=torch.arange(len(own)),
         targets=tokens[own],
         into=own,
@@ -72,5 +73,19 @@ def _inputs(sharded: ShardedModel) -> ModelInputs:
 
 
 def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
-    logits = sharded.model(**inputs.as_arguments(), use_cache=False).logits
-    return get_logprobs_from_vocab_parallel_logits(logits, inputs.targets[None])[0]
+    def logp(model: Any, each: ModelInputs) -> Tensor:
+        logits = model(**each.as_arguments(), use_cache=False).logits
+        return get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
+
+    if sharded.pipeline is None:
+        return logp(sharded.model, inputs)
+    kept: list[Tensor] = []
+
+    def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+        found = logp(model, each)
+        if number == 0:
+            kept.append(found)
+        return found.sum()
+
+    sharded.run_pipeline([inputs], use, backward=False)
+    return told_by_last_stage(kept, sharded.pipeline)[0]

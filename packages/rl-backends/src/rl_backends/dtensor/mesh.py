@@ -1,5 +1,6 @@
 """The ranks of this run as a mesh; a lone process is a mesh of one. Axes of one rank are left out, but for dp and tp.
 
+    pp              shares out the layers
     dp_replicate    copies of the shards (HSDP); rows of its own
     dp              parameters are sharded over it; rows of its own
     ep              shares the experts of a mixture; rows of its own
@@ -18,7 +19,7 @@ from rl_backends.process_group import once_per_process_group
 
 __all__ = ["AXES", "axis_of", "make_mesh", "require_device", "rows_of", "sharding_axes", "sizes_of"]
 
-AXES = ("dp_replicate", "dp", "ep", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
 ROW_AXES = ("dp_replicate", "dp", "ep")
 """Axes each rank of which has rows of its own."""
 ALWAYS = ("dp", "tp")
@@ -75,18 +76,19 @@ def sharding_axes(config: DTensorConfig) -> tuple[str, ...]:
 
 def _shape(config: DTensorConfig, num_ranks: int) -> tuple[int, ...]:
     sizes = {
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "data_parallel_replicate_size": config.data_parallel_replicate_size,
         "expert_parallel_size": config.expert_parallel_size,
         "context_parallel_size": config.context_parallel_size,
         "tensor_parallel_size": config.tensor_parallel_size,
     }
-    replicate, *others = sizes.values()
+    pipeline, replicate, *others = sizes.values()
     expert, context, tensor = others
-    product = replicate * expert * context * tensor
+    product = pipeline * replicate * expert * context * tensor
     if num_ranks % product:
         named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise ValueError(
             f"{num_ranks} ranks cannot be cut into groups of {product} ({named}); start a multiple of {product} ranks, "
             f"or lower a size"
         )
-    return (replicate, num_ranks // product, expert, context, tensor)
+    return (pipeline, replicate, num_ranks // product, expert, context, tensor)

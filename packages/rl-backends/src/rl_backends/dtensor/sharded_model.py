@@ -24,22 +24,25 @@ from rl_backends.batching.microbatches import ModelInputs, SequenceShard
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
+from rl_backends.dtensor.pipeline import of_one_shape, told_by_last_stage
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
+from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading import materialize
 from rl_backends.metrics.flops import decoder_of
-from rl_backends.packing import enable_packing
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader
 from rl_parallel_plans import (
     ParallelPlan,
+    Pipeline,
     apply_activation_checkpointing,
     apply_context_parallel,
     apply_expert_parallel,
     apply_fsdp,
     apply_tensor_parallel,
     named_shards,
+    pipeline_stages,
     plan_for,
 )
 from rl_parallel_plans.checkpoints import reshard
@@ -95,16 +98,25 @@ class ShardedModel(DistributedModel):
         self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
         self.media_tokens = media_tokens(model)
         self.plan = _plan(model, config)
+        self.kernels = apply_kernels(model, config)
+        """What computes attention, the loss and the rest."""
         if fill is None and (dist.get_world_size() > 1 or config.cpu_offload):
             # Shards alone go to the device, which the whole model may not fit on.
             fill = take_weights(model)
         whole = model if fill is not None else model.to(config.device)
-        self.model = _shard(whole, self.mesh, self.plan, config=config)
+        self.pipeline: Pipeline | None = None
+        """Layers over ranks; None where each rank has all of them."""
+        if config.pipeline_parallel_size > 1:
+            self.pipeline = _split(whole, self.mesh, self.plan, config=config)
+            (self.model,) = self.pipeline.stages
+        else:
+            self.model = _shard(whole, self.mesh, self.plan, config=config)
         if fill is not None:
             on_every_rank(partial(fill, materialize(self.model, config.device)))
         self.model.eval()  # gradients do not need training mode, and dropout would make two functions of one model
-        setattr(self.model, METHOD, MethodType(_read, self.model))
-        register_fsdp_forward_method(self.model, METHOD)
+        if self.pipeline is None:  # whose stages FSDP gathers around all that they run
+            setattr(self.model, METHOD, MethodType(_read, self.model))
+            register_fsdp_forward_method(self.model, METHOD)
         self.rows = rows_of(self.mesh)
         """The ranks among which rows are dealt."""
         context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
@@ -148,7 +160,13 @@ class ShardedModel(DistributedModel):
 
     def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-        read: tuple[Tensor, ...] = getattr(self.model, METHOD)(inputs, reader, num_places=shape[0] * shape[1])
+        if self.pipeline is not None:  # without a gradient: what has one goes through run_pipeline
+            kept: list[Tensor] = []
+            self._forward([inputs], reader, shapes=[shape], keep=lambda _, read: kept.extend(read))
+            return tuple(told_by_last_stage(kept, self.pipeline))
+        hints = self._hints(inputs)
+        call = getattr(self.model, METHOD)
+        read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         if self._context is not None:
             # Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own.
             from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -156,6 +174,47 @@ class ShardedModel(DistributedModel):
             partial_sums = [DTensor.from_local(each, self._context, [Partial()], run_check=False) for each in read]
             read = tuple(each.redistribute(placements=[Replicate()]).to_local() for each in partial_sums)
         return tuple(each.view(*shape, *each.shape[1:]) for each in read)
+
+    def _hints(self, inputs: ModelInputs) -> dict[str, Any]:
+        return self.kernels.arguments(row_lengths=inputs.row_lengths, cu_seq_lens=inputs.cu_seq_lens)
+
+    def run_pipeline(
+        self,
+        inputs: Sequence[ModelInputs],
+        use: Callable[[int, Any, ModelInputs], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """Send microbatches through all stages.
+
+        use: of the number of a microbatch, the model and its inputs, to a scalar, whose gradient is taken where
+            `backward`. Every stage calls it, and only the last runs what comes after the layers.
+        """
+        assert self.pipeline is not None
+        alike = of_one_shape(inputs)
+        # 1F1B wants a microbatch for each stage: what is missing are repetitions that count nothing.
+        repeated = [*alike, *[alike[0]] * (self.pipeline.pp_mesh.size() - len(alike))]
+        rows, tokens = alike[0].tokens.shape
+
+        def function(model: nn.Module, item: tuple[int, ModelInputs]) -> Tensor:
+            number, each = item
+            return use(number, model, each)
+
+        items = list(enumerate(repeated))
+        run = self.pipeline.step if backward else self.pipeline.forward
+        run(items, function, shape=(rows, tokens))
+
+    def read_on_stage(
+        self, model: Any, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
+    ) -> tuple[Tensor, ...]:
+        """As `read`, inside of `run_pipeline`; differentiable."""
+        read = _read(model, inputs, reader, num_places=shape[0] * shape[1], hints=self._hints(inputs))
+        return tuple(each.view(*shape, *each.shape[1:]) for each in read)
+
+    def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
+        if self.pipeline is None:
+            return out
+        return dict(enumerate(told_by_last_stage([out[number] for number in sorted(out)], self.pipeline)))
 
     def _forward(
         self,
@@ -165,6 +224,16 @@ class ShardedModel(DistributedModel):
         shapes: Sequence[tuple[int, int]],
         keep: Callable[[int, Sequence[Tensor]], None],
     ) -> None:
+        if self.pipeline is not None:
+
+            def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+                read = self.read_on_stage(model, each, reader, shape=shapes[number if number < len(shapes) else 0])
+                if number < len(shapes):
+                    keep(number, read)
+                return torch.zeros((), device=self.config.device)
+
+            self.run_pipeline(inputs, use, backward=False)
+            return
         for number, (each, shape) in enumerate(zip(inputs, shapes, strict=True)):
             keep(number, self.read(each, reader, shape=shape))
         self.reshard()
@@ -193,7 +262,8 @@ def take_weights(model: nn.Module) -> Callable[[nn.Module], object]:
 
     Ties and buffers stay. The values stay where they are, usually in host memory, until they were copied.
     """
-    ties, values = tied_names(model), {name: each.detach() for name, each in model.named_parameters()}
+    ties = tied_names(model)
+    values = {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}
     parameters = {id(each) for each in model.parameters()}
     # What `to` is made of; unlike `to("meta")` it leaves the buffers, whose values are in no file.
     model._apply(lambda each: each.to("meta") if id(each) in parameters else each)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -202,21 +272,23 @@ def take_weights(model: nn.Module) -> Callable[[nn.Module], object]:
     @torch.no_grad()
     def fill(sharded: nn.Module) -> None:
         for shard in named_shards(sharded):
-            if (whole := values.pop(shard.name, None)) is not None:
+            if (whole := values.get(shard.name)) is not None:
                 for box in shard.boxes():
                     box.of_local(shard.local).copy_(box.of_whole(whole))
-        assert not values, f"no shard was found of {sorted(values)[:3]}"
+        values.clear()
 
     return fill
 
 
-def _read(model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int) -> tuple[Tensor, ...]:
+def _read(
+    model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int, hints: dict[str, Any]
+) -> tuple[Tensor, ...]:
     """What the reader reads, each in its place of [num_places, ...].
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
     """
     decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
-    hidden = decoder(**inputs.as_arguments(), use_cache=False).last_hidden_state
+    hidden = decoder(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     several = (read,) if isinstance(read, Tensor) else read
     return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
@@ -236,8 +308,6 @@ def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> nn.Module:
     source = None if any(parameter.is_meta for parameter in model.parameters()) else 0
-    if config.sequence_packing and config.context_parallel_size == 1:  # else apply_context_parallel keeps rows apart
-        enable_packing(model)
     apply_expert_parallel(model, mesh, plan, src_data_rank=source)
     apply_tensor_parallel(model, mesh, plan, src_data_rank=source)
     if config.context_parallel_size > 1:
@@ -258,6 +328,26 @@ def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DT
         dp_axis=axes,
         dp_replicate_axis="dp_replicate" if copies > 1 else None,
         param_dtype=param_dtype,
+        reduce_dtype=torch.float32,
+        offload_policy=CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
+    )
+
+
+def _split(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> Pipeline:
+    """This rank's stage, sharded over the ranks that share it."""
+    bare = any(parameter.is_meta for parameter in model.parameters())
+    return pipeline_stages(
+        model,
+        mesh,
+        plan,
+        schedule=config.pipeline_schedule,
+        stream_dtype=torch.bfloat16 if config.precision == "bfloat16" else torch.float32,
+        defer_gradient_sync=config.reduce_gradients == "last_microbatch",
+        src_data_rank=None if bare else 0,
+        activation_checkpointing=config.activation_checkpointing,
+        dp_axis=sharding_axes(config),
+        dp_replicate_axis="dp_replicate" if config.data_parallel_replicate_size > 1 else None,
+        param_dtype=_dtype_of_computation(model, config),
         reduce_dtype=torch.float32,
         offload_policy=CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
     )

@@ -29,7 +29,7 @@ from rl_backends.errors import CheckpointError, NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.groups import ParameterGroup, group_parameters
 from rl_backends.optimizers.report import explain_optimizers, state_bytes
-from rl_parallel_plans import clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
+from rl_parallel_plans import Pipeline, clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
 from rl_parallel_plans.checkpoints import reshard
 
 if TYPE_CHECKING:
@@ -312,8 +312,17 @@ class GradientStep:
     """The first five parameters whose gradient was not finite; none where only the norm overflowed."""
 
 
-def clip_and_step(model: nn.Module, optimizers: Optimizers, config: OptimizerConfig, *, version: int) -> GradientStep:
+def clip_and_step(
+    model: nn.Module,
+    optimizers: Optimizers,
+    config: OptimizerConfig,
+    *,
+    version: int,
+    pipeline: Pipeline | None = None,
+) -> GradientStep:
     """Clip the gradient by its global norm, update the weights, clear the gradient.
+
+    pipeline: whose stage the model is; the norm is then that of all stages.
 
     version: steps that the weights have seen, for the message. Every rank must call, and all do the same. Waits for
         the device once.
@@ -330,8 +339,10 @@ def clip_and_step(model: nn.Module, optimizers: Optimizers, config: OptimizerCon
 
     # Ranks reduce the same norm from their own copies of what is replicated, and copies can differ by a fault: all
     # agree on whether it is finite. This waits for the device, once.
-    total = get_grad_norm(parameters)
+    total = get_grad_norm(parameters) if pipeline is None else pipeline.grad_norm()
     failed = _sum_over_ranks((~torch.isfinite(total)).to(torch.float64), parameters)
+    if pipeline is not None:
+        dist.all_reduce(failed, group=pipeline.group)
     norm, failures = torch.stack([total.to(torch.float64), failed]).tolist()
     if failures:
         return _leave_out(optimizers, config, norm=norm, version=version)

@@ -1,32 +1,45 @@
-"""Causal attention over packed rows, row by row: no score between two rows is ever computed.
+"""Causal attention over packed or padded rows, by the kernel of choice: no score between two rows is ever computed.
 
-What transformers' AttentionInterface calls in the place of "sdpa". Rows lie one after the other in one sequence, and
-`cu_seq_lens_q` tells where each begins. Sliding windows, soft-capped scores (Gemma 2) and attention sinks (GPT-OSS) are
-those of transformers' own eager attention.
+What transformers' AttentionInterface calls in the place of "sdpa". Packed rows lie one after the other in one sequence,
+and `cu_seq_lens_q` tells where each begins. Sliding windows, soft-capped scores (Gemma 2) and attention sinks (GPT-OSS)
+are those of transformers' own eager attention. The kernels:
 
-    on CUDA in bfloat16 or float16    torch's varlen_attn, one kernel for all rows
-    elsewhere                         scaled_dot_product_attention, once for neighbours of equal length
-    scores capped, or with sinks      the same, in plain operations: [rows, heads, L, L] of neighbours of equal length
+    sdpa      scaled_dot_product_attention, once for neighbours of equal length, in any dtype on any device; capped
+              scores and sinks, which it does not know, in blocks of queries (`_Blockwise`)
+    flex      flex_attention, one kernel for all rows: caps, sinks, windows, heads of any size; CUDA
+    varlen    torch's varlen_attn, one kernel for all rows: windows; CUDA, bfloat16 or float16, heads up to 256
+    flash     flash_attn_varlen_func of the package flash-attn: windows and caps; CUDA, bfloat16 or float16
 
-Shapes are in words: this runs inside compiled layers, where nothing can check them.
+All of them need memory that grows with the tokens, not with their square. Shapes are in words: this runs inside
+compiled layers, where nothing can check them.
 
-Axes: S tokens of the pack, Q query heads, K key heads, D features of a head; L tokens of each of n rows.
+Axes: S tokens of the pack, B padded rows, Q query heads, K key heads, D features of a head, E of a value; L tokens of
+each of n rows.
 """
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rl_backends.errors import ModelError
 
-__all__ = ["packed_attention"]
+__all__ = ["AttentionKernel", "block_masks", "packed_attention", "padded_attention"]
 
-_LARGEST_HEAD_OF_KERNEL = 256
+AttentionKernel = Literal["sdpa", "flex", "varlen", "flash"]
+
+LARGEST_HEAD = 256
+"""Of varlen_attn and flash-attn."""
+BLOCK_BYTES = 4 * 2**20
+"""Most scores in fp32 that `_Blockwise` has at one time, unless 16 queries have more."""
+SMALLEST_BLOCK = 16
 _CHANGES_SCORES = ("position_bias", "cache", "block_table", "head_mask", "indexer")
-"""What some attentions hand on to change scores, and this function would leave out."""
+"""What some attentions hand on to change scores, and these functions would leave out."""
 
 
 def packed_attention(  # noqa: PLR0917 - as transformers calls it
@@ -36,6 +49,7 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    kernel: AttentionKernel = "sdpa",
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -44,6 +58,8 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
+    row_lengths: tuple[int, ...] | None = None,
+    block_masks: Mapping[int, Any] | None = None,
     places_of_rows: Tensor | None = None,
     places_of_pack: Tensor | None = None,
     **others: Any,
@@ -52,10 +68,11 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
 
     Args:
         module: the attention that calls.
-        query: [1, Q, S, D]; `key` and `value` are [1, K, S, D] and [1, K, S, E], where K divides Q.
+        query: [1, Q, S, D]; `key` is [1, K, S, D] and `value` [1, K, S, E], where K divides Q.
         key: of the same tokens.
         value: of the same tokens.
         attention_mask: None; rows need no mask.
+        kernel: what computes it; see the top of this file.
         scaling: of scores; D to the power of -1/2 where it is None.
         dropout: 0; packing is for exact results.
         sliding_window: tokens that a query sees, itself among them; None for all of its row.
@@ -64,15 +81,18 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
         cu_seq_lens_q: int32 [rows + 1], where each row begins, and the end of the last.
         max_length_q: tokens of the longest row.
         is_causal: overrules the module's own attribute; False is refused.
+        row_lengths: tokens of each row, as numbers of the host. "sdpa" needs them, and without them waits for the
+            device to read `cu_seq_lens_q`.
+        block_masks: of "flex", by window; see `block_masks`. Without them the mask is made at every call.
         places_of_rows: int64 [N], where rows share what they begin with: the place in the pack of each token of each
-            row. `cu_seq_lens_q` and `max_length_q` are then of these.
+            row. `cu_seq_lens_q`, `max_length_q`, `row_lengths` and `block_masks` are then of these.
         places_of_pack: int64 [S], the reverse: one of the rows' tokens that is read in each place of the pack.
         **others: what transformers hands to all its attentions.
 
     Returns [1, S, Q, E], and None for weights.
 
     Raises:
-        ModelError: the call does not say where rows begin, or asks for what would be left out.
+        ModelError: the call does not say where rows begin, or asks for what the kernel would leave out.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ModelError(
@@ -81,24 +101,72 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
         )
     _refuse_what_is_left_out(module, attention_mask, dropout=dropout, is_causal=is_causal, others=others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tensors = _at(places_of_rows, (query, key, value))
-    if softcap is None and s_aux is None and _has_kernel(query, value):
-        out = _in_one_kernel(tensors, cu_seq_lens_q, longest=max_length_q, scale=scale, window=sliding_window)
+    tensors = (query, key, value)
+    if places_of_rows is not None:
+        tensors = (
+            query.index_select(2, places_of_rows),
+            key.index_select(2, places_of_rows),
+            value.index_select(2, places_of_rows),
+        )
+    if kernel == "sdpa":
+        lengths = row_lengths if row_lengths is not None else tuple(cu_seq_lens_q.diff().tolist())
+        out = _row_by_row(tensors, lengths, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    elif kernel == "flex":
+        window = sliding_window or 0
+        mask = None if block_masks is None else block_masks.get(window)
+        if mask is None:
+            mask = block_mask(cu_seq_lens_q, num_tokens=tensors[0].shape[2], window=window)
+        out = _by_flex(tensors, mask, scale=scale, softcap=softcap, sinks=s_aux)[0].transpose(0, 1)
     else:
-        out = _row_by_row(tensors, cu_seq_lens_q, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+        _refuse_for_flash(module, kernel, query, value, softcap=softcap, sinks=s_aux)
+        starts = cu_seq_lens_q
+        by = _by_varlen if kernel == "varlen" else _by_flash_attn
+        out = by(tensors, starts, longest=max_length_q, scale=scale, window=sliding_window, softcap=softcap)
     return (out if places_of_pack is None else out.index_select(0, places_of_pack))[None], None
 
 
-def _at(places: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of each token of each row, where rows share some."""
-    if places is None:
-        return tensors
-    query, key, value = (tensor.index_select(2, places) for tensor in tensors)
-    return query, key, value
+def padded_attention(  # noqa: PLR0917 - as transformers calls it
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    block_masks: Mapping[int, Any] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The same of right-padded rows of one length: query [B, Q, L, D], key [B, K, L, D], value [B, K, L, E].
+
+    No mask keeps padding out: it comes after every token that counts, and attention is causal. `kernel` is "sdpa" or
+    "flex". Returns [B, L, Q, E], and None for weights.
+
+    Raises:
+        ModelError: the call asks for what the kernel would leave out.
+    """
+    _refuse_what_is_left_out(module, attention_mask, dropout=dropout, is_causal=is_causal, others=others)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    tensors = (query, key, value)
+    if kernel == "flex":
+        window = sliding_window or 0
+        mask = None if block_masks is None else block_masks.get(window)
+        if mask is None:
+            starts = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+            mask = block_mask(starts, num_tokens=query.shape[2], window=window)
+        out = _by_flex(tensors, mask, scale=scale, softcap=softcap, sinks=s_aux)
+    else:
+        out = _equal_rows(tensors, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out.transpose(1, 2), None
 
 
 def _refuse_what_is_left_out(
-    module: nn.Module, mask: Tensor | None, *, dropout: float, is_causal: bool | None, others: dict[str, Any]
+    module: nn.Module, mask: Tensor | None, *, dropout: float, is_causal: bool | None, others: Mapping[str, Any]
 ) -> None:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     given = [name for name in _CHANGES_SCORES if others.get(name) is not None]
@@ -109,20 +177,280 @@ def _refuse_what_is_left_out(
         raise ModelError(f"{type(module).__name__} asks for {', '.join(given)}, which packed attention does not do")
 
 
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD_OF_KERNEL
-        and query.shape[-1] % 8 == 0
+# -- sdpa: row by row ----------------------------------------------------------------------------------
+
+
+def _row_by_row(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[S, Q, E]."""
+    # Neighbours of equal length, as a sorted microbatch has many: (L, n)
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
+    parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
+    out = []
+    for (length, rows), *run in zip(runs, *parts, strict=True):
+        query, key, value = (tensor.view(-1, rows, length, tensor.shape[-1]).transpose(0, 1) for tensor in run)
+        attended = _equal_rows((query, key, value), scale=scale, window=window, softcap=softcap, sinks=sinks)
+        out.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
+
+
+def _equal_rows(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[n, Q, L, E] of query [n, Q, L, D], key [n, K, L, D] and value [n, K, L, E]."""
+    query, key, value = tensors
+    length = query.shape[2]
+    windowed = window is not None and window < length
+    if softcap is None and sinks is None and not (windowed and length * length > BLOCK_BYTES):
+        mask = None
+        if windowed:  # which keys a query sees, [L, L]: itself and the window - 1 before it
+            assert window is not None
+            mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    attended: Tensor = _Blockwise.apply(query, key, value, sinks, scale, window, softcap)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _Blockwise(torch.autograd.Function):
+    """Attention in blocks of queries, whose scores are made again in backward (the idea of FlashAttention-2).
+
+    A block of b queries has all scores of its rows at once, [n, K, Q/K * b, up to L], so that memory grows with L and
+    not with its square. A sink is one more score of each softmax, without a value: it enters the log-sum-exp alone.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes arguments by position
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        rows, heads, length, _ = query.shape
+        out = value.new_empty(rows, heads, length, value.shape[-1])
+        lse = torch.empty(rows, heads, length, dtype=torch.float32, device=query.device)
+        for block, keys in _blocks(query, window):
+            scores, _ = _scores(query[:, :, block], key[:, :, keys], block, keys, scale=scale, cap=softcap, see=window)
+            within = scores.logsumexp(-1, keepdim=True)
+            if sinks is not None:
+                within = torch.logaddexp(within, sinks.float().view(1, -1, 1, 1))
+            lse[:, :, block] = within[..., 0]
+            weights = scores.sub_(within).exp_().to(value.dtype)
+            out[:, :, block] = _grouped_matmul(weights, value[:, :, keys])
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.scale, ctx.window, ctx.softcap = scale, window, softcap
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        heads, key_heads = query.shape[1], key.shape[1]
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+        # What each query's weighted values lose by normalisation: sum over keys of weight * (grad_out . value).
+        lost = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+        for block, keys in _blocks(query, ctx.window):
+            scores, slope = _scores(
+                query[:, :, block],
+                key[:, :, keys],
+                block,
+                keys,
+                scale=ctx.scale,
+                cap=ctx.softcap,
+                see=ctx.window,
+            )
+            weights = scores.sub_(lse[:, :, block, None]).exp_()
+            grad = grad_out[:, :, block]
+            grad_value[:, :, keys] += _over_group(weights.transpose(2, 3) @ grad.float(), key_heads)
+            gradient = _grouped_matmul(grad, value[:, :, keys].transpose(2, 3)).float()
+            gradient = gradient.sub_(lost[:, :, block]).mul_(weights).mul_(ctx.scale)
+            if slope is not None:
+                gradient = gradient.mul_(slope)
+            grad_query[:, :, block] = _grouped_matmul(gradient.to(key.dtype), key[:, :, keys])
+            grad_key[:, :, keys] += _over_group(gradient.transpose(2, 3) @ query[:, :, block].float(), key_heads)
+        grad_sinks = None
+        if sinks is not None:
+            share = torch.exp(sinks.float().view(1, heads, 1) - lse)
+            grad_sinks = -(share * lost[..., 0]).sum((0, 2)).to(sinks.dtype)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None, None
+
+
+def _blocks(query: Tensor, window: int | None) -> list[tuple[slice, slice]]:
+    """Blocks of queries, and the keys that any of them sees."""
+    rows, heads, length, _ = query.shape
+    widest = length if window is None else min(window, length)
+    size = min(length, max(SMALLEST_BLOCK, BLOCK_BYTES // (4 * rows * heads * widest)))
+    return [
+        (slice(start, stop), slice(0 if window is None else max(0, start - window + 1), stop))
+        for start in range(0, length, size)
+        for stop in (min(start + size, length),)
+    ]
+
+
+def _scores(  # noqa: PLR0917 - tensors and the places that they are of
+    query: Tensor, key: Tensor, block: slice, keys: slice, *, scale: float, cap: float | None, see: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """fp32 [n, Q, b, keys]: scaled, then capped, then masked; and the slope of the cap, None where there is none."""
+    scores = (_grouped_matmul(query, key.transpose(2, 3)) * scale).float()
+    slope = None
+    if cap is not None:
+        bounded = scores.div_(cap).tanh_()
+        slope = bounded.square().neg_().add_(1.0)
+        scores = bounded.mul_(cap)
+    at = torch.arange(block.start, block.stop, device=query.device)[:, None]
+    to = torch.arange(keys.start, keys.stop, device=query.device)
+    hidden = to > at
+    if see is not None:
+        hidden |= to <= at - see
+    return scores.masked_fill_(hidden, float("-inf")), slope
+
+
+def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """[n, Q, a, b] @ [n, K, b, c] -> [n, Q, a, c], where Q / K neighbouring heads share one of K."""
+    rows, heads, a, b = left.shape
+    key_heads, c = right.shape[1], right.shape[3]
+    return (left.reshape(rows, key_heads, (heads // key_heads) * a, b) @ right).reshape(rows, heads, a, c)
+
+
+def _over_group(gradient: Tensor, key_heads: int) -> Tensor:
+    """[n, Q, a, b] -> [n, K, a, b]: the sum over the query heads that share a key head."""
+    rows, heads, *sizes = gradient.shape
+    return gradient.view(rows, key_heads, heads // key_heads, *sizes).sum(2)
+
+
+# -- flex ------------------------------------------------------------------------------------------------
+
+
+def block_masks(starts: Tensor, *, num_tokens: int, windows: Sequence[int]) -> dict[int, Any]:
+    """The masks of `flex_attention` for one pack, by window (0: none): made once, and read by every layer.
+
+    Args:
+        starts: int32 [rows + 1] on the device of the model, where each row begins, and the end of the last.
+        num_tokens: S.
+        windows: of the model's attentions.
+    """
+    return {window: block_mask(starts, num_tokens=num_tokens, window=window) for window in windows}
+
+
+def block_mask(starts: Tensor, *, num_tokens: int, window: int) -> Any:
+    """One of them."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # bucketize, not repeat_interleave, which would wait for the device to know how long its output is
+    row = torch.bucketize(torch.arange(num_tokens, device=starts.device, dtype=starts.dtype), starts[1:], right=True)
+
+    # Lambdas: flex_attention counts the arguments of what it is given, which a checker of shapes would hide.
+    if window:
+        seen = lambda _b, _h, at, to: (row[at] == row[to]) & (at >= to) & (at - to < window)  # noqa: E731
+    else:
+        seen = lambda _b, _h, at, to: (row[at] == row[to]) & (at >= to)  # noqa: E731
+    return create_block_mask(seen, None, None, num_tokens, num_tokens, device=str(starts.device))
+
+
+def _by_flex(
+    tensors: tuple[Tensor, Tensor, Tensor], mask: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[n, Q, L, E]."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    query, key, value = tensors
+    out, aux = flex(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
     )
+    if sinks is not None:  # the share of all scores but the sink in a softmax that has the sink too
+        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
+        out = (out * share[..., None]).to(out.dtype)
+    attended: Tensor = out
+    return attended
 
 
-def _in_one_kernel(
-    tensors: tuple[Tensor, Tensor, Tensor], starts: Tensor, *, longest: int, scale: float, window: int | None
+@functools.cache
+def capped(softcap: float) -> Callable[..., Tensor]:
+    """The score function of flex_attention that bounds scores; the same object for the same bound, compiled once."""
+    return lambda score, _b, _h, _at, _to: torch.tanh(score / softcap) * softcap
+
+
+def flex(*args: Any, **kwargs: Any) -> Any:
+    """`flex_attention`, compiled: without the compiler it would make all scores."""
+    return _compiled_flex()(*args, **kwargs)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)  # packs differ in length
+    return compiled
+
+
+# -- varlen, flash -----------------------------------------------------------------------------------------
+
+
+def _refuse_for_flash(  # noqa: PLR0917 - a call of attention
+    module: nn.Module, kernel: str, query: Tensor, value: Tensor, *, softcap: float | None, sinks: Tensor | None
+) -> None:
+    wrong = [
+        reason
+        for holds, reason in (
+            (softcap is not None and kernel == "varlen", "capped scores"),
+            (sinks is not None, "attention sinks"),
+            (query.shape[-1] != value.shape[-1], f"heads of {query.shape[-1]} and values of {value.shape[-1]}"),
+            (query.shape[-1] > LARGEST_HEAD or query.shape[-1] % 8 != 0, f"heads of {query.shape[-1]}"),
+            (query.dtype not in (torch.bfloat16, torch.float16), f"{query.dtype}"),
+        )
+        if holds
+    ]
+    if wrong:
+        raise ModelError(
+            f"{type(module).__name__} has {', '.join(wrong)}, which kernels.attention={kernel!r} does not compute; "
+            f"choose 'flex' or 'sdpa'"
+        )
+
+
+def _by_varlen(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    starts: Tensor,
+    *,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    del softcap  # refused before
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
     out = varlen_attn(
         query,
@@ -140,63 +468,29 @@ def _in_one_kernel(
     return out
 
 
-def _row_by_row(
+def _by_flash_attn(
     tensors: tuple[Tensor, Tensor, Tensor],
     starts: Tensor,
     *,
+    longest: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> Tensor:
-    # Neighbours of equal length, as a sorted microbatch has many: (L, n)
-    runs = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist())]
-    # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
-    parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
-    out = []
-    for (length, rows), *run in zip(runs, *parts, strict=True):
-        query, key, value = (tensor.view(-1, rows, length, tensor.shape[-1]).transpose(0, 1) for tensor in run)
-        mask = None if window is None or length <= window else _band(length, window, query.device)
-        if softcap is None and sinks is None:
-            attended = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        else:
-            attended = _plainly((query, key, value), mask, scale=scale, softcap=softcap, sinks=sinks)
-        out.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(out)
+    import flash_attn  # type: ignore[import-not-found]
 
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Which keys a query sees, [L, L]: itself and the window - 1 before it."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device)
-    return seen.tril_().triu_(1 - window)
-
-
-def _plainly(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """[n, Q, L, E]. Scores are scaled, then capped, then masked; a sink is one more score, without a value."""
-    query, key, value = tensors
-    length = query.shape[2]
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    seen = _band(length, length, scores.device) if mask is None else mask
-    scores = scores.float().masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(len(scores), -1, length, 1)], dim=-1)
-    return scores.softmax(-1)[..., :length].to(value.dtype) @ value
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
+    out: Tensor = flash_attn.flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return out

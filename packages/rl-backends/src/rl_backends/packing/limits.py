@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["attention_modules", "findings"]
+__all__ = ["attention_modules", "findings", "padded_findings"]
 
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "text_encoder")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -48,6 +48,21 @@ def findings(model: nn.Module) -> Iterator[str]:
         if id(module) not in inside:
             yield f"{_collapsed(place)} ({type(module).__name__}) is attention outside the decoder layers"
     yield from _position_embeddings(model)
+
+
+def padded_findings(model: nn.Module) -> Iterator[str]:
+    """One sentence for each thing that an attention does to scores, and would not hand on to another kernel."""
+    attentions = attention_modules(model)
+    if not attentions:
+        yield "it has no attention that says by an attribute is_causal whether it is causal"
+    for path, attention in attentions:
+        yield from _attention(f"{_collapsed(path)} ({type(attention).__name__})", attention)
+    for config in {id(each): each for module in model.modules() if (each := getattr(module, "config", None))}.values():
+        for field, effect in _OTHER_ATTENTION.items():
+            if value := getattr(config, field, None):
+                yield f"its config has {field}={value}, which {effect}"
+        if others := sorted(set(getattr(config, "layer_types", None) or ()) - {*_LAYER_TYPES, "linear_attention"}):
+            yield f"its layer_types hold {', '.join(others)}: only {' and '.join(_LAYER_TYPES)} are known"
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

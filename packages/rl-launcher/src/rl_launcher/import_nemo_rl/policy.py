@@ -5,6 +5,8 @@ from typing import Any
 from rl_launcher.import_nemo_rl.read import Source
 
 ADAMW = {"AdamW", "FusedAdam", "Adam"}
+ATTENTION = {"sdpa": "sdpa", "flex": "flex", "flex_attention": "flex"}
+FLASH = {"flash_attention_2", "flash_attention_3"}
 FOR_EVALUATION = 256
 """Length limit of a response, in tokens, if theirs does not generate."""
 
@@ -36,6 +38,8 @@ def _dtensor(source: Source) -> dict[str, Any]:
     if plan := source.take("policy.dtensor_cfg.custom_parallel_plan"):
         module, _, name = str(plan).rpartition(".")
         ours["custom_parallel_plan"] = f"{module}:{name}"
+    if kernels := _kernels(source, packed=ours.get("sequence_packing", False)):
+        ours["kernels"] = kernels
     section = "policy.dtensor_cfg.lora_cfg"
     if not source.take(f"{section}.enabled"):
         return ours
@@ -46,6 +50,27 @@ def _dtensor(source: Source) -> dict[str, Any]:
     else:
         source.untranslated(f"{section}.match_all_linear", "in the decoder alone: not lm_head, and no experts")
     return {**ours, "lora_cfg": lora}
+
+
+def _kernels(source: Source, *, packed: bool) -> dict[str, Any]:
+    """Return our `kernels`, of what Automodel's arguments name: attention, and Liger's norms, rope and MLPs."""
+    section = "policy.dtensor_cfg.automodel_kwargs"
+    ours: dict[str, Any] = {}
+    for key in (f"{section}.attn_implementation", f"{section}.backend.attn"):
+        if (theirs := source.peek(key)) is None:
+            continue
+        if theirs in ATTENTION:
+            ours["attention"] = ATTENTION[source.take(key)]
+        elif theirs in FLASH and packed:
+            source.take(key)
+            ours["attention"] = "flash"
+        elif theirs in FLASH:
+            source.untranslated(key, "the kernels of flash-attn read packed rows here; set sequence_packing for them")
+        else:
+            source.untranslated(key, f"no kernel here is {theirs!r}; kernels.attention: auto chooses one")
+    if source.take(f"{section}.use_liger_kernel", default=False):
+        ours |= {"norm": "liger", "rope": "liger", "mlp": "liger"}
+    return ours
 
 
 def _backend(source: Source, section: str) -> dict[str, Any]:

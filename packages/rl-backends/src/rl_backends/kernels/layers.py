@@ -1,0 +1,219 @@
+"""Let norms, rotary embeddings, MLPs and linear layers of a model run by other code than its own.
+
+What a module computes is not guessed by its name: its own forward runs on a few random numbers and must agree with
+what the kernel is made for, else the model is refused. Weights, names and state stay as they are, and the code that
+runs a kernel is the same for all kernels of a part:
+
+    norm    op(hidden [..., H], weight [H], eps, offset) -> [..., H]: hidden / rms(hidden) * (offset + weight)
+    rope    op(query [B, Q, T, D], key [B, K, T, D], cos [1 or B, T, D], sin) -> query and key, rotated by halves
+    mlp     op(gate [..., I], up [..., I], activation) -> activation(gate) * up; "silu", or "gelu" by tanh
+"""
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from rl_backends.errors import ModelError
+
+__all__ = ["float8_linears", "replace_mlps", "replace_norms", "replace_rope"]
+
+ROPE = "apply_rotary_pos_emb"
+"""What transformers calls the function of queries, keys, cosines and sines, in every modelling module."""
+
+
+# -- RMS norms -------------------------------------------------------------------------------------------
+
+
+def replace_norms(model: nn.Module, op: Callable[..., Tensor]) -> int:
+    """Let every RMS norm run by `op`; return how many.
+
+    Raises:
+        ModelError: a norm of that name computes something else, or there is none.
+    """
+    offsets: dict[type[nn.Module], float] = {}
+    found = 0
+    for path, module in model.named_modules():
+        if not type(module).__name__.endswith("RMSNorm"):
+            continue
+        if type(module) not in offsets:
+            offsets[type(module)] = _offset_of(path, module)
+        eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+        module.forward = types.MethodType(_norm_forward(op, eps, offsets[type(module)]), module)
+        found += 1
+    if not found:
+        raise ModelError(f"{type(model).__qualname__} has no RMS norm, which kernels.norm is about: choose 'torch'")
+    return found
+
+
+@functools.cache
+def _norm_forward(op: Callable[..., Tensor], eps: float, offset: float) -> Callable[..., Tensor]:
+    """One function for all norms of a kind: torch.compile then compiles one layer for all.
+
+    A lambda, as below: a checker of shapes would wrap a function, and torch.compile cannot trace the checker.
+    """
+    return lambda self, hidden_states: op(hidden_states, self.weight, eps, offset)
+
+
+@torch.no_grad()
+def _offset_of(path: str, norm: nn.Module) -> float:
+    """What is added to the weight: 0, or 1 in the Gemma family."""
+    with unset_fake_temporarily():
+        hidden = torch.randn(3, 8, device="cpu")
+        weight = torch.randn(8, device="cpu")
+        twin = copy.copy(norm)
+        twin._parameters = {"weight": nn.Parameter(weight)}  # noqa: SLF001 - of a copy, so that a forward reads them
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if isinstance(eps, float):
+            normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+            try:
+                said = type(norm).forward(twin, hidden)
+            except (TypeError, RuntimeError, AttributeError):
+                said = torch.full_like(hidden, float("nan"))
+            for offset in (0.0, 1.0):
+                if torch.allclose(said, normed * (offset + weight), rtol=1e-5, atol=1e-6):
+                    return offset
+    raise ModelError(
+        f"{path} ({type(norm).__name__}) is not x / rms(x) * weight or * (1 + weight) of one input, which is all that "
+        f"kernels.norm computes: choose 'torch'"
+    )
+
+
+# -- rotary embeddings -------------------------------------------------------------------------------------
+
+
+def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> int:
+    """Let every attention rotate its queries and keys by `op`; return how many attentions.
+
+    Only these modules are touched: each runs a copy of its forward whose `apply_rotary_pos_emb` is `op`.
+
+    Raises:
+        ModelError: an attention rotates in another way, or none calls `apply_rotary_pos_emb`.
+    """
+    found = 0
+    for path, module in model.named_modules():
+        forward = type(module).forward
+        if not isinstance(forward, types.FunctionType) or ROPE not in forward.__code__.co_names:
+            continue
+        _check_rotation(path, module, forward.__globals__[ROPE])
+        module.forward = types.MethodType(_with_rope(forward, op), module)
+        found += 1
+    if not found:
+        raise ModelError(f"{type(model).__qualname__} has no attention that calls {ROPE}: choose kernels.rope='torch'")
+    return found
+
+
+@functools.cache
+def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tensor]]) -> types.FunctionType:
+    names = {**forward.__globals__, ROPE: op}
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def rotated(  # noqa: PLR0917 - as transformers calls it
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """By halves, as Llama's: x * cos + rotate_half(x) * sin."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+    return rotate(query), rotate(key)
+
+
+@torch.no_grad()
+def _check_rotation(path: str, module: nn.Module, own: Callable[..., Any]) -> None:
+    with unset_fake_temporarily():
+        query, key = torch.randn(1, 4, 5, 8, device="cpu"), torch.randn(1, 2, 5, 8, device="cpu")
+        angles = torch.randn(1, 5, 4, device="cpu").repeat(1, 1, 2)
+        wanted = rotated(query, key, angles.cos(), angles.sin())
+        try:
+            said = own(query, key, angles.cos(), angles.sin())
+            same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(said, wanted, strict=True))
+        except (TypeError, RuntimeError, ValueError):
+            same = False
+    if not same:
+        raise ModelError(
+            f"{path} ({type(module).__name__}) does not rotate queries and keys by halves, as Llama does and as "
+            f"kernels.rope does: choose 'torch'"
+        )
+
+
+# -- MLPs --------------------------------------------------------------------------------------------------
+
+
+def replace_mlps(model: nn.Module, op: Callable[..., Tensor]) -> int:
+    """Let every MLP of gate_proj, up_proj and down_proj multiply by `op`; return how many.
+
+    Raises:
+        ModelError: an MLP with these parts computes something else, or there is none (stacked experts, a fused
+            gate_up_proj).
+    """
+    found = 0
+    for path, module in model.named_modules():
+        parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
+        if not all(isinstance(part, nn.Module) for part in parts) or not hasattr(module, "act_fn"):
+            continue
+        module.forward = types.MethodType(_mlp_forward(op, _activation_of(path, module)), module)
+        found += 1
+    if not found:
+        raise ModelError(
+            f"{type(model).__qualname__} has no MLP of gate_proj, up_proj and down_proj, which kernels.mlp is about: "
+            f"choose 'torch'"
+        )
+    return found
+
+
+@functools.cache
+def _mlp_forward(op: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
+    return lambda self, x: self.down_proj(op(self.gate_proj(x), self.up_proj(x), activation))
+
+
+@torch.no_grad()
+def _activation_of(path: str, mlp: nn.Module) -> str:
+    with unset_fake_temporarily():
+        gate, up, down = (nn.Linear(4, 4, bias=False, device="cpu") for _ in range(3))
+        twin = copy.copy(mlp)
+        twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}  # noqa: SLF001 - as above
+        x = torch.randn(3, 4, device="cpu")
+        try:
+            said = type(mlp).forward(twin, x)
+        except (TypeError, RuntimeError, AttributeError):
+            said = torch.full_like(x, float("nan"))
+        for name, activation in (("silu", F.silu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
+            if torch.allclose(said, down(activation(gate(x)) * up(x)), rtol=1e-5, atol=1e-6):
+                return name
+    raise ModelError(
+        f"{path} ({type(mlp).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or tanh's GELU, "
+        f"which is all that kernels.mlp computes: choose 'torch'"
+    )
+
+
+# -- float8 --------------------------------------------------------------------------------------------------
+
+FLOAT8_MULTIPLE = 16
+"""Of both sizes of a linear layer: what the products of tensor cores in 8 bits take."""
+
+
+def float8_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers inside decoder layers whose sizes are multiples of 16; neither the head nor routers of experts."""
+    from rl_parallel_plans.structure import stacked_layers
+
+    for path, layer in stacked_layers(model).items():
+        for name, module in layer.named_modules():
+            router = name.rpartition(".")[2] in {"gate", "router"}
+            if (
+                isinstance(module, nn.Linear)
+                and not router
+                and not any(size % FLOAT8_MULTIPLE for size in (module.in_features, module.out_features))
+            ):
+                yield f"{path}.{name}", module

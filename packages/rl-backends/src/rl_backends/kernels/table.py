@@ -1,0 +1,478 @@
+"""The table of kernels: what each needs, when it is refused, and how a model is made to run it.
+
+A choice of `KernelsConfig` is looked up here. What its entry needs is checked in two steps, each of which lists all
+reasons at once: against the configuration when that is made, and against this machine and the model before anything of
+the model is changed. `register_kernel` adds an entry, or takes the place of one.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rl_backends.errors import ModelError
+from rl_backends.kernels.layers import float8_linears, replace_mlps, replace_norms, replace_rope
+from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
+from rl_backends.packing.attention import LARGEST_HEAD
+from rl_backends.packing.limits import attention_modules
+
+if TYPE_CHECKING:
+    from rl_backends.dtensor.config import DTensorConfig
+
+__all__ = ["KERNELS", "Kernel", "KernelsInUse", "Part", "apply_kernels", "register_kernel", "static_problems"]
+
+Part = Literal["attention", "loss", "norm", "rope", "mlp", "float8"]
+FLOAT8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One entry of the table."""
+
+    part: Part
+    name: str
+    """As `KernelsConfig` has it."""
+    is_what: str
+    """What runs, in a few words for `explain`."""
+    devices: tuple[str, ...] = ("cuda",)
+    precisions: tuple[str, ...] = ("float32", "bfloat16")
+    packages: tuple[tuple[str, str], ...] = ()
+    """Modules that must be importable, each with the command that installs it."""
+    config_problems: "Callable[[DTensorConfig], Iterable[str]]" = lambda _: ()
+    """Reasons against a configuration, beside device and precision."""
+    model_problems: "Callable[[nn.Module, DTensorConfig], Iterable[str]]" = lambda _model, _config: ()
+    """Reasons against a model, which may be on the meta device."""
+    op: Callable[..., Any] | None = None
+    """Of "norm", "rope" and "mlp": what computes it; see `rl_backends.kernels.layers`."""
+
+
+KERNELS: dict[tuple[str, str], Kernel] = {}
+"""Part and name -> entry. What runs without a choice ("torch", "auto") has none."""
+
+PLAIN = ("torch", "auto", None)
+
+
+def register_kernel(kernel: Kernel) -> None:
+    """Add an entry to the table, or replace the one of its part and name."""
+    KERNELS[kernel.part, kernel.name] = kernel
+
+
+def static_problems(config: "DTensorConfig") -> Iterator[str]:
+    """One sentence for each choice that the rest of the configuration rules out, whatever the machine and model."""
+    for kernel, chosen in _chosen(config):
+        if isinstance(kernel, str):
+            yield kernel
+            continue
+        reasons = [
+            *([] if config.device in kernel.devices else [f"it runs on {' or '.join(kernel.devices)}, not on a CPU"]),
+            *(
+                []
+                if config.precision in kernel.precisions
+                else [f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}"]
+            ),
+            *kernel.config_problems(config),
+        ]
+        if reasons:
+            yield f"kernels.{chosen} cannot be used: {'; '.join(reasons)}; choose {_remedy(kernel)}"
+
+
+def _chosen(config: "DTensorConfig") -> Iterator[tuple[Kernel | str, str]]:
+    """The entry of each choice and the choice in words; a sentence instead of an entry where the table has none."""
+    kernels = config.kernels
+    for part in ("attention", "loss", "norm", "rope", "mlp", "float8"):
+        name = getattr(kernels, part)
+        if name in PLAIN:
+            continue
+        chosen = f"{part}={name!r}"
+        kernel = KERNELS.get((part, name))
+        if kernel is None:
+            known = [repr(each) for of, each in KERNELS if of == part]
+            choices = " or ".join([repr("torch"), *known])
+            sentence = f"kernels.{chosen}: there is no such kernel; choose {choices}, or add one with register_kernel"
+            yield sentence, chosen
+        else:
+            if part == "float8" and kernels.float8_emulate:
+                kernel = EMULATED
+            yield kernel, chosen
+
+
+def _remedy(kernel: Kernel) -> str:
+    return {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsInUse:
+    """What runs in a model, after `apply_kernels`."""
+
+    attention: str
+    """The kernel of attention; "model" for the one that the model was loaded with."""
+    windows: tuple[int, ...]
+    """Of sliding attention in the model, 0 where a layer has none; empty unless attention is "flex"."""
+    lines: tuple[str, ...]
+    """One for each part, for `explain`."""
+
+    def arguments(self, *, row_lengths: tuple[int, ...] | None, cu_seq_lens: Tensor | None) -> dict[str, Any]:
+        """What attention is handed beside what every decoder takes, once for all layers, so that none of them waits.
+
+        row_lengths: tokens of each packed row; None where rows are padded.
+        cu_seq_lens: int32 on the device, where each row begins, and the end of the last.
+        """
+        if row_lengths is None or cu_seq_lens is None:
+            return {}
+        if self.attention == "flex":
+            from rl_backends.packing import block_masks
+
+            return {"block_masks": block_masks(cu_seq_lens, num_tokens=sum(row_lengths), windows=self.windows)}
+        if self.attention == "sdpa" and cu_seq_lens.device.type != "cpu":
+            return {"row_lengths": row_lengths}
+        return {}
+
+
+def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
+    """Let `model`, whole and perhaps on the meta device, run the kernels that `config` chooses.
+
+    Raises:
+        ModelError: kernels that cannot run on this machine or with this model, all of them with their reasons; nothing
+            of the model has changed.
+    """
+    kernels = [kernel for kernel, _ in _chosen(config) if isinstance(kernel, Kernel)]
+    problems = []
+    for kernel in kernels:
+        reasons = [*_missing(kernel), *kernel.model_problems(model, config)]
+        if reasons:
+            problems.append(
+                f"kernels.{kernel.part}={kernel.name!r} cannot be used: {'; '.join(reasons)}; choose {_remedy(kernel)}"
+            )
+    if problems:
+        raise ModelError("; ".join(problems))
+
+    attention, reason = _attention_of(model, config)
+    if attention in PADDED_OR_PACKED and config.sequence_packing:
+        enable_packing(model, kernel=attention)  # type: ignore[arg-type]
+    elif attention in PADDED_OR_PACKED:
+        enable_padded_kernel(model, kernel=attention)  # type: ignore[arg-type]
+    lines = [f"kernel of attention: {reason}", _loss_line(config)]
+    by_part = {kernel.part: kernel for kernel in kernels}
+    replacements: tuple[tuple[Part, Callable[..., int], str], ...] = (
+        ("norm", replace_norms, "RMS norms"),
+        ("rope", replace_rope, "attentions"),
+        ("mlp", replace_mlps, "MLPs"),
+    )
+    for part, replace, things in replacements:
+        if (kernel := by_part.get(part)) is None:  # type: ignore[assignment]
+            lines.append(f"kernel of {part}: torch, the model's own code")
+        else:
+            assert kernel.op is not None, f"{kernel} has no op"
+            lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {replace(model, kernel.op)} {things}")
+    lines.append(_apply_float8(model, config))
+    return KernelsInUse(attention=attention, windows=_windows(model) if attention == "flex" else (), lines=tuple(lines))
+
+
+def _missing(kernel: Kernel) -> Iterator[str]:
+    for module, install in kernel.packages:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - whatever a package for GPUs raises where there is none
+            yield f"it needs {module}, which cannot be imported here ({error}): {install}"
+
+
+# -- attention -----------------------------------------------------------------------------------------------
+
+PADDED_OR_PACKED: tuple[AttentionKernel, ...] = ("sdpa", "flex", "varlen", "flash")
+SMALLEST_HEAD_OF_FLEX = 16
+
+
+def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[str, str]:
+    """Name and reason of the kernel; "model" for what the model was loaded with."""
+    asked = config.kernels.attention
+    if config.context_parallel_size > 1:
+        return "model", "sdpa, over the keys of all context-parallel ranks"
+    if asked != "auto":
+        return asked, f"{asked}, {KERNELS['attention', asked].is_what}"
+    if not config.sequence_packing:
+        own = {str(module.config._attn_implementation) for _, module in attention_modules(model)}  # type: ignore[union-attr]  # noqa: SLF001 - as transformers reads it
+        return "model", f"{' and '.join(sorted(own)) or 'unknown'}, as the model was loaded (auto, padded rows)"
+    if config.device == "cpu":
+        return "sdpa", f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto, packed rows on a CPU)"
+    passed_over = []
+    for name in ("varlen", "flex"):
+        kernel = KERNELS["attention", name]
+        reasons = [
+            *([] if config.precision in kernel.precisions else [f"computing in {config.precision}"]),
+            *_missing(kernel),
+            *kernel.model_problems(model, config),
+        ]
+        if not reasons:
+            return name, "; ".join([f"{name}, {kernel.is_what} (auto, packed rows on a GPU)", *passed_over])
+        passed_over.append(f"not {name}: {', '.join(reasons)}")
+    return "sdpa", "; ".join([f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto)", *passed_over])
+
+
+def _windows(model: nn.Module) -> tuple[int, ...]:
+    """Sliding windows of the model's attentions; 0 where one has none."""
+    return tuple(sorted({int(getattr(each, "sliding_window", None) or 0) for _, each in attention_modules(model)}))
+
+
+def _of_flash(model: nn.Module, config: "DTensorConfig", *, caps: bool) -> Iterator[str]:
+    """What flash kernels do not compute of a model's attention, once for all its layers."""
+    del config
+    found: dict[str, None] = {}
+    for _, attention in attention_modules(model):
+        if any("sink" in name for name, _ in attention.named_parameters(recurse=False)):
+            found["it has no attention sinks, and the model has"] = None
+        if not caps and getattr(attention.config, "attn_logit_softcapping", None):
+            found["it does not cap scores, and the model does"] = None
+        keys, values = _head_sizes(attention)
+        if keys != values:
+            found[f"queries and values must be of one size, and are {keys} and {values}"] = None
+        if keys > LARGEST_HEAD or keys % 8:
+            found[f"heads must be of a multiple of 8 up to {LARGEST_HEAD}, and are {keys}"] = None
+    yield from found
+
+
+def _of_flex(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
+    del config
+    smallest = min((min(_head_sizes(attention)) for _, attention in attention_modules(model)), default=0)
+    if smallest < SMALLEST_HEAD_OF_FLEX:
+        yield f"heads must be of {SMALLEST_HEAD_OF_FLEX} at least, and are {smallest}"
+
+
+def _head_sizes(attention: Any) -> tuple[int, int]:
+    """Of queries and of values."""
+    config = attention.config
+    head = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
+    head = head or config.hidden_size // config.num_attention_heads
+    return int(getattr(attention, "qk_head_dim", head)), int(getattr(attention, "v_head_dim", head))
+
+
+def _without_context_parallelism(config: "DTensorConfig") -> Iterator[str]:
+    if config.context_parallel_size > 1:
+        yield "context parallelism gathers keys and values for scaled_dot_product_attention"
+
+
+def _only_packed(config: "DTensorConfig") -> Iterator[str]:
+    yield from _without_context_parallelism(config)
+    if not config.sequence_packing:
+        yield "it reads packed rows: set sequence_packing=True"
+
+
+def _row_by_row(config: "DTensorConfig") -> Iterator[str]:
+    if config.device == "cuda" and config.sequence_packing and config.compile:
+        yield "it runs packed rows one by one, and compile=True would compile every pack anew"
+
+
+register_kernel(
+    Kernel(
+        part="attention",
+        name="sdpa",
+        is_what="torch's scaled_dot_product_attention, capped scores and sinks in blocks of queries",
+        devices=("cpu", "cuda"),
+        config_problems=_row_by_row,
+    )
+)
+register_kernel(
+    Kernel(
+        part="attention",
+        name="flex",
+        is_what="torch's flex_attention, compiled",
+        packages=(("triton", "install torch for CUDA, which brings it"),),
+        config_problems=_without_context_parallelism,
+        model_problems=_of_flex,
+    )
+)
+register_kernel(
+    Kernel(
+        part="attention",
+        name="varlen",
+        is_what="torch's variable-length flash attention",
+        precisions=("bfloat16",),
+        config_problems=_only_packed,
+        model_problems=functools.partial(_of_flash, caps=False),
+    )
+)
+register_kernel(
+    Kernel(
+        part="attention",
+        name="flash",
+        is_what="flash_attn_varlen_func of the package flash-attn",
+        precisions=("bfloat16",),
+        packages=(("flash_attn", "pip install flash-attn"),),
+        config_problems=_only_packed,
+        model_problems=functools.partial(_of_flash, caps=True),
+    )
+)
+
+
+# -- loss ----------------------------------------------------------------------------------------------------
+
+
+def _loss_line(config: "DTensorConfig") -> str:
+    kernels = config.kernels
+    if kernels.loss == "torch":
+        rows = "chosen by their size" if kernels.loss_chunk_size is None else f"{kernels.loss_chunk_size} tokens"
+        return f"kernel of the loss: torch, logits in chunks: {rows}"
+    return (
+        f"kernel of the loss: {kernels.loss} for log-probabilities and entropies; torch for the log-probabilities of "
+        f"given tokens and for the top k, which no kernel has"
+    )
+
+
+def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
+    del config
+    embeddings = getattr(model, "get_output_embeddings", None)
+    if embeddings is None or embeddings() is None:
+        yield "the model has no language-model head"
+
+
+LIGER = (("liger_kernel.ops", "pip install 'liger-kernel>=0.8.3', which needs triton and so a GPU"),)
+register_kernel(
+    Kernel(
+        part="loss",
+        name="liger",
+        is_what="LigerFusedLinearScaledCrossEntropyFunction",
+        packages=LIGER,
+        model_problems=_needs_a_head,
+    )
+)
+register_kernel(
+    Kernel(
+        part="loss",
+        name="verl",
+        is_what="verl.utils.kernel.linear_cross_entropy",
+        packages=(("verl.utils.kernel.linear_cross_entropy", "pip install verl"),),
+        model_problems=_needs_a_head,
+    )
+)
+
+
+# -- norm, rope, mlp -----------------------------------------------------------------------------------------
+
+
+def _liger_norm(  # noqa: PLR0917 - an op of this part
+    hidden: Tensor, weight: Tensor, eps: float, offset: float
+) -> Tensor:
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    # Not in place: what the gradient comes from may be read again, as the residual of Gemma is.
+    normed: Tensor = LigerRMSNormFunction.apply(hidden, weight, eps, offset, "gemma" if offset else "llama", False)
+    return normed
+
+
+def _liger_rope(  # noqa: PLR0917 - an op of this part
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops import LigerRopeFunction
+
+    rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
+    return rotated
+
+
+def _liger_mlp(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    from liger_kernel import ops
+
+    function = ops.LigerSiLUMulFunction if activation == "silu" else ops.LigerGELUMulFunction
+    product: Tensor = function.apply(gate, up)
+    return product
+
+
+@functools.cache
+def _hub_norm_layer() -> Any:
+    from kernels import LayerRepository
+
+    return LayerRepository(repo_id="kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3).load()
+
+
+def _hub_norm(  # noqa: PLR0917 - an op of this part
+    hidden: Tensor, weight: Tensor, eps: float, offset: float
+) -> Tensor:
+    said = {"weight": weight, "variance_epsilon": eps, "offset": offset, "in_place": False, "row_mode": None}
+    normed: Tensor = _hub_norm_layer().forward(
+        SimpleNamespace(**said, casting_mode="gemma" if offset else "llama"), hidden
+    )
+    return normed
+
+
+register_kernel(
+    Kernel(part="norm", name="liger", is_what="LigerRMSNormFunction", packages=LIGER, op=_liger_norm),
+)
+register_kernel(
+    Kernel(
+        part="norm",
+        name="hub",
+        is_what="LigerRMSNorm of kernels-community/liger-kernels on the Hub",
+        packages=(("kernels", "pip install 'kernels>=0.18.2,<0.19'"), ("triton", "install torch for CUDA")),
+        op=_hub_norm,
+    ),
+)
+register_kernel(Kernel(part="rope", name="liger", is_what="LigerRopeFunction", packages=LIGER, op=_liger_rope))
+register_kernel(Kernel(part="mlp", name="liger", is_what="LigerSiLUMulFunction or GELU", packages=LIGER, op=_liger_mlp))
+
+
+# -- float8 --------------------------------------------------------------------------------------------------
+
+TORCHAO = (("torchao.float8", "pip install 'torchao>=0.18'"),)
+
+
+def _float8_config(config: "DTensorConfig") -> Iterator[str]:
+    if config.tensor_parallel_size > 1:
+        yield "torchao's linear layers do not know the shards of tensor_parallel_size > 1"
+    if config.lora_cfg is not None:
+        yield "adapters stand in the place of linear layers (lora_cfg)"
+
+
+def _float8_model(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
+    if next(float8_linears(model), None) is None:
+        yield "no linear layer of a decoder layer has sizes that are multiples of 16"
+    if not config.kernels.float8_emulate and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < FLOAT8_CAPABILITY:
+            yield f"this GPU has compute capability {capability[0]}.{capability[1]}, and 8 bits need 8.9"
+
+
+for _recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+    register_kernel(
+        Kernel(
+            part="float8",
+            name=_recipe,
+            is_what=f"torchao's Float8Linear, {_recipe}",
+            packages=TORCHAO,
+            config_problems=_float8_config,
+            model_problems=_float8_model,
+        )
+    )
+EMULATED = Kernel(
+    part="float8",
+    name="emulated",
+    is_what="torchao's Float8Linear, emulated",
+    devices=("cpu", "cuda"),
+    packages=TORCHAO,
+    config_problems=_float8_config,
+    model_problems=_float8_model,
+)
+"""What stands for the others with `float8_emulate`."""
+
+
+def _apply_float8(model: nn.Module, config: "DTensorConfig") -> str:
+    kernels = config.kernels
+    if kernels.float8 is None:
+        return f"kernel of linear layers: torch, in {config.precision}"
+    import dataclasses
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name(kernels.float8)
+    if kernels.float8_emulate:
+        recipe = dataclasses.replace(recipe, emulate=True)
+    chosen = dict(float8_linears(model))
+    others = sum(isinstance(module, nn.Linear) for module in model.modules()) - len(chosen)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in chosen)
+    how = ", emulated" if kernels.float8_emulate else ""
+    return (
+        f"kernel of linear layers: torchao's float8 {kernels.float8}{how} in {len(chosen)}; torch in {others} others "
+        f"(head, routers, sizes that 16 does not divide), and in stacked experts"
+    )
