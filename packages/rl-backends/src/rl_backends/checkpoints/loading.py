@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner, describe_failure, metadata_of
+from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.manifest import (
     DAMAGED,
     INDEX,
@@ -133,6 +134,9 @@ def load_checkpoint(
                 raise CheckpointError(f"{opened.source}: {error}") from error
 
     on_every_rank(check, group=opened.group)
+    frozen: dict[str, int] = opened.state.get("frozen", {})
+    if frozen:
+        check_frozen_weights(opened.source, frozen, model, group=opened.group)
     rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
     states, shards = on_every_rank(
         lambda: ([], {}) if restored is None else new_state(restored, held, opened.state["optimizers"]),
@@ -140,7 +144,7 @@ def load_checkpoint(
     )
     shards |= rng
     if weights:
-        shards |= {f"weights/{name}": each.of() for name, each in held.items()}
+        shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
     read_shards(opened, shards, schedule=restored)
     if restored is not None:
         put_state(restored, held, opened.state["optimizers"], states=states)

@@ -72,6 +72,7 @@ def save_checkpoint(
     weights: bool = True,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
+    frozen: Mapping[str, int] | None = None,
 ) -> "CheckpointWrite":
     """Write weights, optimizers, schedule and random-number generators into a new folder; every rank must call it.
 
@@ -85,6 +86,8 @@ def save_checkpoint(
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
+        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` returns
+            them. A model that loads the checkpoint must have them.
 
     Returns:
         The write; already complete unless `asynchronous`.
@@ -104,9 +107,9 @@ def save_checkpoint(
             held = model_shards(model)
             shards = rng_shards(device_of(held))
             state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": None, "schedule": None}
+            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {}) if weights else {}}
             if weights:
-                shards |= {f"weights/{name}": each.of() for name, each in held.items()}
+                shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
             if optimizers is not None:
                 shards |= optimizer_shards(optimizers, held, bound=bound)
                 state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
