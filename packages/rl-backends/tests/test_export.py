@@ -75,8 +75,10 @@ def test_by_default_a_backend_keeps_the_dtype_of_each_tensor_of_the_folder(world
     backend.save_pretrained(tmp_path / "masters", dtype=None)
     masters = load_file(tmp_path / "masters" / "model.safetensors")
     assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    backend.close()
     in_hand = DTensorBackend(model, DTensorConfig())
     in_hand.save_pretrained(tmp_path / "in hand")
+    in_hand.close()
     found = load_file(tmp_path / "in hand" / "model.safetensors")
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 

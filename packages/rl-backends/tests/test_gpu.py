@@ -29,11 +29,11 @@ PRECISIONS = ["float32", "bfloat16"]
 
 
 def on_gpu(model, **options):
-    """A backend that trains. In float32 one rank has nothing to gather; in bfloat16, or offloaded, FSDP2 is around it."""
+    """A backend that trains: under FSDP2 in bfloat16, or offloaded; in float32 one rank has nothing to gather."""
     if RELEASE < (2, 13) and (options.get("precision") == "bfloat16" or options.get("cpu_offload")):
         pytest.skip(
-            f"FSDPModule.reset_iter_state, by which a backend under FSDP2 forgets a pass, came with torch 2.13; this is "
-            f"{torch.__version__}"
+            f"FSDPModule.reset_iter_state, by which a backend under FSDP2 forgets a pass, came with torch 2.13, and "
+            f"this is {torch.__version__}"
         )
     backend = DTensorBackend(model, DTensorConfig(device="cuda", **options))
     backend.start_training(OPTIMIZER, num_steps=20)

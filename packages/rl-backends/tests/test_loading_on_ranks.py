@@ -65,6 +65,16 @@ def test_a_folder_that_was_loaded_sharded_is_exported_with_the_same_tensors(expo
         assert json.loads((again / name).read_text()) == json.loads((exported / family / name).read_text())
 
 
+@pytest.mark.parametrize("mesh", SHAPES)
+def test_every_rank_writes_its_share_of_the_files_and_no_other(exported, mesh):
+    name = "x".join(map(str, SHAPES[mesh]))
+    ranks = range(SHAPES[mesh][0] * SHAPES[mesh][1])
+    written = [json.loads((exported / f"Llama-{name}-files-of-rank{rank}.json").read_text()) for rank in ranks]
+    there = sorted(path.name for path in (exported / f"Llama-{name}-bfloat16").glob("*.safetensors"))
+    assert sorted(file for files in written for file in files) == there
+    assert max(map(len, written)) - min(map(len, written)) <= 1
+
+
 def test_transformers_loads_an_export(exported):
     import transformers
 

@@ -33,7 +33,7 @@ from rl_backends.batching.microbatches import (
     make_inputs,
 )
 from rl_backends.batching.words import require_token_ids, token_ids_of
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.choices import require_temperature
 from rl_backends.errors import BatchError
 from rl_backends.examples import BatchT, TokenBatch
@@ -674,6 +674,7 @@ class Backend(ABC):
             if write is not None and write.unseen_error() is not None:
                 write.wait()
         finally:
+            release_staging_buffers()
             with closing(self._offloader) if self._offloader is not None else nullcontext():
                 self._release()
 

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,10 +67,22 @@ def load(folder, mesh, plain, fresh, *, out):
     logits = model(input_ids=ids).logits
     logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
     torch.testing.assert_close(logits, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-    export_pretrained(model, f"{out}-bfloat16", dtype=torch.bfloat16, max_shard_bytes=SMALL_FILES)
+    with pytest.MonkeyPatch.context() as patched:
+        written = []
+        patched.setattr(safetensors.torch, "save_file", recorded(written, safetensors.torch.save_file))
+        export_pretrained(model, f"{out}-bfloat16", dtype=torch.bfloat16, max_shard_bytes=SMALL_FILES)
+    Path(f"{out}-files-of-rank{dist.get_rank()}.json").write_text(json.dumps(written))
     initialise(model, seed=3)
     same(model, fresh)
     return model
+
+
+def recorded(written, save_file):
+    def save(tensors, path, **options):
+        written.append(Path(path).name)
+        save_file(tensors, path, **options)
+
+    return save
 
 
 def failures(model, folder):

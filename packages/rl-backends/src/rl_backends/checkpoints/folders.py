@@ -17,6 +17,7 @@ __all__ = [
     "read_marker",
     "require_shared",
     "sees",
+    "sync_tree",
     "unfinished_name",
     "write_marker",
     "write_text",
@@ -42,7 +43,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir()
         yield unfinished
-        sync([*sorted(unfinished.rglob("*"), reverse=True), unfinished])
+        sync_tree(unfinished)
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
@@ -50,6 +51,11 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder and everything in it is on disk."""
+    sync([*sorted(folder.rglob("*"), reverse=True), folder])
 
 
 def unfinished_name(folder: Path) -> str:

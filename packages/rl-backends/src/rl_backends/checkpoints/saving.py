@@ -89,7 +89,7 @@ def save_checkpoint(
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
-        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` gives
+        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` returns
             them. A model that loads the checkpoint must have them.
 
     Returns:
@@ -110,8 +110,7 @@ def save_checkpoint(
             held = model_shards(model)
             shards = rng_shards(device_of(held))
             state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": None, "schedule": None}
-            state["frozen"] = dict(frozen or {}) if weights else {}
+            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {}) if weights else {}}
             if weights:
                 shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
             if optimizers is not None:
