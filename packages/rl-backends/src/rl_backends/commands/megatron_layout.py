@@ -232,8 +232,9 @@ def _numbers(
     return dense, experts // config.expert_model_parallel_size
 
 
-def _shards_columns(name: str) -> bool:
-    return ".o_proj." in name or ".down_proj." in name
+def _replicated(name: str) -> str:
+    """Which of an adapter's two tensor parallelism does not shard: B where W is cut by columns, else A."""
+    return B_TAIL if ".o_proj." in name or ".down_proj." in name else A_TAIL
 
 
 def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks: int) -> int:
