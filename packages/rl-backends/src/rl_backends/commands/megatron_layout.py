@@ -221,11 +221,7 @@ def _numbers(
             experts += numbers
         elif name in {"model.embed_tokens.weight", "lm_head.weight"}:
             dense += (numbers + padding * shape[1]) // ranks
-        elif (
-            "norm" in name
-            or name.endswith((".mlp.gate.weight", "score.weight"))
-            or name.endswith(B_TAIL if _shards_columns(name) else A_TAIL)
-        ):
+        elif "norm" in name or name.endswith((".mlp.gate.weight", "score.weight", _replicated(name))):
             dense += numbers
         else:
             dense += numbers // ranks
