@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_backends import process_group
+from rl_backends import LoraConfig, process_group
+from rl_backends.checkpoints.frozen_weights import frozen_digests
+from rl_backends.lora import add_lora
 
 PROGRAM = Path(__file__).parent / "programs" / "lifetimes.py"
 
@@ -40,6 +42,14 @@ def test_backends_of_several_ranks_can_be_closed_and_made_anew_any_number_of_tim
         for number, logp in enumerate(result["logp"]):
             torch.testing.assert_close(logp, fused if number % 2 else tied, rtol=1e-5, atol=1e-5)
         assert len(result["logp"]) == 8
+
+
+def test_digests_of_frozen_weights_are_the_same_on_every_mesh(results, world):
+    model = add_lora(world.make_model("Phi3"), LoraConfig(rank=2, base_dtype="bfloat16"))
+    alone = frozen_digests(model, group=None)
+    assert len(set(alone.values())) == len(alone) > 10
+    for result in results:
+        assert result["frozen"] == [alone] * 3
 
 
 def test_one_gpu_of_two_ranks_is_refused_on_both_before_nccl_is_used(results):

@@ -1,6 +1,7 @@
 """Claims about adapters on one process: where they go, what they change, how they are merged, saved and refused."""
 
 import copy
+import functools
 import json
 import math
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_backends import DTensorBackend, DTensorConfig
+from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_backends.errors import CheckpointError, ModelError
 from rl_backends.lora import (
     LoraConfig,
@@ -435,3 +436,41 @@ def test_the_cost_is_counted_without_weights(world):
     assert size.frozen_bytes == 2 * sum(p.numel() for p in bare.parameters())
     assert size.merged_bytes == 2 * sum(m.weight.numel() for m in linears)
     assert f"{size.trainable:,} of {size.total:,} parameters train" in size.explain()
+
+
+def test_a_checkpoint_of_adapters_holds_no_frozen_weight_and_goes_on_from_the_same_base_alone(world, tmp_path):
+    examples = world.make_examples()
+
+    def start(*, seed=0):
+        backend = DTensorBackend(world.make_model("Qwen3", seed=seed), DTensorConfig(lora_cfg=CONFIG), seed=seed)
+        backend.start_training(OptimizerConfig(lr=1e-2), num_steps=4)
+        return backend
+
+    def step(backend):
+        loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+        backend.forward_backward(examples, loss)
+        return backend.optim_step()
+
+    backend = start()
+    step(backend)
+    backend.save_checkpoint(tmp_path / "step-1")
+    held = "".join(path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*.safetensors"))
+    assert "weights/model.layers.0.self_attn.q_proj.lora_A.default.weight" in held
+    assert "base_layer" not in held
+    assert "weights/lm_head.weight" not in held
+    expected = step(backend), backend.logp(examples)
+
+    resumed = start()
+    with torch.no_grad():
+        for parameter in resumed.model.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(7.0)
+    resumed.load_checkpoint(tmp_path / "step-1")
+    assert (step(resumed), resumed.version) == (expected[0], 2)
+    assert torch.equal(resumed.logp(examples), expected[1])
+
+    other = start(seed=1)
+    before = {name: each.clone() for name, each in other.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="frozen weights that they were trained on are not those of this model"):
+        other.load_checkpoint(tmp_path / "step-1")
+    assert all(torch.equal(each, before[name]) for name, each in other.model.state_dict().items())

@@ -160,6 +160,18 @@ def test_two_ranks_take_the_optimizer_steps_of_one_plain_process(world, program,
         assert result["state_bytes"] == result["predicted_state_bytes"]
 
 
+@pytest.mark.parametrize("name", ["Muon, FSDP", "Muon, TP", "Muon, fused rows in the order of the ranks"])
+def test_ranks_share_the_work_of_muon(world, results, name):
+    matrices = [
+        each
+        for layer, each in world.make_model(STEPS[name]["family"]).named_parameters()
+        if each.ndim > 1 and ".layers." in layer
+    ]
+    counts = [rank[name]["orthogonalized"] for rank in results]
+    assert sum(counts) == 3 * len(matrices)  # each once a step, on one rank
+    assert abs(counts[0] - counts[1]) <= 3
+
+
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao, of the extra 8bit, is not installed")
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_moments_in_8_bits_take_nearly_the_same_steps(world, program, results, name):

@@ -665,8 +665,8 @@ class Backend(ABC):
         """
         write, self._last_write = self._last_write, None
         try:
-            if write is not None and (error := write.unseen_error()) is not None:
-                raise error
+            if write is not None and write.unseen_error() is not None:
+                write.wait()
         finally:
             with closing(self._offloader) if self._offloader is not None else nullcontext():
                 self._release()

@@ -281,6 +281,9 @@ def test_a_save_that_failed_does_not_keep_the_process_group(world, make):
         def unseen_error(self):
             return OSError("disk full")
 
+        def wait(self):
+            raise self.unseen_error()
+
     backend = make(world)
     backend._last_write = FailedWrite()
     with pytest.raises(OSError, match="disk full"):

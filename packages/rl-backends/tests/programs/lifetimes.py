@@ -21,7 +21,8 @@ def main(task):
     torch.set_num_threads(1)
     os.environ |= task["environment"]
     world = load_world()
-    from rl_backends import DTensorBackend, DTensorConfig
+    from rl_backends import DTensorBackend, DTensorConfig, LoraConfig
+    from rl_backends.checkpoints.frozen_weights import frozen_digests
     from rl_backends.process_group import require_gpu_of_its_own
 
     examples, results = world.make_examples(), {"logp": []}
@@ -38,6 +39,11 @@ def main(task):
             backend = DTensorBackend(world.make_model(family, **options), DTensorConfig(**sizes))
             results["logp"].append(backend.logp(examples))
             backend.close()
+    for sizes in ({}, {"tensor_parallel_size": 2}, {"data_parallel_replicate_size": 2}):
+        lora = LoraConfig(rank=2, base_dtype="bfloat16")
+        backend = DTensorBackend(world.make_model("Phi3"), DTensorConfig(**sizes, lora_cfg=lora))
+        results.setdefault("frozen", []).append(frozen_digests(backend.model, group=None))
+        backend.close()
     torch.nn.Module.to = to
     try:
         require_gpu_of_its_own("GPU 0 of here")

@@ -75,9 +75,16 @@ def whole_weights(model):
 
 
 def take_steps(world, task):
-    from rl_backends.optimizers import OptimizerConfig, clip_and_step, make_optimizers
+    from rl_backends.optimizers import OptimizerConfig, clip_and_step, make_optimizers, muon
 
     model, config = sharded(world, task), make_config(OptimizerConfig, task["optimizer"])
+    orthogonalized, count = muon.orthogonalized, [0]
+
+    def counted(matrix, *, dtype):
+        count[0] += 1
+        return orthogonalized(matrix, dtype=dtype)
+
+    muon.orthogonalized = counted
     optimizers = make_optimizers(model, config, num_steps=3)
     shards, norms = parameter_shards(model), []
     # torchao compiles its step, a minute for every shape; what it computes is the same without.
@@ -85,12 +92,14 @@ def take_steps(world, task):
         for step in range(3):
             put_gradients(shards, step=step)
             norms.append(clip_and_step(model, optimizers, config, version=step).norm)
+    muon.orthogonalized = orthogonalized
     held = sum(
         _bytes(value) for optimizer in optimizers.each for state in optimizer.state.values() for value in state.values()
     )
     return {
         "weights": whole_weights(model),
         "norms": norms,
+        "orthogonalized": count[0],
         "state_bytes": held,
         "predicted_state_bytes": optimizers.state_bytes,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.manifest import check_model
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
@@ -63,11 +64,14 @@ def load_checkpoint(
             _check_optimizers(opened, kept, held)
 
     on_all(check, group=opened.group)
+    frozen: dict[str, int] = opened.state.get("frozen", {})
+    if frozen:
+        check_frozen_weights(opened.source, frozen, model, group=opened.group)
     rng = rng_pieces(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
     states, pieces = on_all(lambda: _new_state(opened, kept, held), group=opened.group)
     pieces |= rng
     if weights:
-        pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
+        pieces |= {f"weights/{name}": each.piece() for name, each in held.items() if name not in frozen}
     read_pieces(opened, pieces, schedule=kept)
     if kept is not None:
         put_state(kept, held, opened.state["optimizers"], states=states)

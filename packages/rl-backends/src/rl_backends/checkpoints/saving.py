@@ -31,6 +31,7 @@ def save_checkpoint(
     weights: bool = True,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
+    frozen: Mapping[str, int] | None = None,
 ) -> CheckpointWrite:
     """Write weights, optimizers, schedule and random-number generators into a new folder; every rank must call it.
 
@@ -43,6 +44,8 @@ def save_checkpoint(
         asynchronous: return when everything is copied to host memory, and write while training goes on. The host needs
             room for this rank's shards of weights and moments.
         extra: what else belongs to the run, as JSON.
+        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` gives
+            them. A model that loads the checkpoint must have them.
 
     Returns:
         The write; already complete unless `asynchronous`.
@@ -53,7 +56,9 @@ def save_checkpoint(
     """
 
     def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, Piece], Contents]:
-        return _collect(model, optimizers, group, version=version, weights=weights, extra=dict(extra or {}))
+        return _collect(
+            model, optimizers, group, version=version, weights=weights, extra=dict(extra or {}), frozen=frozen or {}
+        )
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
 
@@ -66,6 +71,7 @@ def _collect(
     version: int,
     weights: bool,
     extra: dict[str, Any],
+    frozen: Mapping[str, int],
 ) -> tuple[dict[str, Piece], Contents]:
     flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
     bound = [
@@ -77,8 +83,9 @@ def _collect(
         held = held_by(model)
         pieces = rng_pieces(device_of(held))
         state: dict[str, Any] = {"extra": as_json("extra", extra, exact=True), "optimizers": None, "schedule": None}
+        state["frozen"] = dict(frozen) if weights else {}
         if weights:
-            pieces |= {f"weights/{name}": each.piece() for name, each in held.items()}
+            pieces |= {f"weights/{name}": each.piece() for name, each in held.items() if name not in frozen}
         if optimizers is not None:
             pieces |= optimizer_pieces(optimizers, held, bound=bound)
             state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))

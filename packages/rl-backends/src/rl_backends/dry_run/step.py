@@ -153,7 +153,7 @@ def _give_state(backend: DTensorBackend, optimizer: OptimizerConfig, *, temperat
     for parameter in backend.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    backend.optim_step()
+    backend._clip_and_step()  # noqa: SLF001 - ours; optim_step() refuses a step without forward_backward()
 
 
 def _one_microbatch(backend: DTensorBackend, asked: StepAsked) -> Sequence[int]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
+from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.describing import describe
 from rl_backends.dtensor.head_check import check_head
@@ -38,7 +39,7 @@ from rl_backends.lora import (
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, raise_together
+from rl_backends.rank_agreement import add_up, host_group, raise_together
 from rl_backends.readers import Reader, has_language_model_head
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, named_shards
@@ -99,6 +100,8 @@ class DTensorBackend(Backend):
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
             self._meter = self._make_meter(recomputed=config.activation_checkpointing == "full")
         self._merged: MergedWeights | None = None
+        self._frozen: dict[str, int] | None = None
+        """Digests of the weights that adapters leave as they are."""
 
     @classmethod
     def from_pretrained(
@@ -269,9 +272,14 @@ class DTensorBackend(Backend):
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite:
         asked: dict[str, Any] = {"weights": weights, "asynchronous": asynchronous, "extra": extra}
+        if self.config.lora_cfg is not None:
+            if self._frozen is None:  # once: these weights never change
+                self._frozen = frozen_digests(self.model, group=host_group())
+            asked["frozen"] = self._frozen
         return save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
 
     def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
+        self._frozen = None
         return load_checkpoint(
             self.model, self._optimizers, folder, weights=weights, optimizer=optimizer, verify=verify
         )

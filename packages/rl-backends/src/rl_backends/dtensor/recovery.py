@@ -14,7 +14,9 @@ __all__ = ["forget_pass"]
 def forget_pass(model: nn.Module) -> None:
     """Clear every gradient of `model`, plain or under FSDP2, wherever a failed forward or backward has left it."""
     if isinstance(model, FSDPModule):
-        model.reset_iter_state()
+        state: Any = model._get_fsdp_state()  # noqa: SLF001 - no public one
+        if state._is_root is not None:  # noqa: SLF001 - before the first pass there is no state of one
+            model.reset_iter_state()
         model.set_requires_gradient_sync(True)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,8 +1,9 @@
-"""Muon for matrices that may lie in pieces on several ranks, with the numbers of one process.
+"""Muon for matrices that may lie in shards on several ranks, with the numbers of one process.
 
-The update of a matrix is its momentum made orthogonal, which takes the whole matrix. Each is gathered in turn, made
-orthogonal on every rank that holds a piece of it, and cut again: one gather of the momentum a matrix and a step, and
-never more than one whole matrix at a time. Of a stack of matrices, one for each expert, a rank gathers only its own.
+The update of a matrix is its momentum made orthogonal, which takes the unsharded matrix. Ranks share that work: of as
+many matrices as there are ranks with shards of them, each rank makes one orthogonal and sends it to the others. So a
+step takes one gather and one broadcast a matrix, and a rank has at most two unsharded matrices at a time. Of a stack of
+matrices, one for each expert, a rank gathers only its own.
 
     m <- m + (1 - momentum)(g - m),   u = g + momentum (m - g) with Nesterov, else m
     W <- (1 - lr decay) W - lr f(A, B) NewtonSchulz(u)
@@ -11,11 +12,14 @@ torch.optim.Muon does the same to plain matrices; its arithmetic on DTensors is 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl_parallel_plans import to_local_if_dtensor
@@ -56,27 +60,83 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient; a collective where parameters are sharded."""
+        shared: dict[tuple[DeviceMesh, tuple[int, ...]], list[tuple[nn.Parameter, Mapping[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+                if parameter.grad is None:
+                    continue
+                dims = _sharing_dims(parameter, row_dim=self._row_dim(parameter))
+                if dims:
+                    mesh: DeviceMesh = parameter.device_mesh
+                    shared.setdefault((mesh, dims), []).append((parameter, group))
+                else:
+                    whole = _whole(self._direction(parameter, group), row_dim=self._row_dim(parameter))
+                    update = self._orthogonalized(whole, parameter)
+                    self._apply(parameter, group, _placed(update, parameter, row_dim=self._row_dim(parameter)))
+        for (mesh, dims), members in shared.items():
+            self._update_together(members, mesh, dims)
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+    def _update_together(
+        self, members: list[tuple[nn.Parameter, Mapping[str, Any]]], mesh: DeviceMesh, dims: tuple[int, ...]
+    ) -> None:
+        """Update matrices whose shards the same ranks have, those along `dims` of `mesh`.
+
+        Ranks do the same rounds in the same order, since each has collectives. A round is of matrices of like size.
+        """
+        sizes, place = [mesh.size(dim) for dim in dims], [mesh.get_local_rank(dim) for dim in dims]
+        owners = list(product(*map(range, sizes)))
+        ordered = sorted(members, key=lambda member: member[0].numel(), reverse=True)
+        for start in range(0, len(ordered), len(owners)):
+            round_of = list(zip(ordered[start : start + len(owners)], owners, strict=False))
+            shapes: list[torch.Size] = []
+            own: tuple[Tensor, nn.Parameter] | None = None
+            for (parameter, group), owner in round_of:
+                whole = _whole(self._direction(parameter, group), row_dim=self._row_dim(parameter))
+                assert isinstance(whole, DTensor)
+                if list(owner) == place:
+                    own = whole, parameter
+                # Of the matrices of others only the shape is kept: their memory is free for the next.
+                shapes.append(whole.to_local().shape)
+                del whole
+            update = None if own is None else self._orthogonalized(*own).contiguous()
+            for ((parameter, group), owner), local_shape in zip(round_of, shapes, strict=True):
+                mine = list(owner) == place
+                sent = update if mine else torch.empty(local_shape, dtype=self._dtype, device=mesh.device_type)
+                assert sent is not None
+                _broadcast(sent, mesh, dims, owner=owner, place=place)
+                self._apply(parameter, group, _placed(sent, parameter, row_dim=self._row_dim(parameter)))
+
+    def _direction(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+        """What is made orthogonal, as the parameter is sharded; the momentum is updated."""
         gradient = _placed_as(parameter, parameter.grad)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"]
         to_local_if_dtensor(mean).lerp_(to_local_if_dtensor(gradient), 1 - group["momentum"])
-        direction = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-        row_dim = self._row_dims.get(id(parameter))
-        update = to_local_if_dtensor(_orthogonalized_whole(direction, dtype=self._dtype, row_dim=row_dim))
+        return gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+
+    def _apply(self, parameter: nn.Parameter, group: Mapping[str, Any], update: Tensor) -> None:
+        """Move the parameter against `update`, an unsharded matrix or this rank's stack of them."""
+        if isinstance(update, DTensor) and isinstance(parameter, DTensor):
+            update = update.redistribute(placements=parameter.placements)
+        row_dim = self._row_dim(parameter)
         weight = to_local_if_dtensor(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         rows, columns = parameter.shape[-2:]
         if row_dim is not None:
             rows, columns = parameter.flatten(row_dim, row_dim + 1).shape[-2:]
-        weight.add_(update.to(weight.device), alpha=-group["lr"] * self._adjusted(rows, columns))
+        update = to_local_if_dtensor(update).to(weight.device)
+        weight.add_(update, alpha=-group["lr"] * self._adjusted(rows, columns))
+
+    def _orthogonalized(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        """This rank's update for what it has of `whole`. The order of rows makes no difference to it."""
+        local, row_dim = to_local_if_dtensor(whole), self._row_dim(parameter)
+        matrices = local if row_dim is None else local.flatten(row_dim, row_dim + 1)
+        return orthogonalized(matrices, dtype=self._dtype).view(local.shape)
+
+    def _row_dim(self, parameter: nn.Parameter) -> int | None:
+        return self._row_dims.get(id(parameter))
 
     def _adjusted(self, rows: int, columns: int) -> float:
         if self._adjust_lr_fn == "original":
@@ -101,27 +161,51 @@ def orthogonalized(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
     return each.mT if tall else each
 
 
-def _orthogonalized_whole(direction: Tensor, *, dtype: torch.dtype, row_dim: int | None = None) -> Tensor:
-    """`orthogonalized` of the whole tensor, cut as `direction` is. The order of its rows makes no difference."""
+def _whole(direction: Tensor, *, row_dim: int | None) -> Tensor:
+    """Gather what shards cut within matrices; shards that are whole matrices of a stack stay on their ranks."""
     if not isinstance(direction, DTensor):
-        return orthogonalized(direction, dtype=dtype)
+        return direction
     # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
     on_mesh: DTensor = direction.to(device=direction.device_mesh.device_type)  # type: ignore[assignment]
+    return on_mesh.redistribute(placements=_gathered(direction, row_dim=row_dim))
+
+
+def _gathered(tensor: DTensor, *, row_dim: int | None) -> list[Any]:
+    """The placements of `tensor`, with Replicate for those that cut matrices."""
     dims = 2 if row_dim is None else 3
-    uncut = [Replicate() if _cuts_matrices(each, direction.ndim, dims) else each for each in direction.placements]
-    whole = on_mesh.redistribute(placements=uncut)
-    matrices = whole.to_local()
-    if row_dim is not None:
-        matrices = matrices.flatten(row_dim, row_dim + 1)
-    update = DTensor.from_local(
-        orthogonalized(matrices, dtype=dtype).view(whole.to_local().shape),
-        whole.device_mesh,
-        whole.placements,
+    return [Replicate() if _cuts_matrices(each, tensor.ndim, dims) else each for each in tensor.placements]
+
+
+def _sharing_dims(parameter: Tensor, *, row_dim: int | None) -> tuple[int, ...]:
+    """The dims of the parameter's mesh, of more than one rank, along which ranks would gather the same matrices."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    placements, mesh = _gathered(parameter, row_dim=row_dim), parameter.device_mesh
+    return tuple(dim for dim, each in enumerate(placements) if isinstance(each, Replicate) and mesh.size(dim) > 1)
+
+
+def _placed(local: Tensor, parameter: Tensor, *, row_dim: int | None) -> Tensor:
+    """What is `local` of the matrices that `_whole` gathers for `parameter`, as a DTensor if that is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        _gathered(parameter, row_dim=row_dim),
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
-    return update.redistribute(placements=direction.placements)
+
+
+def _broadcast(
+    tensor: Tensor, mesh: DeviceMesh, dims: Sequence[int], *, owner: Sequence[int], place: Sequence[int]
+) -> None:
+    """Send the tensor of the rank at `owner` to all ranks along `dims`: along one dim after the other."""
+    for index, dim in enumerate(dims):
+        # Along the later dims, only the owner's ranks have it by now.
+        if list(place[index + 1 :]) == list(owner[index + 1 :]):
+            dist.broadcast(tensor, group=mesh.get_group(dim), group_src=owner[index])
 
 
 def _cuts_matrices(placement: object, ndim: int, dims: int) -> bool:

@@ -1,0 +1,88 @@
+"""Checkpoints of adapters leave the frozen weights out, and remember what they were by a digest of each.
+
+The digest of a tensor is a sum over its elements, modulo 2^64, of the element's bits times a hash of its place in the
+unsharded tensor. Sums add up over shards, so it is the same on every mesh, and no shard moves; like any checksum it
+finds accidents (other weights, another order of them), and is no defence against somebody who wants to deceive.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backends.errors import CheckpointError
+from rl_backends.rank_agreement import gather_text
+from rl_parallel_plans import NamedShard, named_shards
+
+__all__ = ["check_frozen_weights", "frozen_digests"]
+
+MULTIPLIER, ADDEND = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
+"""Odd numbers of many bits; torch's int64 wraps, as this needs."""
+
+CHUNK = 1 << 22
+"""Elements at a time: hashing takes 8 bytes for each, a few times."""
+
+
+def frozen_digests(model: nn.Module, *, group: dist.ProcessGroup | None) -> dict[str, int]:
+    """The digest of every parameter of `model` that does not train, by name; every rank must call it."""
+    return _digests((each for each in named_shards(model) if _is_frozen(each.tensor)), group=group)
+
+
+def check_frozen_weights(
+    source: object, saved: Mapping[str, int], model: nn.Module, *, group: dist.ProcessGroup | None
+) -> None:
+    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank; it names the first weight that differs.
+    """
+    here = _digests((each for each in named_shards(model) if each.name in saved), group=group)
+    apart = [name for name, digest in saved.items() if here.get(name) != digest]
+    if apart:
+        raise CheckpointError(
+            f"{source} holds adapters, and {len(apart)} of the {len(saved)} frozen weights that they were trained on "
+            f"are not those of this model, {apart[0]} first: load the model that training began with"
+        )
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+@torch.no_grad()
+def _digests(shards: Iterable[NamedShard], *, group: dist.ProcessGroup | None) -> dict[str, int]:
+    own = {
+        each.name: [
+            [*box.offsets, *box.sizes, _digest(box.of_local(each.local), box.offsets, each.shape)]
+            for box in each.boxes()
+        ]
+        for each in shards
+    }
+    sums: dict[str, int] = {}
+    boxes: set[tuple[str, tuple[int, ...]]] = set()
+    for text in gather_text(json.dumps(own), group=group):
+        for name, parts in json.loads(text).items():
+            sums.setdefault(name, 0)
+            for *box, digest in parts:
+                if (name, tuple(box)) not in boxes:  # ranks that hold copies tell the same
+                    boxes.add((name, tuple(box)))
+                    sums[name] = (sums[name] + digest) % 2**64
+    return sums
+
+
+def _digest(part: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The sum over a box, whose first element is at `offsets` of a tensor of this `shape`."""
+    bits = part.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
+    places = torch.zeros((), dtype=torch.int64, device=part.device)
+    for dim, (offset, size) in enumerate(zip(offsets, part.shape, strict=True)):
+        along = torch.arange(offset, offset + size, device=part.device) * int(torch.Size(shape[dim + 1 :]).numel())
+        places = places[..., None] + along
+    total = 0
+    for values, at in zip(torch.split(bits.flatten(), CHUNK), torch.split(places.flatten(), CHUNK), strict=True):
+        hashed = at * MULTIPLIER + ADDEND
+        hashed = (hashed ^ (hashed >> 29)) * MULTIPLIER
+        hashed = (hashed ^ (hashed >> 32)) | 1
+        total += int(((values.to(torch.int64) + 1) * hashed).sum())
+    return total % 2**64
