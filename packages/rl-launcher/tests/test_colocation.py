@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
+from rl_backends import DTensorBackend, DTensorConfig, MegatronConfig, OptimizerConfig, select_backend
 from rl_generation import Sampling, TrainingEngineSpec
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.engines import weight_source
@@ -24,6 +24,11 @@ from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.engine_pool import EnginePool
 from rl_launcher.ray.engine_worker import EngineWorker
 from rl_refit import CountedRefit, Refit, RefitError
+
+
+pytestmark = pytest.mark.filterwarnings(  # megatron-core 0.16 says so to its own layers
+    "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"
+)
 
 
 class Answered:
@@ -69,11 +74,11 @@ class ActorHere:
 
 
 class World:
-    def __init__(self, folder):
+    def __init__(self, folder, make):
         model, tokenizer = build(0)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        self.backend = DTensorBackend(model, DTensorConfig())
+        self.backend = make(model)
         spec = TrainingEngineSpec(
             model=str(folder),
             stop_token_ids=(2,),
@@ -122,11 +127,28 @@ class Rows:
     trainable: torch.Tensor = field(default_factory=lambda: torch.tensor([[False, True, True, True, True]] * 2))
 
 
-@pytest.fixture
-def world(tmp_path):
-    world = World(tmp_path)
+def on_dtensor(model):
+    return DTensorBackend(model, DTensorConfig())
+
+
+def on_megatron(model):
+    pytest.importorskip("megatron.core")
+    return select_backend(OnMegatron()).make(model)
+
+
+@dataclass(frozen=True)
+class OnMegatron:
+    dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=lambda: MegatronConfig(enabled=True))
+
+
+@pytest.fixture(params=[on_dtensor, on_megatron])
+def world(tmp_path, request):
+    world = World(tmp_path, request.param)
     yield world
     world.engine.close()
+    world.backend.onload()
+    world.backend.close()
 
 
 SAMPLING = Sampling(max_new_tokens=4, seed=0)

@@ -464,9 +464,9 @@ def test_a_step_without_a_gradient_says_what_to_call(world, make_backend):
 
 
 @pytest.mark.parametrize("output", ["value", "score"])
-def test_value_and_reward_heads_are_left_to_the_other_backend(world, make_backend, output):
+def test_a_language_model_has_no_value_or_reward_head(world, make_backend, output):
     examples = world.make_examples()
-    with pytest.raises(ValueError, match="dtensor_cfg"):
+    with pytest.raises(ModelError, match="has no head `score`"):
         make_backend(make_model(world, "Llama")).forward_backward(examples, loss_for(world, examples), output=output)
 
 

@@ -68,11 +68,19 @@ def test_a_model_of_which_nothing_trains_is_read_and_not_trained(world, make):
         backend.start_training(ADAMW, num_steps=2)
 
 
-def test_full_recomputation_below_a_frozen_embedding_is_refused(world, make):
-    model = world.make_model("Qwen3")
-    model.model.embed_tokens.requires_grad_(requires_grad=False)
-    with pytest.raises(ModelError, match="recompute_granularity='full'"):
-        make(model, recompute_granularity="full")
+def test_full_recomputation_below_a_frozen_embedding_gives_the_same_gradients(world, make):
+    examples, found = world.make_examples(), []
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    for recomputed in (None, "full"):
+        model = world.make_model("Qwen3", tie_word_embeddings=False)
+        model.model.embed_tokens.requires_grad_(requires_grad=False)
+        backend = make(model, recompute_granularity=recomputed)
+        backend.start_training(ADAMW, num_steps=2)
+        backend.forward_backward(examples, loss)
+        named = backend.model.named_parameters()
+        found.append({name: each.main_grad.clone() for name, each in named if each.requires_grad})
+    assert len(found[0]) > 10
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_code_of_somebodys_own_is_refused(world, make):

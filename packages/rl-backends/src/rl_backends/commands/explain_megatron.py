@@ -15,9 +15,16 @@ from torch import nn
 
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.commands.backend_flags import chosen_config
-from rl_backends.commands.megatron_layout import Axis, Stage, axes_of, format_bytes, readable_layout, stages_of
+from rl_backends.commands.megatron_layout import (
+    Axis,
+    Stage,
+    axes_of,
+    format_bytes,
+    readable_layout,
+    shapes_of,
+    stages_of,
+)
 from rl_backends.loading import ModelSource, open_model
-from rl_backends.loading.weights import first_names
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import padded_vocab_size
@@ -117,11 +124,9 @@ def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
     hf_config = _read_config(arguments) if source is None else source.config
     architecture, config = readable_layout(hf_config, lambda: chosen_config(arguments), ranks=arguments.ranks)
     skeleton = _skeleton(arguments) if source is None else source.skeleton()
-    names = first_names(skeleton)
-    shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     axes = axes_of(config, ranks=arguments.ranks)
-    stages = stages_of(architecture, shapes, config, ranks=arguments.ranks)
+    stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=arguments.ranks)
     padded = padded_vocab_size(architecture, config)
     document = {
         "backend": "megatron",

@@ -13,12 +13,13 @@ from torch import nn
 
 from rl_backends.commands.console import CommandError
 from rl_backends.loading.weights import first_names
+from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
 
-__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "format_bytes", "readable_layout", "stages_of"]
+__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "format_bytes", "readable_layout", "shapes_of", "stages_of"]
 
 MadeT = TypeVar("MadeT")
 
@@ -80,9 +81,9 @@ def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfi
         ValueError: the configuration, the architecture or the layout is refused; every reason is in the message.
     """
     architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
-    names = first_names(skeleton)
-    shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
-    fullest = max(stages_of(architecture, shapes, config, ranks=ranks), key=lambda stage: stage.num_bytes)
+    fullest = max(
+        stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks), key=lambda stage: stage.num_bytes
+    )
     parts = {
         "weights": fullest.weight_bytes,
         "gradients": fullest.gradient_bytes,
@@ -94,6 +95,18 @@ def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfi
     lines += ["memory of the fullest rank, without activations and communication"]
     lines += [f"  {name:<10}{format_bytes(size):>12}" for name, size in parts.items()]
     return "\n".join(lines), fullest.num_bytes
+
+
+def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors, tied ones once, with the adapters that `config` asks for."""
+    if config.lora_cfg is not None and not getattr(skeleton, "peft_config", None):
+        from rl_backends.lora import add_lora
+        from rl_backends.reference import without_weights
+
+        skeleton = add_lora(without_weights(skeleton), config.lora_cfg)
+    names = first_names(skeleton)
+    shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
+    return {base_name(name): shape for name, shape in shapes.items()}
 
 
 def readable_layout(
@@ -135,7 +148,7 @@ def stages_of(
 ) -> list[Stage]:
     """Each pipeline stage, and what each of its ranks holds. All ranks of a stage hold as much.
 
-    shapes: of the tensors of the Hugging Face model, tied ones once.
+    shapes: of `shapes_of`.
     """
     count, each = config.pipeline_model_parallel_size, ranks // config.pipeline_model_parallel_size
     made = []
@@ -145,6 +158,8 @@ def stages_of(
         copies = ["model.embed_tokens.weight"] if last and not first and architecture.tied else []
         held = {name: shapes[name] for name in [*names, *copies]}
         dense, experts = _numbers(architecture, held, config)
+        adapters = {name: shape for name, shape in held.items() if name.endswith((A_TAIL, B_TAIL))}
+        trained = (dense, experts) if config.lora_cfg is None else _numbers(architecture, adapters, config)
         stage = Stage(
             ranks=tuple(range(number * each, (number + 1) * each)),
             layers=tuple(layers),
@@ -152,8 +167,8 @@ def stages_of(
             head=last,
             numbers=dense + experts,
             weight_bytes=(dense + experts) * (2 if config.precision == "bfloat16" else 4),
-            gradient_bytes=(dense + experts) * GRADIENT_BYTES,
-            optimizer_bytes=_optimizer_bytes(dense, experts, config, ranks=ranks),
+            gradient_bytes=sum(trained) * GRADIENT_BYTES,
+            optimizer_bytes=_optimizer_bytes(*trained, config, ranks=ranks),
         )
         made.append(stage)
     return made
@@ -206,11 +221,16 @@ def _numbers(
             experts += numbers
         elif name in {"model.embed_tokens.weight", "lm_head.weight"}:
             dense += (numbers + padding * shape[1]) // ranks
-        elif "norm" in name or name.endswith(".mlp.gate.weight"):
+        elif "norm" in name or name.endswith((".mlp.gate.weight", "score.weight", _replicated(name))):
             dense += numbers
         else:
             dense += numbers // ranks
     return dense, experts // config.expert_model_parallel_size
+
+
+def _replicated(name: str) -> str:
+    """Which of an adapter's two tensor parallelism does not shard: B where W is cut by columns, else A."""
+    return B_TAIL if ".o_proj." in name or ".down_proj." in name else A_TAIL
 
 
 def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks: int) -> int:

@@ -43,7 +43,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     tokenized = tokenize(recipe, inputs, model=model, tokenizer=tokenizer)
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
     engine_model = copy.deepcopy(model)  # the policy takes `model` over, and the engine has weights of its own
-    with named_by_key():
+    with named_by_key(recipe.policy):
         policy = inputs.selection.make(model, seed=recipe.seed)
 
     # The engine, and the way of the policy's weights into it.

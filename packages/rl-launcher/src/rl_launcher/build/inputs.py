@@ -24,6 +24,7 @@ from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
 from rl_backends.loading import stop_token_ids
 from rl_launcher.build.environments import NoEnvironment, load_environment
+from rl_launcher.build.models import lora_key
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
@@ -59,7 +60,7 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
     except MissingDependencyError as error:
         raise Refusal(f"policy.megatron_cfg.enabled=true: {error}") from error
     except ModelError as error:
-        raise Refusal(f"policy.dtensor_cfg.lora_cfg: {error}") from error
+        raise Refusal(f"{lora_key(recipe.policy)}: {error}") from error
     if recipe.cluster.runtime == "in_process":  # over Ray the GPUs and vLLM may be on other nodes
         if selection.config.device == "cuda" and not torch.cuda.is_available():
             section = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"

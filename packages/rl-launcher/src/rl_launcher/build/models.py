@@ -119,9 +119,13 @@ def check_teacher(config: TeacherConfig, *, student: Any, teacher: Any) -> None:
 
 # -- Adapters ------------------------------------------------------------------------------------------------------
 
-LORA_KEY = "policy.dtensor_cfg.lora_cfg"
 LOW_LR = 1e-5
 """A learning rate below it is one for all weights of a model, not for adapters."""
+
+
+def lora_key(policy: PolicyConfig) -> str:
+    """The key of the adapters of the backend that trains."""
+    return f"policy.{'megatron_cfg' if policy.megatron_cfg.enabled else 'dtensor_cfg'}.lora_cfg"
 
 
 def adapters_of(policy: PolicyConfig, skeleton: nn.Module) -> AdapterSize | None:
@@ -140,13 +144,13 @@ def adapters_of(policy: PolicyConfig, skeleton: nn.Module) -> AdapterSize | None
     try:
         selection.require_installed()
     except ModelError as error:
-        raise Refusal(f"{LORA_KEY}: {error}") from error
-    with named_by_key():
+        raise Refusal(f"{lora_key(policy)}: {error}") from error
+    with named_by_key(policy):
         return adapter_size(add_lora(skeleton, selection.adapters))
 
 
 @contextmanager
-def named_by_key() -> Iterator[None]:
+def named_by_key(policy: PolicyConfig) -> Iterator[None]:
     """Put the recipe key before what a backend refuses of a `LoraConfig`; other errors pass.
 
     Raises:
@@ -157,7 +161,7 @@ def named_by_key() -> Iterator[None]:
     except ModelError as error:
         if not str(error).startswith(("target_modules: ", "modules_to_save: ")):  # the fields that need the model
             raise
-        raise Refusal(f"{LORA_KEY}.{error}") from error
+        raise Refusal(f"{lora_key(policy)}.{error}") from error
 
 
 def copies_reference(recipe: Recipe) -> bool:

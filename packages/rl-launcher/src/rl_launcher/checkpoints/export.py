@@ -79,8 +79,10 @@ def _convert(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed)
     # One CPU rank of DTensor reads Megatron's checkpoints too, since those use Hugging Face's names.
     theirs = recipe.policy.dtensor_cfg
-    plain = DTensorConfig(custom_parallel_plan=theirs.custom_parallel_plan, lora_cfg=theirs.lora_cfg)
-    megatron = replace(recipe.policy.megatron_cfg, enabled=False)
+    plain = DTensorConfig(
+        custom_parallel_plan=theirs.custom_parallel_plan, lora_cfg=select_backend(recipe.policy).adapters
+    )
+    megatron = replace(recipe.policy.megatron_cfg, enabled=False, lora_cfg=None)
     selection = select_backend(replace(recipe.policy, dtensor_cfg=plain, megatron_cfg=megatron))
     saved = {getattr(torch, dtype.removeprefix("torch.")) for dtype, _ in read_manifest(checkpoint).model.values()}
     floats = [dtype for dtype in saved if dtype.is_floating_point]

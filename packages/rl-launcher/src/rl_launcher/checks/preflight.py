@@ -98,7 +98,7 @@ def known_model(policy: PolicyConfig) -> KnownModel | None:
         if local_folder(policy.model_name) is not None:
             raise
         return None  # loading the model will report why the hub did not answer
-    adapters = None if policy.dtensor_cfg.lora_cfg is None else adapters_of(policy, source.skeleton())
+    adapters = None if select_backend(policy).adapters is None else adapters_of(policy, source.skeleton())
     return KnownModel(name=policy.model_name, parameters=parameters, adapters=adapters)
 
 
