@@ -27,6 +27,8 @@ NAMES = {
     "DryRun",
     "Explanation",
     "GradientStep",
+    "Kernel",
+    "KernelsConfig",
     "LoadReport",
     "LoraConfig",
     "MemoryUse",
@@ -60,6 +62,7 @@ NAMES = {
     "peak_flops_per_s",
     "predict",
     "prune",
+    "register_kernel",
     "save_checkpoint",
 }
 

@@ -1,4 +1,4 @@
-"""The ranks of a distributed test: two pipeline stages step, save, resume, load and fail. Started by test_pipeline.py."""
+"""The ranks of a distributed test: two pipeline stages step, save, resume, load, fail. Started by test_pipeline.py."""
 
 import functools
 import importlib.util

@@ -121,14 +121,13 @@ def _cell(  # noqa: PLR0917 - the parts of a comparison
     words: dict[str, Any],
     tolerance: float | None,
 ) -> Cell:
-    refused = {"choice": choice, "holds": None, "checks": (), "tokens_per_s": None, "mfu": None}
     own = {field.name: getattr(base, field.name) for field in fields(base)}
     kernels = {**asdict(base.kernels), **changes.get("kernels", {})}
     try:
         config = DTensorConfig(**{**own, **changes, "kernels": KernelsConfig(**kernels)})
         backend = DTensorBackend.from_pretrained(str(model), config)
     except (ValueError, MissingDependencyError) as refusal:
-        return Cell(**refused, refused=str(refusal))
+        return Cell(choice=choice, holds=None, refused=str(refusal), checks=(), tokens_per_s=None, mfu=None)
     if tolerance is None:
         tolerance = FLOAT8_TOLERANCE if kernels["float8"] else TOLERANCES[config.precision]
     try:

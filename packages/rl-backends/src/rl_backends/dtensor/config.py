@@ -135,8 +135,7 @@ class DTensorConfig:
                 ),
                 (
                     self.micro_batch_tokens is not None and not self.sequence_packing,
-                    "micro_batch_tokens of padded rows, which would be padded to one shape beyond that bound: set "
-                    "sequence_packing, or bound rows by micro_batch_size",
+                    "micro_batch_tokens of padded rows, whose bound one shape for all would break: set sequence_packing",
                 ),
                 (self.share_prefixes, "share_prefixes, whose packs have no padding to make them of one shape"),
                 (self.lora_cfg is not None, "lora_cfg, whose merged weights are gathered from all layers"),

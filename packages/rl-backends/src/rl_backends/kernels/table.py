@@ -153,9 +153,9 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
 
     attention, reason = _attention_of(model, config)
     if attention in PADDED_OR_PACKED and config.sequence_packing:
-        enable_packing(model, kernel=attention)  # type: ignore[arg-type]
+        enable_packing(model, kernel=attention)
     elif attention in PADDED_OR_PACKED:
-        enable_padded_kernel(model, kernel=attention)  # type: ignore[arg-type]
+        enable_padded_kernel(model, kernel=attention)
     lines = [f"kernel of attention: {reason}", _loss_line(config)]
     by_part = {kernel.part: kernel for kernel in kernels}
     replacements: tuple[tuple[Part, Callable[..., int], str], ...] = (
@@ -199,7 +199,7 @@ def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[str, str]:
         return "model", f"{' and '.join(sorted(own)) or 'unknown'}, as the model was loaded (auto, padded rows)"
     if config.device == "cpu":
         return "sdpa", f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto, packed rows on a CPU)"
-    passed_over = []
+    passed_over: list[str] = []
     for name in ("varlen", "flex"):
         kernel = KERNELS["attention", name]
         reasons = [
@@ -356,7 +356,7 @@ register_kernel(
 def _liger_norm(  # noqa: PLR0917 - an op of this part
     hidden: Tensor, weight: Tensor, eps: float, offset: float
 ) -> Tensor:
-    from liger_kernel.ops import LigerRMSNormFunction
+    from liger_kernel.ops import LigerRMSNormFunction  # type: ignore[import-not-found]
 
     # Not in place: what the gradient comes from may be read again, as the residual of Gemma is.
     normed: Tensor = LigerRMSNormFunction.apply(hidden, weight, eps, offset, "gemma" if offset else "llama", False)
@@ -373,7 +373,7 @@ def _liger_rope(  # noqa: PLR0917 - an op of this part
 
 
 def _liger_mlp(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    from liger_kernel import ops
+    from liger_kernel import ops  # type: ignore[import-not-found]
 
     function = ops.LigerSiLUMulFunction if activation == "silu" else ops.LigerGELUMulFunction
     product: Tensor = function.apply(gate, up)
@@ -382,7 +382,7 @@ def _liger_mlp(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 @functools.cache
 def _hub_norm_layer() -> Any:
-    from kernels import LayerRepository
+    from kernels import LayerRepository  # type: ignore[import-not-found]
 
     return LayerRepository(repo_id="kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3).load()
 
