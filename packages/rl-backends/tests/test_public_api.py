@@ -10,6 +10,7 @@ import rl_backends
 from rl_backends import DTensorConfig, LoraConfig, MuonConfig, OptimizerConfig
 
 NAMES = {
+    "Backend",
     "BackendSelection",
     "MegatronBackend",
     "MegatronConfig",
@@ -42,6 +43,7 @@ NAMES = {
     "RankError",
     "ReferenceModel",
     "StepMetrics",
+    "TrainingBackend",
     "TokenBatch",
     "check_generation_config",
     "check_vocabulary",
