@@ -347,7 +347,7 @@ def test_closing_a_backend_raises_a_save_that_failed_unless_its_wait_has(world, 
         raise OSError(28, "No space left on device")
 
     backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig())
-    monkeypatch.setattr(storage, "write_safetensors", refuse)
+    monkeypatch.setattr(dcp, "write_safetensors", refuse)
     write = backend.save_checkpoint(tmp_path / "step-1", asynchronous=True)
     if handled:
         with pytest.raises(CheckpointError, match="No space left"):

@@ -46,6 +46,7 @@ NAMES = {
     "RankError",
     "ReferenceModel",
     "StepMetrics",
+    "TrainingBackend",
     "TokenBatch",
     "check_generation_config",
     "check_vocabulary",
