@@ -144,6 +144,11 @@ class DTensorConfig:
             ):
                 if holds:
                     yield f"pipeline_parallel_size > 1 cannot be combined with {other}; or set it to 1"
+        if self.lora_cfg is not None and self.lora_cfg.use_dora and self.tensor_parallel_size > 1:
+            yield (
+                "lora_cfg.use_dora=True cannot be combined with tensor_parallel_size > 1, whose ranks do not have "
+                "whole rows of a weight to take the length of: switch one of them off, or shard by FSDP alone"
+            )
         if self.share_prefixes and not self.sequence_packing:
             yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
         if self.share_prefixes and self.router_aux_loss_coef > 0:
