@@ -135,7 +135,7 @@ class DTensorConfig:
                 ),
                 (
                     self.micro_batch_tokens is not None and not self.sequence_packing,
-                    "micro_batch_tokens of padded rows, whose bound one shape for all would break: set sequence_packing",
+                    "micro_batch_tokens of padded rows, whose bound one shape would break: set sequence_packing",
                 ),
                 (self.share_prefixes, "share_prefixes, whose packs have no padding to make them of one shape"),
                 (self.lora_cfg is not None, "lora_cfg, whose merged weights are gathered from all layers"),
