@@ -1,5 +1,6 @@
 """Claims about the life of backends under torchrun, and about which GPU is a rank's."""
 
+import importlib.util
 import socket
 import types
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_backends import LoraConfig, process_group
+from rl_backends import DTensorConfig, LoraConfig, process_group
 from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.lora import add_lora
 
@@ -50,6 +51,20 @@ def test_digests_of_frozen_weights_are_the_same_on_every_mesh(results, world):
     assert len(set(alone.values())) == len(alone) > 10
     for result in results:
         assert result["frozen"] == [alone] * 3
+
+
+def test_dora_on_two_ranks_takes_the_steps_of_one_process(results, world):
+    spec = importlib.util.spec_from_file_location("lifetimes_program", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    config = DTensorConfig(lora_cfg=LoraConfig(rank=2, use_dora=True))
+    logp, squares = program.dora_steps(world, world.make_examples(), config)
+    for number in range(3):
+        for result in results:
+            torch.testing.assert_close(result["dora"][number][0], logp, rtol=1e-4, atol=1e-5)
+        # FSDP and context parallelism shard the merged weights; copies of HSDP hold all of them.
+        held = [result["dora"][number][1] for result in results]
+        assert (held[0] if number == 1 else sum(held)) == pytest.approx(squares, rel=1e-5)
 
 
 def test_one_gpu_of_two_ranks_is_refused_on_both_before_nccl_is_used(results):

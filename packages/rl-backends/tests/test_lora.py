@@ -409,7 +409,7 @@ def change(**fields):
         (change(r=8), "r is 8, and the model's adapters have 4"),
         (change(lora_alpha=16), "lora_alpha is 16, and the model's adapters have 8"),
         (change(peft_type="IA3"), "peft_type is 'IA3'"),
-        (change(use_dora=True), "'use_dora': True.*another model of A and B"),
+        (change(use_dora=True), "use_dora is True, and the model's adapters have False"),
         (change(init_lora_weights="pissa"), "'pissa'"),
     ],
 )
@@ -474,3 +474,69 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weight_and_goes_on_from_the_sa
     with pytest.raises(CheckpointError, match="frozen weights that they were trained on are not those of this model"):
         other.load_checkpoint(tmp_path / "step-1")
     assert all(torch.equal(each, before[name]) for name, each in other.model.state_dict().items())
+
+
+DORA = LoraConfig(rank=4, alpha=8, use_dora=True)
+
+
+def test_dora_has_the_numbers_of_peft(world, tmp_path):
+    import peft
+
+    backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=DORA))
+    examples = world.make_examples()
+    bare = world.plain_logp(world.make_model("Qwen3").eval(), examples).detach()
+    torch.testing.assert_close(backend.logp(examples), bare, rtol=1e-5, atol=1e-5)  # nothing at first
+
+    # The gradient of peft's own model with the same values, and the policy after three steps of it.
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    config = peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules="all-linear")
+    theirs = peft.get_peft_model(world.make_model("Qwen3").eval(), config).eval()
+    values = {name.replace("base_model.model.", ""): each for name, each in theirs.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in backend.model.named_parameters():
+            values[name].copy_(parameter)
+    optimizer = torch.optim.AdamW(
+        [each for each in theirs.parameters() if each.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0
+    )
+    backend.start_training(
+        OptimizerConfig(lr=1e-2, eps=1e-4, weight_decay=0.0, betas=(0.9, 0.999), max_grad_norm=None), num_steps=3
+    )
+    for _ in range(3):
+        backend.forward_backward(examples, loss)
+        loss(world.plain_logp(theirs, examples), examples)[0].backward()
+        for name, parameter in backend.model.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, values[name].grad, rtol=1e-3, atol=5e-6)
+        backend.optim_step()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = [name for name, _ in backend.model.named_parameters() if "lora_magnitude_vector" in name]
+    assert len(moved) == 14
+    expected = world.plain_logp(theirs, examples).detach()
+    torch.testing.assert_close(backend.logp(examples), expected, rtol=1e-4, atol=1e-4)
+    assert (expected - bare).abs().max() > 0.01
+
+    # What engines get, a saved folder and a saved adapter are the same policy.
+    merged = world.make_model("Qwen3").eval()
+    merged.load_state_dict({shard.name: shard.local.detach() for shard in backend.shards()})
+    torch.testing.assert_close(
+        world.plain_logp(merged, examples).detach(), backend.logp(examples), rtol=1e-4, atol=1e-4
+    )
+    backend.save_pretrained(tmp_path / "merged")
+    saved = load_file(tmp_path / "merged" / "model.safetensors")
+    torch.testing.assert_close(saved, {name: merged.state_dict()[name] for name in saved})
+    backend.save_adapter(tmp_path / "adapter", base_model_name="base")
+    loaded = peft.PeftModel.from_pretrained(world.make_model("Qwen3").eval(), tmp_path / "adapter").eval()
+    torch.testing.assert_close(
+        world.plain_logp(loaded, examples).detach(), backend.logp(examples), rtol=1e-4, atol=1e-4
+    )
+    again = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=DORA), seed=3)
+    again.load_adapter(tmp_path / "adapter")
+    assert torch.equal(again.logp(examples), backend.logp(examples))
+    with pytest.raises(CheckpointError, match="use_dora is True, and the model's adapters have False"):
+        DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=CONFIG)).load_adapter(tmp_path / "adapter")
+
+
+def test_dora_under_tensor_parallelism_is_refused():
+    with pytest.raises(ValueError, match="use_dora=True cannot be combined with tensor_parallel_size > 1"):
+        DTensorConfig(lora_cfg=DORA, tensor_parallel_size=2)

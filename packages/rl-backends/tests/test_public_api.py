@@ -10,6 +10,8 @@ import rl_backends
 from rl_backends import DTensorConfig, LoraConfig, MuonConfig, OptimizerConfig
 
 NAMES = {
+    "Backend",
+    "TrainingBackend",
     "BackendSelection",
     "MegatronBackend",
     "MegatronConfig",

@@ -1,5 +1,6 @@
 """One rank of two, as torchrun starts it: several backends one after the other, each closed before the next."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,6 +18,23 @@ def load_world():
     return module
 
 
+def dora_steps(world, examples, config):
+    """Log-probabilities after two steps of DoRA, and the digests of what engines are fed from."""
+    from rl_backends import DTensorBackend, OptimizerConfig
+
+    backend = DTensorBackend(world.make_model("Qwen3"), config)
+    backend.start_training(OptimizerConfig(lr=1e-2, eps=1e-4), num_steps=2)
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    for _ in range(2):
+        backend.forward_backward(examples, loss)
+        backend.optim_step()
+    logp, local = backend.logp(examples), 0.0
+    for shard in backend.shards():
+        local += float(shard.local.double().square().sum()) if shard.name.endswith("q_proj.weight") else 0.0
+    backend.close()
+    return logp, local
+
+
 def main(task):
     torch.set_num_threads(1)
     os.environ |= task["environment"]
@@ -25,6 +43,7 @@ def main(task):
     from rl_backends.checkpoints.frozen_weights import frozen_digests
     from rl_backends.process_group import require_gpu_of_its_own
 
+    dora = LoraConfig(rank=2, use_dora=True)
     examples, results = world.make_examples(), {"logp": []}
     to = torch.nn.Module.to
 
@@ -44,6 +63,8 @@ def main(task):
         backend = DTensorBackend(world.make_model("Phi3"), DTensorConfig(**sizes, lora_cfg=lora))
         results.setdefault("frozen", []).append(frozen_digests(backend.model, group=None))
         backend.close()
+    for sizes in ({}, {"data_parallel_replicate_size": 2}, {"context_parallel_size": 2}):
+        results.setdefault("dora", []).append(dora_steps(world, examples, DTensorConfig(**sizes, lora_cfg=dora)))
     torch.nn.Module.to = to
     try:
         require_gpu_of_its_own("GPU 0 of here")

@@ -116,6 +116,11 @@ class DTensorConfig:
                 "compile=True cannot be combined with tensor_parallel_size > 1: torch.compile cannot trace the hooks "
                 "that complete gradients over tensor-parallel ranks; switch one of them off"
             )
+        if self.lora_cfg is not None and self.lora_cfg.use_dora and self.tensor_parallel_size > 1:
+            yield (
+                "lora_cfg.use_dora=True cannot be combined with tensor_parallel_size > 1, whose ranks do not have "
+                "whole rows of a weight to take the length of: switch one of them off, or shard by FSDP alone"
+            )
         if self.share_prefixes and not self.sequence_packing:
             yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
         if self.share_prefixes and self.router_aux_loss_coef > 0:

@@ -34,6 +34,10 @@ class LoraConfig:
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that the rank can be raised without a new learning rate."""
 
+    use_dora: bool = False
+    """Train the length of each row of a weight too (DoRA, arXiv:2402.09353): y = m / |W + scaling * B A| times what
+    LoRA gives, with m [out] from |W|. It computes B A at every pass; not under tensor parallelism."""
+
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole beside the adapters, such as the `score` head of a reward model.
     The reference can then no longer be the policy with its adapters off."""

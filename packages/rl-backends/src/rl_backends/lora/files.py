@@ -48,7 +48,6 @@ TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 """How the name of a model's class ends to what peft calls its task."""
 
 OTHER_MATHS = (
-    "use_dora",
     "lora_bias",
     "use_qalora",
     "fan_in_fan_out",
@@ -176,6 +175,7 @@ def _peft_config(model: nn.Module, layers: list[AdaptedLayer], base_model_name: 
         r=layers[0].lora_a.shape[0],
         lora_alpha=next(iter(first.lora_alpha.values())),
         use_rslora=next(iter(first.use_rslora.values())),
+        use_dora=layers[0].magnitude is not None,
         modules_to_save=sorted({name.rpartition(".")[0] for name in trained_whole(model)}) or None,
     )
     config.target_modules = _short_names(model, [layer.name for layer in layers])  # peft would make a set of it
@@ -204,9 +204,10 @@ def _check_config(config: dict[str, Any], layer: AdaptedLayer, folder: Path) -> 
         "r": layer.lora_a.shape[0],
         "lora_alpha": next(iter(module.lora_alpha.values())),
         "use_rslora": next(iter(module.use_rslora.values())),
+        "use_dora": layer.magnitude is not None,
         "bias": "none",
     }
-    theirs = {"use_rslora": False, "bias": "none", **config}
+    theirs = {"use_rslora": False, "use_dora": False, "bias": "none", **config}
     for key, value in ours.items():
         if theirs.get(key) != value:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from rl_backends.errors import ModelError
 from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.layers import A_TAIL, ADAPTER, B_TAIL, adapted_layers
 from rl_backends.lora.targets import find_targets, find_trained_whole
-from rl_parallel_plans import named_shards
+from rl_parallel_plans import named_shards, to_local_if_dtensor
 from rl_parallel_plans.sharding.fsdp import FP32_PARAMETERS, kept_in_fp32
 
 __all__ = ["add_lora", "fill_with_adapters", "first_value", "initialise_adapters", "require_peft"]
@@ -43,7 +43,7 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Modul
     if all(parameter.is_meta for parameter in model.parameters()):
         return model
     for layer in adapted_layers(model):
-        for adapter in (layer.module.lora_A, layer.module.lora_B):
+        for adapter in (layer.module.lora_A, layer.module.lora_B, layer.module.lora_magnitude_vector):
             adapter.to_empty(device=layer.base.device)
     initialise_adapters(model, seed=seed)
     return model
@@ -51,7 +51,9 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Modul
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, *, seed: int) -> None:
-    """Give A and B their first values, in place: B is zero, A uniform within 1 / sqrt(in), as peft has it.
+    """Give adapters their first values, in place, as peft has them; the model computes what it did before.
+
+    B is zero, A uniform within 1 / sqrt(in), and the magnitudes of DoRA are the lengths of the rows of W.
 
     The values depend on `seed` and on the layer's name alone: not on the mesh, the order, the device or torch's own
     random state, which is left alone. Moves nothing between ranks.
@@ -59,7 +61,10 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
     Raises:
         ModelError: the model has no adapters.
     """
-    adapted_layers(model)
+    for layer in adapted_layers(model):
+        if layer.magnitude is not None:  # this rank has the same rows of both
+            rows = to_local_if_dtensor(layer.base.detach()).float()
+            to_local_if_dtensor(layer.magnitude).copy_(torch.linalg.vector_norm(rows, dim=1))
     for shard in named_shards(model):
         if shard.name.endswith((A_TAIL, B_TAIL)):
             whole = first_value(shard.name, shard.shape, seed=seed)
@@ -97,7 +102,12 @@ def _inject(model: nn.Module, config: LoraConfig, targets: list[str]) -> None:
     import peft
 
     asked = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, use_rslora=config.use_rslora, target_modules=targets, bias="none"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        target_modules=targets,
+        bias="none",
     )
     peft.inject_adapter_in_model(asked, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     found = [layer.name for layer in adapted_layers(model)]

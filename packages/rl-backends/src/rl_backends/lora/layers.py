@@ -29,6 +29,7 @@ ADAPTER = "default"
 """peft's name of the one adapter of a layer."""
 
 A_TAIL, B_TAIL = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+MAGNITUDE_TAIL = f".lora_magnitude_vector.{ADAPTER}.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class AdaptedLayer:
     """[out, rank]."""
     scaling: float
     """What B A is multiplied by."""
+    magnitude: Tensor | None
+    """Of DoRA: the length that each row of the merged weight has, [out]; None of LoRA."""
 
 
 def adapted_layers(model: nn.Module) -> list[AdaptedLayer]:
@@ -64,6 +67,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayer]:
             lora_a=module.lora_A[ADAPTER].weight,
             lora_b=module.lora_B[ADAPTER].weight,
             scaling=float(module.scaling[ADAPTER]),
+            magnitude=module.lora_magnitude_vector[ADAPTER].weight if module.use_dora[ADAPTER] else None,
         )
         for path, module in _lora_modules(model)
     ]
@@ -117,11 +121,12 @@ def peft_name(name: str) -> str:
     """The name in peft's files of a parameter with this name in the model."""
     for matrix in ("lora_A", "lora_B"):
         name = name.replace(f".{matrix}.{ADAPTER}.weight", f".{matrix}.weight")
+    name = name.replace(MAGNITUDE_TAIL, ".lora_magnitude_vector")
     return f"base_model.model.{name}"
 
 
 def _of_adapter(name: str) -> bool:
-    return name.endswith((A_TAIL, B_TAIL))
+    return name.endswith((A_TAIL, B_TAIL, MAGNITUDE_TAIL))
 
 
 def _lora_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

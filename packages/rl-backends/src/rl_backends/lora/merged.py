@@ -1,6 +1,6 @@
 """A model's weights with its adapters merged in: for engines, in the same memory at every refresh, and for files.
 
-    W' = W + scaling * (B A)        in float32, rounded once
+    W' = W + scaling * (B A)        in float32, rounded once; of DoRA with each row scaled to its magnitude
 
 from the frozen W each time. W itself is never written, so nothing drifts, however often weights are sent. A rank
 computes its own part of W' from its parts of W and B and the columns of A that it needs: A alone is gathered, over the
@@ -13,7 +13,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from rl_backends.lora.layers import A_TAIL, B_TAIL, AdaptedLayer, adapted_layers, base_name, named_places
+from rl_backends.lora.layers import (
+    A_TAIL,
+    B_TAIL,
+    MAGNITUDE_TAIL,
+    AdaptedLayer,
+    adapted_layers,
+    base_name,
+    named_places,
+)
 from rl_parallel_plans import NamedShard, export_state_dict, named_shards, to_local_if_dtensor
 from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.dtensor import is_dtensor
@@ -22,9 +30,18 @@ __all__ = ["MergedWeights", "export_merged", "merged_weight"]
 
 
 @torch.no_grad()
-def merged_weight(base: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: float) -> Tensor:
-    """W + scaling * (B A), [out, in] in float32; W [out, in], A [rank, in], B [out, rank] in any dtype."""
-    return base.float() + (lora_b.float() @ lora_a.float()) * scaling
+def merged_weight(
+    base: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: float, magnitude: Tensor | None = None
+) -> Tensor:
+    """W + scaling * (B A), [out, in] in float32; W [out, in], A [rank, in], B [out, rank] in any dtype.
+
+    magnitude: of DoRA [out], the length that each row gets.
+    """
+    merged = base.float() + (lora_b.float() @ lora_a.float()) * scaling
+    if magnitude is None:
+        return merged
+    scales: Tensor = magnitude.float() / torch.linalg.vector_norm(merged, dim=1)
+    return merged * scales[:, None]
 
 
 @final
@@ -79,7 +96,7 @@ class MergedWeights(Mapping[str, Tensor]):
         """What this rank holds of each parameter and persistent buffer, as `named_shards` of the merged model would."""
         self._require_memory()
         for shard in named_shards(self._model):
-            if not shard.name.endswith((A_TAIL, B_TAIL)):
+            if not shard.name.endswith((A_TAIL, B_TAIL, MAGNITUDE_TAIL)):
                 name = base_name(shard.name)
                 tensor = self._merged.get(name, shard.tensor)
                 yield NamedShard(name=name, tensor=tensor, shape=shard.shape, row_order=shard.row_order)
@@ -124,16 +141,20 @@ def export_merged(
 
     dtype: of floating-point tensors; None keeps each one's own.
     """
-    scalings = {layer.name: layer.scaling for layer in adapted_layers(model)}
+    layers = {layer.name: layer for layer in adapted_layers(model)}
     held: dict[str, Tensor] = {}
     for name, tensor in export_state_dict(model, every_rank=every_rank, device=device):
         if name.endswith((A_TAIL, ".base_layer.weight")):
             held[name] = tensor
             continue
-        if name.endswith(B_TAIL):
-            layer = name.removesuffix(B_TAIL)
+        if name.endswith(B_TAIL) and layers[name.removesuffix(B_TAIL)].magnitude is not None:
+            held[name] = tensor  # its magnitudes come next
+        elif name.endswith((B_TAIL, MAGNITUDE_TAIL)):
+            layer = name.removesuffix(B_TAIL).removesuffix(MAGNITUDE_TAIL)
+            magnitude = tensor if name.endswith(MAGNITUDE_TAIL) else None
+            lora_b = tensor if magnitude is None else held.pop(f"{layer}{B_TAIL}")
             base, lora_a = held.pop(f"{layer}.base_layer.weight"), held.pop(f"{layer}{A_TAIL}")
-            merged = merged_weight(base, lora_a, tensor, scaling=scalings[layer])
+            merged = merged_weight(base, lora_a, lora_b, scaling=layers[layer].scaling, magnitude=magnitude)
             yield f"{layer}.weight", merged.to(dtype or base.dtype)
         else:
             yield base_name(name), tensor.to(dtype) if tensor.is_floating_point() and dtype else tensor
@@ -152,7 +173,8 @@ def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
         base, lora_b = base.squeeze(1), lora_b.squeeze(1)
     assert base.shape == (lora_b.shape[0], lora_a.shape[1]), f"{layer.name}: {base.shape}, {lora_b.shape}"
     local = to_local_if_dtensor(out)
-    local.copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling).view(local.shape))
+    magnitude = None if layer.magnitude is None else to_local_if_dtensor(layer.magnitude.detach()).to(lora_a.device)
+    local.copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling, magnitude=magnitude).view(local.shape))
 
 
 def _with_all_rows(lora_a: Tensor) -> Tensor:
