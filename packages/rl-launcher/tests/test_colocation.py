@@ -25,7 +25,6 @@ from rl_launcher.ray.engine_pool import EnginePool
 from rl_launcher.ray.engine_worker import EngineWorker
 from rl_refit import CountedRefit, Refit, RefitError
 
-
 pytestmark = pytest.mark.filterwarnings(  # megatron-core 0.16 says so to its own layers
     "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"
 )

@@ -125,7 +125,7 @@ def test_a_temperature_that_cannot_divide_is_refused(world, make, temperature):
 
 @pytest.mark.parametrize("k", [0, 68])
 def test_more_words_than_there_are_cannot_be_asked_for(world, make, k):
-    with pytest.raises(ValueError, match="from 1 to the 67 words"):
+    with pytest.raises(ValueError, match="from 1 to the 67 tokens"):
         make(world.make_model("Qwen3")).topk_logits(world.make_examples(), k)
 
 

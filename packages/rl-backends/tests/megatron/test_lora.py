@@ -143,6 +143,8 @@ def test_what_has_no_adapters_or_cannot_have_them_is_refused(world, imported):
 
     with pytest.raises(ValueError, match="Transformer Engine's read their weights past torch"):
         MegatronConfig(lora_cfg=ALL, device="cuda")
+    with pytest.raises(ValueError, match="use_dora=True is the DTensor backend's"):
+        MegatronConfig(lora_cfg=LoraConfig(use_dora=True))
     with pytest.raises(ValueError, match=r"lora_cfg\.base_dtype='float32' with precision='bfloat16'"):
         MegatronConfig(lora_cfg=ALL, precision="bfloat16")
     backend = MegatronBackend(make_model(world, "Qwen3"), MegatronConfig())

@@ -327,6 +327,9 @@ class MegatronConfig:
             "transformer_impl='local', or lora_cfg to None"
             if self.lora_cfg is not None and not plain
             else "",
+            "lora_cfg.use_dora=True is the DTensor backend's: set policy.dtensor_cfg.enabled=true, or use_dora=False"
+            if self.lora_cfg is not None and self.lora_cfg.use_dora
+            else "",
             f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron frozen "
             f"weights are in the precision of the others; set base_dtype to it"
             if self.lora_cfg is not None and self.lora_cfg.base_dtype != self.precision
