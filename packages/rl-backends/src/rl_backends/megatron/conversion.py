@@ -43,7 +43,7 @@ from rl_backends.checkpoints.manifest import sync
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
-from rl_backends.loading.files import local_folder, weight_files
+from rl_backends.loading.source import local_folder, weight_files
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.mapping import Gatherer
