@@ -89,7 +89,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepAsked) -> _Told:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
-    # Kernels of a GPU do not run here: memory is predicted with those that run anywhere, and chunks of the loss as asked.
+    # Kernels of a GPU do not run here: memory is predicted with those that run anywhere.
     kernels = KernelsConfig(loss_chunk_size=config.kernels.loss_chunk_size)
     on_cpu = replace(config, device="cpu", compile=False, lora_cfg=None, kernels=kernels)
     attention: AbstractContextManager[list[Any]] = fused_attention() if config.device == "cuda" else nullcontext([])
