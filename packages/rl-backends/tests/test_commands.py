@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
+from rl_backends import DTensorBackend, DTensorConfig, KernelsConfig, OptimizerConfig
 from rl_backends.__main__ import main
 from rl_backends.commands.config_flags import config_of, field_docs
 from rl_backends.commands.verify_compare import compare
@@ -37,9 +37,11 @@ def test_every_field_of_the_backend_has_a_flag_with_its_docstring(capsys):
         main(["explain", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     for name, doc in field_docs(DTensorConfig).items():
-        if name not in {"enabled", "lora_cfg"}:  # the latter is --lora-rank
+        if name not in {"enabled", "lora_cfg", "kernels"}:  # --lora-rank, and a flag for each choice of kernels
             assert f"--{name.replace('_', '-')}" in told
             assert doc[:40] in told
+    for name in field_docs(KernelsConfig):
+        assert f"--kernels-{name.replace('_', '-')}" in told
 
 
 def test_explain_tells_mesh_memory_and_plan_and_ends_with_all_figures(world, tmp_path, capsys, no_ranks):

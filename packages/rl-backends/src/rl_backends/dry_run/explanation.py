@@ -193,6 +193,7 @@ def _count(elements: int) -> str:
 
 FORMAT = 1
 AXES = {
+    "pp": "shares out the layers",
     "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
     "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
     "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",

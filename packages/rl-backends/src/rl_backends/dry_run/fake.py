@@ -30,6 +30,7 @@ from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
+from rl_backends.kernels import KernelsConfig
 from rl_backends.lora import add_lora
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.reference import ReferenceModel
@@ -227,7 +228,9 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> _Fak
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
-    on_cpu = replace(config, device="cpu", compile=False, lora_cfg=None)
+    # Kernels of a GPU do not run here: memory is predicted with those that run anywhere.
+    kernels = KernelsConfig(loss_chunk_size=config.kernels.loss_chunk_size)
+    on_cpu = replace(config, device="cpu", compile=False, lora_cfg=None, kernels=kernels)
     attention: AbstractContextManager[list[Any]] = fused_attention() if config.device == "cuda" else nullcontext([])
     ledger, backends = Ledger(), list[DTensorBackend]()
     counter = CollectiveCounter(lambda: ledger.running)

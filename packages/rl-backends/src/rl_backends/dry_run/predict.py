@@ -18,6 +18,7 @@ from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
+from rl_backends.kernels import KernelsConfig
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import MuonConfig, OptimizerConfig
@@ -377,7 +378,7 @@ def config_from_dict(values: Mapping[str, Any]) -> DTensorConfig:
     if lora is not None:
         given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in lora.items()}
         lora = LoraConfig(**given)
-    return DTensorConfig(**{**values, "lora_cfg": lora})
+    return DTensorConfig(**{**values, "lora_cfg": lora, "kernels": KernelsConfig(**values["kernels"])})
 
 
 def step_from_dict(values: Mapping[str, Any]) -> StepRequest:
