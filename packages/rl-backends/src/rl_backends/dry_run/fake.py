@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +31,7 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.table import PLAIN
 from rl_backends.lora import add_lora
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.reference import ReferenceModel
@@ -290,6 +291,10 @@ def _in_host_memory(config: DTensorConfig, asked: StepRequest) -> tuple[str, ...
 def _assumptions(config: DTensorConfig, *, attention_calls: int) -> Iterator[str]:
     yield "storages of rank 0, whose shards are the largest; every token but the first of a row is trained"
     yield "the loss holds a few numbers for each token"
+    chosen = {field.name: getattr(config.kernels, field.name) for field in fields(config.kernels)}
+    kernels = [f"{part}={name!r}" for part, name in chosen.items() if part != "loss_chunk_size" and name not in (*PLAIN, False)]
+    if kernels:
+        yield f"counted with the kernels that run anywhere in the place of {', '.join(kernels)}, which may hold less"
     if config.device == "cpu":
         return
     yield "not counted: the CUDA context, NCCL's buffers, workspace inside kernels, what the allocator rounds up"
