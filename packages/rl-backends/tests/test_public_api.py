@@ -46,7 +46,6 @@ NAMES = {
     "RankError",
     "ReferenceModel",
     "StepMetrics",
-    "TrainingBackend",
     "TokenBatch",
     "check_generation_config",
     "check_vocabulary",
