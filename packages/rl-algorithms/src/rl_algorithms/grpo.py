@@ -18,14 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from rl_algorithms import presets
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
+from rl_algorithms.contracts import Engine, Environment, Policy, Reference, Sums, WeightSync
 from rl_algorithms.losses import Counts
 from rl_algorithms.objective import Objective
-from rl_algorithms.policy_gradient import Examples, check_finite, loss, prepare
+from rl_algorithms.policy_gradient import Examples, check_finite, prepare, select_tokens
+from rl_algorithms.policy_gradient import loss as policy_gradient_loss
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
 from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
@@ -76,7 +78,7 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         counts = ("num_prompts", "num_generations_per_prompt", "steps_per_generation", "max_num_steps", "max_turns")
         check_fields(self, at_least={**dict.fromkeys(counts, 1), "max_length": 2})
-        if self.num_generations_per_prompt < 2 and self.objective.advantage.baseline != "none":
+        if self.num_generations_per_prompt < 2 and self.objective.advantage.compares_group:
             raise ValueError("num_generations_per_prompt=1 must be >= 2: a group of one has advantage 0")
         if self.max_num_steps % self.steps_per_generation:
             steps, each = self.max_num_steps, self.steps_per_generation
@@ -134,8 +136,22 @@ def minibatches(examples: Examples, config: GRPOConfig, *, seed: int) -> Iterato
     return (take_rows(examples, part) for part in order if len(part))
 
 
-def step(policy: Policy, examples: Examples, objective: Objective) -> dict[str, float]:
+def step(
+    policy: Policy,
+    examples: Examples,
+    objective: Objective,
+    *,
+    loss: Callable[..., tuple[Tensor, Sums]] = policy_gradient_loss,
+) -> dict[str, float]:
     """Take one optimizer step on `examples`, those of every rank; return what to log.
+
+    Args:
+        policy: what is trained.
+        examples: all rows of the step.
+        objective: what is minimised.
+        loss: called as `loss(output, examples, objective=objective, counts=counts)` on some of the rows, with the log-
+            probabilities [B, T] and the counts of the whole step; returns what these rows add to the step's loss, and
+            sums of metrics over tokens with the loss as "loss". By default the objective's.
 
     Raises:
         ValueError: no token is trainable, a sampler's log-probability is missing, or the loss is not finite.
@@ -145,6 +161,6 @@ def step(policy: Policy, examples: Examples, objective: Objective) -> dict[str, 
     if not counts.tokens:
         raise ValueError(f"none of the {examples.tokens.numel()} tokens of this step is trainable")
     bound = functools.partial(loss, objective=objective, counts=counts)
-    output: Any = {"output": "logp_and_entropy"} if objective.entropy_weight > 0 else {}
-    sums = policy.forward_backward(examples, bound, **output)
+    output: Any = {"output": "logp_and_entropy"} if objective.needs_entropy else {}
+    sums = policy.forward_backward(select_tokens(examples, objective), bound, **output)
     return {"grad_norm": finite_step(policy, sums), **figures(sums, num_tokens=counts.tokens)}

@@ -77,7 +77,7 @@ def refuse_uncorrected(objective: Objective, *, max_staleness: int) -> None:
         ValueError: neither is there.
     """
     ratio, weight = objective.ratio, objective.correction.weight
-    to_the_sampler = ratio.proximal == "sampler" and ratio.surrogate != "reinforce"
+    to_the_sampler = ratio.proximal == "sampler" and ratio.looks_at_ratio
     if not to_the_sampler and weight == "none":
         raise ValueError(
             f"max_staleness={max_staleness} trains on what older weights sampled, and nothing in "
