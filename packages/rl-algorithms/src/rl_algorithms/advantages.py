@@ -164,7 +164,7 @@ def opo(
 
 @piece(
     "advantage",
-    formula="R[t..] - sum(W_t R[t..] of the group) / sum(W_t of the group), W_t = sum_{s <= t} (1 - exp(logp_old[s]))",
+    formula="R[t..] - sum(W_t R[t..] of the group) / sum(W_t of the group), W_t = sum over s <= t of (1 - exp(logp_old[s]))",
     source="Greensmith et al. 2004 (JMLR 5); by token as in verl",
 )
 def optimal_baseline(

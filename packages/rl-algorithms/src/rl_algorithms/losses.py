@@ -247,8 +247,8 @@ def gmpo(
 
 @piece(
     "surrogate",
-    formula="-sg(exp(l - l W) W^k) A logp, W = prod_t rho[t]; k = {k_positive:g}, l = {lambda_positive:g} where "
-    "A >= 0, else k = {k_negative:g}, l = {lambda_negative:g}",
+    formula="-sg(exp(lam - lam W) W^k) A logp, W = prod_t rho[t]; k = {k_positive:g}, lam = {lambda_positive:g} where "
+    "A >= 0, else k = {k_negative:g}, lam = {lambda_negative:g}",
     source="VESPO, arXiv:2602.10693",
 )
 def vespo(
