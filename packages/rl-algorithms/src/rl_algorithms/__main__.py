@@ -30,8 +30,8 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Any], str]]] = {
     "grpo": (Objective, Objective.explain),
     **{
         name: (getattr(presets, name), Objective.explain)
-        for name in presets.__all__
-        if name not in {"ppo", "preset", "preset_arguments"}
+        for name in presets.preset_names()
+        if name != "ppo"
     },
     "ppo": (ppo.PPOConfig, ppo.explain),
     "sft": (sft.SFTConfig, sft.explain),

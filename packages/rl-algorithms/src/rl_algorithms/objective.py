@@ -347,12 +347,21 @@ class Objective:
     max_length: int | None = None
     """The constant of `seq-mean-token-sum-norm`: the longest answer that the run allows, in tokens."""
 
+    preset: str | None = None
+    """In a recipe: the published objective that the other keys change, such as `gspo`; its arguments stand beside it, as
+    in `{preset: gspo, clip_high: 5.0e-4}`. In Python it is `presets.preset("gspo", clip_high=5e-4)`."""
+
     entropy_weight: float = 0.0
     """Bonus on the entropy of the policy's distributions, in nats, as a mean over the step's trainable tokens whatever
     `aggregation` is, so that it means the same with all of them; needs a policy that gives it."""
 
     def __post_init__(self) -> None:
         check_fields(self, at_least={"entropy_weight": 0})
+        if self.preset is not None:
+            raise ValueError(
+                f"preset={self.preset!r} would change no other field here; in Python call "
+                f"rl_algorithms.presets.preset({self.preset!r}, ...), which makes the objective"
+            )
         if (self.max_length is not None) != ("max_length" in self.aggregation_piece.numbers):
             raise ValueError(
                 f"max_length={self.max_length} and aggregation={_text(self.aggregation)}: the constant length belongs to "

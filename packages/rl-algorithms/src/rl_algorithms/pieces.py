@@ -214,7 +214,7 @@ def _of_text(kind: str, named: str) -> Piece:
     if not callable(function):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"]
         raise ValueError(
-            f"{kind} {named!r}: {place} has no function {attribute!r}{_nearest(attribute, functions)}"
+            f"{place} has no function {attribute!r}{_nearest(attribute, functions)}"
             + (f"; it has {', '.join(functions)}" if functions else "")
         )
     return _of_function(kind, function, name=named)
@@ -242,7 +242,7 @@ def _module(place: str) -> tuple[Any, bytes]:
             raise ValueError(f"there is no module {place}: {error}") from error
         file = getattr(module, "__file__", None)
         return module, Path(file).read_bytes() if file else b""
-    path = Path(place)
+    path = Path(place).expanduser()
     if not path.is_file():
         like = difflib.get_close_matches(path.name, [other.name for other in path.absolute().parent.glob("*.py")], n=1)
         hint = f"did you mean {path.parent / like[0]}?" if like else f"looked in {path.absolute().parent}"

@@ -44,6 +44,7 @@ __all__ = [
     "ppo",
     "preset",
     "preset_arguments",
+    "preset_names",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
@@ -395,8 +396,13 @@ def preset_arguments(name: str) -> dict[str, Any]:
     return {key: each.default for key, each in inspect.signature(_PRESETS[name]).parameters.items()}
 
 
+def preset_names() -> list[str]:
+    """All of them, sorted."""
+    return [*_PRESETS]
+
+
 _PRESETS: dict[str, Callable[..., Objective]] = {
-    name: globals()[name] for name in __all__ if name not in {"preset", "preset_arguments"}
+    name: globals()[name] for name in __all__ if not name.startswith("preset")
 }
 
 
