@@ -207,7 +207,7 @@ def _pass_at_k_formula(k: float) -> str:
     refuse=lambda k: None if k >= 1 and k == int(k) else f"k={k} must be a whole number >= 1",
 )
 def pass_at_k_advantage(
-    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, k: float = 4
+    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, k: int | float = 4
 ) -> Float[Tensor, " B"]:
     """The advantage of a response in the average subset of `k` of its group, when a subset is rewarded for one success.
 

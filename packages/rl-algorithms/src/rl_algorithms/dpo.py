@@ -133,7 +133,8 @@ def _loss(
     logp_answer = answer_logp(logp, examples.trainable)
     logratio = logp_answer - examples.logp_ref
     delta = pair_delta(logratio, examples.trainable, config)
-    loss, nll = pair_loss(delta, config).sum() / num_pairs, -logp_answer[0::2].sum()
+    pairs = pair_loss(delta, config, chosen=logratio[0::2], rejected=logratio[1::2])
+    loss, nll = pairs.sum() / num_pairs, -logp_answer[0::2].sum()
     if config.nll_weight:
         loss = loss + config.nll_weight * nll / num_chosen_tokens
     sums = {"loss": loss, "nll": nll, "margin": config.beta * delta.sum(), "pair_accuracy": (delta > 0).float().sum()}

@@ -8,8 +8,7 @@ N counts the trainable tokens of the whole optimizer step, over every microbatch
 not depend on how the batch was cut. A batch of rollouts may serve several steps. Which advantage, ratio, clip,
 correction, KL and mean are taken is an `Objective`: `grpo.dapo()` and its kin are the published ones; see `explain()`.
 
-Axes: P prompts, G rollouts per prompt, B rows, T tokens.
-References: DeepSeekMath (arXiv:2402.03300), DAPO (arXiv:2503.14476); see `presets` for the others.
+Axes: P prompts, G rollouts per prompt, B rows, T tokens. References: arXiv:2402.03300; see `presets` for its kin.
 """
 
 import functools
@@ -18,16 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
-from rl_algorithms import presets
+from rl_algorithms import policy_gradient, presets
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
-from rl_algorithms.contracts import Engine, Environment, Policy, Reference, Sums, WeightSync
+from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.losses import Counts
 from rl_algorithms.objective import Objective
-from rl_algorithms.policy_gradient import Examples, check_finite, prepare, select_tokens
-from rl_algorithms.policy_gradient import loss as policy_gradient_loss
+from rl_algorithms.policy_gradient import Examples, LossFunction, check_finite, prepare, select_tokens
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
 from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
@@ -41,8 +38,7 @@ from rl_algorithms.stepping import (
     take_rows,
 )
 
-__all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]
-__all__ += presets.__all__
+__all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train", *presets.__all__]
 
 SamplingT = TypeVar("SamplingT")
 
@@ -137,21 +133,9 @@ def minibatches(examples: Examples, config: GRPOConfig, *, seed: int) -> Iterato
 
 
 def step(
-    policy: Policy,
-    examples: Examples,
-    objective: Objective,
-    *,
-    loss: Callable[..., tuple[Tensor, Sums]] = policy_gradient_loss,
+    policy: Policy, examples: Examples, objective: Objective, *, loss: LossFunction = policy_gradient.loss
 ) -> dict[str, float]:
-    """Take one optimizer step on `examples`, those of every rank; return what to log.
-
-    Args:
-        policy: what is trained.
-        examples: all rows of the step.
-        objective: what is minimised.
-        loss: called as `loss(output, examples, objective=objective, counts=counts)` on some of the rows, with the log-
-            probabilities [B, T] and the counts of the whole step; returns what these rows add to the step's loss, and
-            sums of metrics over tokens with the loss as "loss". By default the objective's.
+    """Take one optimizer step on `examples`, those of every rank, with the objective's loss or another; return metrics.
 
     Raises:
         ValueError: no token is trainable, a sampler's log-probability is missing, or the loss is not finite.

@@ -235,7 +235,8 @@ class KLConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, at_least={"weight": 0})
-        if self.place == "reward" and "ratio" in self.piece.inputs:
+        piece = self.piece
+        if self.place == "reward" and "ratio" in piece.inputs:
             raise ValueError(
                 f"estimator={_text(self.estimator)} differs from 'k3' in its gradient alone, which its ratio makes, and "
                 f"a reward has none; set place='loss', or estimator='k3'"

@@ -26,8 +26,9 @@ Axes: B rows, T tokens.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -40,7 +41,11 @@ from rl_algorithms.losses import Counts, token_weights
 from rl_algorithms.objective import AdvantageConfig, Objective
 from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Examples", "SelectedExamples", "check_finite", "loss", "prepare", "reward_tokens", "select_tokens"]
+__all__ = ["Examples", "LossFunction", "SelectedExamples", "check_finite", "loss", "prepare", "reward_tokens", "select_tokens"]
+
+LossFunction: TypeAlias = Callable[..., tuple[Tensor, Sums]]
+"""A loss that is written whole, called as `loss` below: `(logp, examples, *, objective, counts)`, on some of the rows.
+It returns what they add to the step's loss, and sums of metrics over tokens, the loss as "loss" among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

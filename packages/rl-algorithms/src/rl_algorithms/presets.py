@@ -309,7 +309,7 @@ def optimal_baseline() -> Objective:
 def pass_at_k(*, k: int = 4) -> Objective:
     """Pass@k training (arXiv:2508.10751): a response is worth what it adds to subsets of k; rewards are 0 or 1."""
     return Objective(
-        advantage=AdvantageConfig(estimator="pass_at_k", options={"k": k}),
+        advantage=AdvantageConfig(estimator="pass_at_k", options={"k": float(k)}),
         ratio=RatioConfig(clip_low=0.2, clip_high=0.28),
         selection=KEEP,
     )
