@@ -73,7 +73,7 @@ def test_the_recorded_recipe_of_a_preset_loads_as_the_same_objective(folder):
         ({"preset": "remax"}, "compares with the greedy response.*a loop of your own"),
         ({"preset": "dr_grpo"}, "preset 'dr_grpo' needs max_length"),
         ({"ratio": {"surrogate": "gmpo.py:gmp"}}, "no function 'gmp'; did you mean 'gmpo'"),
-        ({"ratio": {"surrogate": "gmop.py:gmpo"}}, "there is no file gmop.py; did you mean gmpo.py"),
+        ({"ratio": {"surrogate": "gmop.py:gmpo"}}, "there is no file gmop.py in .*; did you mean gmpo.py"),
         ({"ratio": {"surrogate": "clop"}}, "did you mean 'clip'"),
     ],
 )
@@ -89,6 +89,7 @@ def test_a_loss_of_the_users_file_is_explained_and_its_digest_is_recorded(folder
     assert named_code(recipe)[key] == "gmpo.py:gmpo"
     digests = code_digests(recipe)
     assert changed_code(recipe, {**digests, key: "other"}, digests) == [f"gmpo.py ({key}) has changed since"]
+    (folder / "reward.py").write_text("")
     (folder / "gmpo.py").unlink()
     with pytest.raises(Refusal, match=r"grpo.objective.ratio.surrogate=gmpo.py:gmpo: there is no file gmpo.py"):
         check_files(recipe, new_run=False)

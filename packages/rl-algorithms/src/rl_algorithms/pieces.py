@@ -187,7 +187,7 @@ def find(kind: str, named: PieceName) -> Piece:
     if (kind, named) in _REGISTRY:
         return _REGISTRY[kind, named]
     if ":" in named:
-        return _of_text(kind, named)
+        return _of_text(kind, named, _place(named))
     names = list(registered(kind))
     raise ValueError(
         f"{named!r} is no {kind}{_nearest(named, names)}; there are {', '.join(names)}, and file.py:function is one of "
@@ -202,13 +202,19 @@ def named_files(*names: PieceName | None) -> list[str]:
 
 def source_digest(named: str) -> str:
     """SHA-256 of the source that `file.py:function` or `package.module:function` was imported from."""
-    _, source = _module(named.rpartition(":")[0])
+    _, source = _module(_place(named))
     return hashlib.sha256(source).hexdigest()
 
 
+def _place(named: str) -> str:
+    """The file, as an absolute path, or the module that `place:function` names."""
+    place = named.rpartition(":")[0]
+    return str(Path(place).expanduser().absolute()) if place.endswith(".py") else place
+
+
 @functools.cache  # a file is imported once, whatever becomes of it during the run
-def _of_text(kind: str, named: str) -> Piece:
-    place, _, attribute = named.rpartition(":")
+def _of_text(kind: str, named: str, place: str) -> Piece:
+    attribute = named.rpartition(":")[2]
     module, _ = _module(place)
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -242,13 +248,13 @@ def _module(place: str) -> tuple[Any, bytes]:
             raise ValueError(f"there is no module {place}: {error}") from error
         file = getattr(module, "__file__", None)
         return module, Path(file).read_bytes() if file else b""
-    path = Path(place).expanduser()
+    path = Path(place)
     if not path.is_file():
-        like = difflib.get_close_matches(path.name, [other.name for other in path.absolute().parent.glob("*.py")], n=1)
-        hint = f"did you mean {path.parent / like[0]}?" if like else f"looked in {path.absolute().parent}"
-        raise ValueError(f"there is no file {place}; {hint}")
+        like = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
+        hint = f"did you mean {like[0]}?" if like else "a path is relative to the current directory"
+        raise ValueError(f"there is no file {path.name} in {path.parent}; {hint}")
     source = path.read_bytes()
-    name = f"rl_algorithms_file_{path.stem}_{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]}"
+    name = f"rl_algorithms_file_{path.stem}_{hashlib.sha256(place.encode()).hexdigest()[:8]}"
     module = types.ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look their module up
