@@ -22,8 +22,8 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 pytest.importorskip("trl", reason="of the test group")
 
-from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer  # noqa: E402
-from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 ROWS, TOKENS, MAX_LENGTH = 8, 11, 13
 

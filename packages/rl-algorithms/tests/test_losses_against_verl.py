@@ -80,10 +80,8 @@ def test_the_advantages_are_verls(name):
         "best_minus_second": lambda: spread(advantages.best_minus_second(REWARDS, GROUPS)),
         "remax": lambda: spread(advantages.remax(REWARDS, torch.full_like(REWARDS, 0.25))),
         # verl was given pi of the sampled token for the vocabulary's sum of pi^2, which it stands for here.
-        "optimal_baseline": lambda: advantages.optimal_baseline(token_rewards, GROUPS, LOGP_OLD, MASK),
+        "optimal_baseline": lambda: advantages.optimal_baseline(token_rewards, GROUPS, logp_old=LOGP_OLD, mask=MASK),
     }[name]()
     expected = torch.tensor(VERL["advantages"][name], dtype=torch.float64)
     # verl puts the advantages of ReMax to every token of the response, as returns from each on: the same here.
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-
-

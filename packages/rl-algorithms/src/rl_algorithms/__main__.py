@@ -28,11 +28,7 @@ ANY_NUMBER_OF_STEPS = 5040  # a multiple of whatever number of steps is taken on
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Any], str]]] = {
     "grpo": (Objective, Objective.explain),
-    **{
-        name: (getattr(presets, name), Objective.explain)
-        for name in presets.preset_names()
-        if name != "ppo"
-    },
+    **{name: (getattr(presets, name), Objective.explain) for name in presets.preset_names() if name != "ppo"},
     "ppo": (ppo.PPOConfig, ppo.explain),
     "sft": (sft.SFTConfig, sft.explain),
     "dpo": (dpo.DPOConfig, dpo.explain),

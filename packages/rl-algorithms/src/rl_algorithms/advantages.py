@@ -15,10 +15,12 @@
 A group is named by an integer, the same for all of its rows; prompts are never compared. Where all rewards of a group
 are equal but for rounding, its advantages are exactly 0: where the largest and the smallest differ by no more than
 `SIGNAL_TOLERANCE` times the largest magnitude among them, or times 1 if that is less. So they are for a group of one,
-whose raw reward verl returns. A reward that is not a finite number is refused by every function here. Where implementations differ: epsilon is 1e-6 in verl and NeMo-RL, 1e-4 in
-TRL (its GDPO too), and an argument here; NeMo-RL's leave-one-out also leaves the row out of the std, and divides by
-none that is 0, which makes a lone success of eight 1 where it is 2.83 with leave-one-out and the group's std, as here,
-and the group's sum negative; NeMo-RL whitens REINFORCE++ by the population's variance. Rewards are taken in float64.
+whose raw reward verl returns. A reward that is not a finite number is refused by every function here.
+
+Where implementations differ: epsilon is 1e-6 in verl and NeMo-RL, 1e-4 in TRL (its GDPO too), and an argument here;
+NeMo-RL's leave-one-out also leaves the row out of the std, and divides by none that is 0, which makes a lone success of
+eight 1 where it is 2.83 with leave-one-out and the group's std, as here, and the group's sum negative; NeMo-RL whitens
+REINFORCE++ by the population's variance. Rewards are taken in float64.
 
 Axes: B rows, T tokens, K named rewards.
 """
@@ -91,7 +93,9 @@ def _check_rewards(rewards: Tensor) -> None:
         )
     largest = rewards.abs().max().item() if rewards.numel() else 0.0
     if largest > LARGEST_REWARD:
-        raise ValueError(f"a reward of magnitude {largest:g} overflows when a group is compared; scale the rewards down")
+        raise ValueError(
+            f"a reward of magnitude {largest:g} overflows when a group is compared; scale the rewards down"
+        )
 
 
 LARGEST_REWARD = 1e100
@@ -147,9 +151,7 @@ def group_advantage(
 
 
 @piece("advantage", formula="R - sum(T R of the group) / sum(T of the group), T tokens", source="OPO, arXiv:2505.23585")
-def opo(
-    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]
-) -> Float[Tensor, " B"]:
+def opo(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Weigh the baseline by length: the least variance if a response's squared gradient grows as its tokens.
 
     `num_tokens` counts the tokens that the policy chose. A group without a signal gets 0, and so does a group of one,
@@ -164,12 +166,14 @@ def opo(
 
 @piece(
     "advantage",
-    formula="R[t..] - sum(W_t R[t..] of the group) / sum(W_t of the group), W_t = sum over s <= t of (1 - exp(logp_old[s]))",
+    formula="R[t..] - sum(W_t R[t..] of the group) / sum(W_t of the group), W_t = sum over s <= t of "
+    "(1 - exp(logp_old[s]))",
     source="Greensmith et al. 2004 (JMLR 5); by token as in verl",
 )
 def optimal_baseline(
     token_rewards: Float[Tensor, "B T"],
     groups: Int[Tensor, " B"],
+    *,
     logp_old: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
@@ -196,7 +200,9 @@ def optimal_baseline(
 
 def _pass_at_k_formula(k: float) -> str:
     rest = f"C(wrong - 1, {k:g} - 1) / C(n - 1, {k:g} - 1)"
-    return f"(1 - P) / S if right, else (1 - P - {rest}) / S; P = 1 - C(wrong, {k:g}) / C(n, {k:g}), S = sqrt(P (1 - P))"
+    return (
+        f"(1 - P) / S if right, else (1 - P - {rest}) / S; P = 1 - C(wrong, {k:g}) / C(n, {k:g}), S = sqrt(P (1 - P))"
+    )
 
 
 @piece(
@@ -207,7 +213,7 @@ def _pass_at_k_formula(k: float) -> str:
     refuse=lambda k: None if k >= 1 and k == int(k) else f"k={k} must be a whole number >= 1",
 )
 def pass_at_k_advantage(
-    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, k: int | float = 4
+    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, k: float = 4
 ) -> Float[Tensor, " B"]:
     """The advantage of a response in the average subset of `k` of its group, when a subset is rewarded for one success.
 
@@ -220,7 +226,7 @@ def pass_at_k_advantage(
     if len(odd := rewards[(rewards != 0) & (rewards != 1)]):
         raise ValueError(f"pass@k is of responses that are right or wrong, rewards 1 or 0; found {odd[0].item()}")
     advantage, k = torch.zeros_like(rewards, dtype=torch.float64), int(k)
-    for name in groups.unique():
+    for name in torch.unique(groups):
         rows = groups == name
         number, wrong = int(rows.sum()), int((rewards[rows] == 0).sum())
         if number < k:
@@ -246,7 +252,7 @@ def best_minus_second(
     signal = has_signal(rewards, groups)
     rewards = rewards.double()
     advantage = torch.zeros_like(rewards)
-    for name in groups[signal].unique():
+    for name in torch.unique(groups[signal]):
         rows = (groups == name).nonzero()[:, 0]
         best, second = rewards[rows].topk(2).values.tolist()
         std = rewards[rows].std().item()

@@ -7,11 +7,12 @@ k = (max_staleness - (S - 1)) // S batches, and is begun only while
 
     groups begun - groups trained on < (k + 1) n                                (AReaL, arXiv:2505.24298, in groups)
 
-k = 0 is `grpo.train`: nothing is sampled while the policy trains, and a `UserWarning` says so. Groups that are overtaken while they are sampled, and
-so become too old, are dropped, counted, and by default asked again. The loss is `grpo`'s: a ratio to the sampler makes
-up for staleness, as do importance weights to a recomputed proximal policy; with neither it is refused. Threads have no
-common clock: ranks that each run this loop would train on different rollouts; run it in one process that drives them.
-`replay` has the buffer, `staleness` k, `background_collection` the threads, and the `GatedEngine` for judges too.
+k = 0 is `grpo.train`: nothing is sampled while the policy trains, and a `UserWarning` says so. Groups that are
+overtaken while they are sampled, and so become too old, are dropped, counted, and by default asked again. The loss is
+`grpo`'s: a ratio to the sampler makes up for staleness, as do importance weights to a recomputed proximal policy; with
+neither it is refused. Threads have no common clock: ranks that each run this loop would train on different rollouts;
+run it in one process that drives them. `replay` has the buffer, `staleness` k, `background_collection` the threads, and
+the `GatedEngine` for judges too.
 """
 
 import functools

@@ -57,8 +57,9 @@ class CorrectionConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     weight: PieceName = "none"
-    """Weigh each token's loss by exp(logp_proximal - logp_old): of the `token`, of the whole answer (`sequence`), or the
-    answer's geometric mean (`geometric`). `file.py:function` is a weight of your own; `low` and `high` bound it too."""
+    """Weigh each token's loss by exp(logp_proximal - logp_old): of the `token`, of the whole answer (`sequence`),
+    or the answer's geometric mean (`geometric`). `file.py:function` is a weight of your own; `low` and `high` bound
+    it too."""
 
     low: float = 0.0
     """Smallest weight."""
@@ -174,7 +175,9 @@ def _sequence_weight(log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     return _token_weight(torch.where(mask, log_weight.sum(dim=1, keepdim=True), 0.0))
 
 
-@piece("weight", "geometric", formula="exp(mean_t logp_proximal - logp_old)", source="slime's mis.py, tis_level=geometric")
+@piece(
+    "weight", "geometric", formula="exp(mean_t logp_proximal - logp_old)", source="slime's mis.py, tis_level=geometric"
+)
 def _geometric_weight(log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     mean = log_weight.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return _token_weight(torch.where(mask, mean, 0.0))
@@ -223,9 +226,9 @@ def vetoed(
 def off_policy_sequences(
     logp: Float[Tensor, "B T"],
     logp_old: Float[Tensor, "B T"],
-    advantage: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     *,
+    advantage: Float[Tensor, "B T"],
     threshold: float,
 ) -> Bool[Tensor, "B T"]:
     """Which tokens are of negative advantage, in a row that the policy finds less likely than the sampler did.

@@ -8,7 +8,7 @@ N counts the trainable tokens of the whole optimizer step, over every microbatch
 not depend on how the batch was cut. A batch of rollouts may serve several steps. Which advantage, ratio, clip,
 correction, KL and mean are taken is an `Objective`: `grpo.dapo()` and its kin are the published ones; see `explain()`.
 
-Axes: P prompts, G rollouts per prompt, B rows, T tokens. References: arXiv:2402.03300; see `presets` for its kin.
+Axes: P prompts, G rollouts per prompt, B rows, T tokens. Reference: arXiv:2402.03300; `presets` has those of its kin.
 """
 
 import functools
@@ -38,7 +38,8 @@ from rl_algorithms.stepping import (
     take_rows,
 )
 
-__all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train", *presets.__all__]
+__all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]
+__all__ += presets.__all__
 
 SamplingT = TypeVar("SamplingT")
 

@@ -25,13 +25,14 @@ N_tok and N_seq count the trainable tokens, and the rows that have any, of the w
 microbatch and every rank. The parts of a step then add up to the same loss, however it was cut. The names are verl's.
 
 An empty response, one without a trainable token, adds 0 to every loss and is not in N_seq: as in verl, and unlike TRL,
-which counts it as a row of loss 0 and so makes the step smaller. Its reward stays in its group's baseline. So "mean over
-responses" is over those that have something to train on, whatever the aggregation.
+which counts it as a row of loss 0 and so makes the step smaller. Its reward stays in its group's baseline. So "mean
+over responses" is over those that have something to train on, whatever the aggregation.
 
 Other libraries differ: verl's `seq-mean-token-sum-norm` divides by L alone, not by N_seq: with 24 responses a step its
-loss and gradient are 24 times larger than here, and so must a gradient clip or the learning rate of SGD be. For `grpo` and `dr_grpo` TRL divides by all rows, those without a trainable token (masked as
-truncated) included, and its L is `max_completion_length`; verl's L is `loss_scale_factor`, or the padded width of the
-batch where that is not set, and in old versions always. Here L has to be given.
+loss and gradient are 24 times larger than here, and so must a gradient clip or the learning rate of SGD be. For `grpo`
+and `dr_grpo` TRL divides by all rows, those without a trainable token (masked as truncated) included, and its L is
+`max_completion_length`; verl's L is `loss_scale_factor`, or the padded width of the batch where that is not set, and in
+old versions always. Here L has to be given.
 
 Axes: B rows, T tokens.
 """
@@ -287,9 +288,9 @@ LOG_SMALLEST_W = -18.420680743952367
 def dppo_tv(
     logp: Float[Tensor, "B T"],
     logp_proximal: Float[Tensor, "B T"],
+    *,
     ratio: Float[Tensor, "B T"],
     advantage: Float[Tensor, "B T"],
-    *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     ratio_limit: float = 20.0,
@@ -315,8 +316,8 @@ def kl_cov(
     log_ratio: Float[Tensor, "B T"],
     ratio: Float[Tensor, "B T"],
     advantage: Float[Tensor, "B T"],
-    selected: Bool[Tensor, "B T"],
     *,
+    selected: Bool[Tensor, "B T"],
     kl_weight: float = 1.0,
 ) -> Float[Tensor, "B T"]:
     """No clip; the tokens that would cost the most entropy are held to the policy that the ratio is taken to.
@@ -329,7 +330,9 @@ def kl_cov(
 def _covariance(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     """(A - mean A) (logp - mean logp) of each trainable token, means over all of them; -inf off the mask."""
     number = mask.sum().clamp(min=1)
-    centered = [torch.where(mask, each, 0.0) - torch.where(mask, each, 0.0).sum() / number for each in (advantage, logp)]
+    centered = [
+        torch.where(mask, each, 0.0) - torch.where(mask, each, 0.0).sum() / number for each in (advantage, logp)
+    ]
     return torch.where(mask, centered[0] * centered[1], -torch.inf)
 
 
@@ -482,9 +485,13 @@ def _seq_mean_token_sum(mask: Bool[Tensor, "B T"], counts: Counts) -> Float[Tens
 
 
 def _needs_max_length(max_length: int | None) -> str | None:
-    return None if max_length is not None else (
-        "aggregation='seq-mean-token-sum-norm' divides by a constant length and max_length is None; "
-        "set it to the longest answer that the run allows, in tokens"
+    return (
+        None
+        if max_length is not None
+        else (
+            "aggregation='seq-mean-token-sum-norm' divides by a constant length and max_length is None; "
+            "set it to the longest answer that the run allows, in tokens"
+        )
     )
 
 
@@ -495,7 +502,5 @@ def _needs_max_length(max_length: int | None) -> str | None:
     source="Dr.GRPO, arXiv:2503.20783",
     refuse=_needs_max_length,
 )
-def _seq_mean_token_sum_norm(
-    mask: Bool[Tensor, "B T"], counts: Counts, *, max_length: int
-) -> Float[Tensor, "B T"]:
+def _seq_mean_token_sum_norm(mask: Bool[Tensor, "B T"], counts: Counts, *, max_length: int) -> Float[Tensor, "B T"]:
     return mask.double() / (max(counts.sequences, 1) * max_length)

@@ -176,8 +176,8 @@ class RatioConfig:
         piece = self.piece
         if self.dual_clip is not None and "dual_clip" not in piece.numbers:
             raise ValueError(
-                f"dual_clip={self.dual_clip} bounds surrogate='clip', and surrogate={_text(self.surrogate)} has no such "
-                f"bound; leave it out"
+                f"dual_clip={self.dual_clip} bounds surrogate='clip', and surrogate={_text(self.surrogate)} has no "
+                f"such bound; leave it out"
             )
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ValueError(f"dual_clip={self.dual_clip} must be > 1, the ratio of a policy that has not moved")
@@ -238,8 +238,8 @@ class KLConfig:
         piece = self.piece
         if self.place == "reward" and "ratio" in piece.inputs:
             raise ValueError(
-                f"estimator={_text(self.estimator)} differs from 'k3' in its gradient alone, which its ratio makes, and "
-                f"a reward has none; set place='loss', or estimator='k3'"
+                f"estimator={_text(self.estimator)} differs from 'k3' in its gradient alone, which its ratio makes, "
+                f"and a reward has none; set place='loss', or estimator='k3'"
             )
 
     @property
@@ -349,8 +349,8 @@ class Objective:
     """The constant of `seq-mean-token-sum-norm`: the longest answer that the run allows, in tokens."""
 
     preset: str | None = None
-    """In a recipe: the published objective that the other keys change, such as `gspo`; its arguments stand beside it, as
-    in `{preset: gspo, clip_high: 5.0e-4}`. In Python it is `presets.preset("gspo", clip_high=5e-4)`."""
+    """In a recipe: the published objective that the other keys change, such as `gspo`; its arguments stand beside it,
+    as in `{preset: gspo, clip_high: 5.0e-4}`. In Python it is `presets.preset("gspo", clip_high=5e-4)`."""
 
     entropy_weight: float = 0.0
     """Bonus on the entropy of the policy's distributions, in nats, as a mean over the step's trainable tokens whatever
@@ -365,8 +365,8 @@ class Objective:
             )
         if (self.max_length is not None) != ("max_length" in self.aggregation_piece.numbers):
             raise ValueError(
-                f"max_length={self.max_length} and aggregation={_text(self.aggregation)}: the constant length belongs to "
-                f"'seq-mean-token-sum-norm', which needs it, and to no other"
+                f"max_length={self.max_length} and aggregation={_text(self.aggregation)}: the constant length belongs "
+                f"to 'seq-mean-token-sum-norm', which needs it, and to no other"
             )
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length={self.max_length} must be >= 1")
@@ -384,12 +384,12 @@ class Objective:
                 f"ratio.surrogate={_text(self.ratio.surrogate)} treats some tokens apart, and selection.tokens="
                 f"{_text(self.selection.tokens)} does not say which; set it to 'top_cov'"
             )
-        if not self.advantage.compares_group and self.advantage.estimator is not None:
-            if self.selection.groups_without_signal == "drop":
-                raise ValueError(
-                    f"advantage.estimator={_text(self.advantage.estimator)} compares with no group, and "
-                    f"selection.groups_without_signal='drop' would throw groups away; set it to 'keep'"
-                )
+        alone = self.advantage.estimator is not None and not self.advantage.compares_group
+        if alone and self.selection.groups_without_signal == "drop":
+            raise ValueError(
+                f"advantage.estimator={_text(self.advantage.estimator)} compares with no group, and "
+                f"selection.groups_without_signal='drop' would throw groups away; set it to 'keep'"
+            )
         if self.advantage.baseline == "none" and self.selection.groups_without_signal == "drop":
             raise ValueError(
                 "advantage.baseline='none' learns from every reward, and selection.groups_without_signal='drop' would "
@@ -402,7 +402,7 @@ class Objective:
         Raises:
             ValueError: there is no ratio, or one that is always 1.
         """
-        blind = {"ratio.proximal": "current"} if self.ratio.proximal == "current" else {}
+        blind: dict[str, PieceName] = {"ratio.proximal": "current"} if self.ratio.proximal == "current" else {}
         blind |= {} if self.ratio.looks_at_ratio else {"ratio.surrogate": self.ratio.surrogate}
         if steps_per_generation > 1 and blind:
             named = " and ".join(f"objective.{name}={_text(value)}" for name, value in blind.items())
@@ -548,8 +548,8 @@ def _explain_counts(objective: Objective) -> str:
 def _notes(objective: Objective) -> Iterator[str]:
     kl = objective.kl
     if kl.weight > 0 and kl.place == "loss" and kl.estimator == "k1":
-        yield (
-            "the expected gradient of k1 in the loss is 0 on-policy: it holds the policy to nothing; take k2 or k3"
-        )
+        yield ("the expected gradient of k1 in the loss is 0 on-policy: it holds the policy to nothing; take k2 or k3")
     if objective.aggregation == "seq-mean-token-sum-norm":
-        yield "verl's mode of this name does not divide by N_seq: its loss and gradient are N_seq times larger than here"
+        yield (
+            "verl's mode of this name does not divide by N_seq: its loss and gradient are N_seq times larger than here"
+        )

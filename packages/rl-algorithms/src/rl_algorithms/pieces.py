@@ -49,8 +49,8 @@ KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """For each kind, the tensors that its pieces may ask for, and the numbers that are fields of the configuration.
 
-    advantage    -> [B] or [B, T]   rewards [B], token_rewards [B, T], float64; groups [B]; num_tokens [B] of a response;
-                                    components [B, K] and their weights [K]; greedy_rewards [B]
+    advantage    -> [B] or [B, T]   rewards [B], token_rewards [B, T], float64; groups [B]; num_tokens [B] of the
+                                    responses; components [B, K] and their weights [K]; greedy_rewards [B]
     ratio        -> [B, T]          log_ratio = logp - logp_proximal
     surrogate    -> [B, T]          or the loss and where a clip bound; ratio, advantage, selected [B, T]
     tokens       -> bool [B, T]     which tokens keep their policy gradient
@@ -217,7 +217,7 @@ def _of_text(kind: str, named: str, place: str) -> Piece:
     attribute = named.rpartition(":")[2]
     module, _ = _module(place)
     function = getattr(module, attribute, None)
-    if not callable(function):
+    if function is None:
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"]
         raise ValueError(
             f"{place} has no function {attribute!r}{_nearest(attribute, functions)}"

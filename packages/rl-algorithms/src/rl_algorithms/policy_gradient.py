@@ -41,7 +41,16 @@ from rl_algorithms.losses import Counts, token_weights
 from rl_algorithms.objective import AdvantageConfig, Objective
 from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Examples", "LossFunction", "SelectedExamples", "check_finite", "loss", "prepare", "reward_tokens", "select_tokens"]
+__all__ = [
+    "Examples",
+    "LossFunction",
+    "SelectedExamples",
+    "check_finite",
+    "loss",
+    "prepare",
+    "reward_tokens",
+    "select_tokens",
+]
 
 LossFunction: TypeAlias = Callable[..., tuple[Tensor, Sums]]
 """A loss that is written whole, called as `loss` below: `(logp, examples, *, objective, counts)`, on some of the rows.
@@ -307,7 +316,7 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         sums["selected_fraction"] = selected.sum()
     if objective.correction.off_policy_threshold is not None:
         dropped = corrections.off_policy_sequences(
-            logp, logp_old, advantage, mask, threshold=objective.correction.off_policy_threshold
+            logp, logp_old, mask, advantage=advantage, threshold=objective.correction.off_policy_threshold
         )
         per_token = torch.where(dropped, 0.0, per_token)
         sums["off_policy_fraction"] = dropped.sum()

@@ -222,7 +222,7 @@ def vespo(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> Objective:
-    """VESPO (arXiv:2602.10693): REINFORCE at a gamma-shaped weight of the response's ratio, token mean; TRL's numbers."""
+    """VESPO (arXiv:2602.10693): REINFORCE at a gamma-shaped weight of the response's ratio; TRL's numbers."""
     options = {
         "k_positive": k_positive,
         "lambda_positive": lambda_positive,
@@ -364,7 +364,7 @@ def preset(name: str, /, **settings: Any) -> Objective:
 
     Args:
         name: of a function above.
-        settings: an argument of that function, else a field of `Objective`; a mapping replaces some fields of a section.
+        settings: arguments of that function, else fields of `Objective`; a mapping replaces some fields of a section.
 
     Raises:
         ValueError: there is no such preset, argument or field, or the fields do not go together.
@@ -377,12 +377,17 @@ def preset(name: str, /, **settings: Any) -> Objective:
     known = [*arguments, *(each.name for each in fields(Objective))]
     for key in settings:
         if key not in known:
-            raise ValueError(f"preset {name!r}: there is no {key!r}{_nearest(key, known)}; there are {', '.join(known)}")
+            raise ValueError(
+                f"preset {name!r}: there is no {key!r}{_nearest(key, known)}; there are {', '.join(known)}"
+            )
     given = {key: value for key, value in settings.items() if key in arguments}
-    if missing := [key for key, default in arguments.items() if default is inspect.Parameter.empty and key not in given]:
+    if missing := [
+        key for key, default in arguments.items() if default is inspect.Parameter.empty and key not in given
+    ]:
         raise ValueError(f"preset {name!r} needs {', '.join(missing)}")
     made: Objective = _PRESETS[name](**given)
-    return _with(made, {key: value for key, value in settings.items() if key not in arguments})
+    changed: Objective = _with(made, {key: value for key, value in settings.items() if key not in arguments})
+    return changed
 
 
 def preset_arguments(name: str) -> dict[str, Any]:

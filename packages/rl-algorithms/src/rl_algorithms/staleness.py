@@ -79,8 +79,9 @@ def explain_bound(*, max_staleness: int, steps_per_generation: int) -> str:
         return f"sampling runs up to {ahead} {'batch' if ahead == 1 else 'batches'} of rollouts ahead of training"
     return (
         f"max_staleness={max_staleness} allows no asynchrony: the {steps_per_generation} steps on a batch use up "
-        f"{steps_per_generation - 1} of it, and one batch ahead needs {2 * steps_per_generation - 1}; nothing is sampled "
-        f"while the policy trains, so set max_staleness={2 * steps_per_generation - 1} or more, or train synchronously"
+        f"{steps_per_generation - 1} of it, and one batch ahead needs {2 * steps_per_generation - 1}; nothing is "
+        f"sampled while the policy trains, so set max_staleness={2 * steps_per_generation - 1} or more, or train "
+        f"synchronously"
     )
 
 

@@ -24,8 +24,9 @@ c and r are a of the chosen and the rejected answer, sums over tokens:
 
 All equal TRL's of these names (`exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard` there). BCO's paper subtracts from b c
 and b r a running mean of both, which TRL's pair form leaves out, as does this one; SPPO's uses probabilities of a
-preference model, and 1 and 0 are these for a labelled pair. s is the logistic function, b is beta, e is label_smoothing: the share of labels that are believed to be swapped. IPO is
-taken per token, as TRL and its authors do; of sums, its target 1 / (2 b) would mean less the longer the answers are.
+preference model, and 1 and 0 are these for a labelled pair. s is the logistic function, b is beta, e is
+label_smoothing: the share of labels that are believed to be swapped. IPO is taken per token, as TRL and its authors do;
+of sums, its target 1 / (2 b) would mean less the longer the answers are.
 
 Axes: pairs; B = 2 * pairs rows, chosen then rejected; T tokens.
 References: DPO (arXiv:2305.18290, eq. 7), cDPO (Mitchell, "A note on DPO with noisy preferences", 2023), rDPO
@@ -118,7 +119,7 @@ class PairLossConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, at_least={"gamma": 0}, above={"beta": 0, "discopop_tau": 0})
-        if self.discopop_tau != 0.05 and self.loss != "discopop":  # noqa: PLR2004 - the default
+        if self.discopop_tau != 0.05 and self.loss != "discopop":
             raise ValueError(
                 f"discopop_tau={self.discopop_tau} is of loss='discopop', and loss={self.loss!r} has none; leave it out"
             )
