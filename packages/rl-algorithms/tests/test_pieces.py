@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -418,7 +420,7 @@ def test_pass_at_k_is_the_mean_advantage_over_all_subsets(k):
         scores[[index for index, subset in enumerate(subsets) if i in subset]].mean().item()
         for i in range(len(rewards))
     ]
-    found = advantages.pass_at_k_advantage(rewards, groups, k=k)
+    found = advantages.pass_at_k_advantage(rewards, groups, k=float(k))
     assert found.tolist() == pytest.approx(expected)
 
 
@@ -469,7 +471,7 @@ def test_rewards_that_differ_by_rounding_are_no_signal():
         advantages.has_signal,
         lambda r, g: advantages.gdpo(r[:, None], g, weights=[1.0]),
         lambda r, g: advantages.opo(r, g, g + 1),
-        lambda r, g: advantages.pass_at_k_advantage(r, g, k=2),
+        lambda r, g: advantages.pass_at_k_advantage(r, g, k=2.0),
         advantages.best_minus_second,
         lambda r, g: advantages.remax(r, r),
     ],
@@ -494,3 +496,28 @@ def test_an_empty_response_adds_nothing_to_a_loss_and_is_in_no_count():
         alone = evaluate(objective, logp[rest], entropy[rest], without, Counts.of(without.trainable))
         torch.testing.assert_close(with_empty[0], alone[0])
         torch.testing.assert_close(with_empty[1][rest], alone[1])
+
+
+# -- The README ----------------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_loss_of_ones_own_runs_as_printed(tmp_path, monkeypatch, capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    section = readme.partition("### A loss of your own")[2].partition("### A reward function")[0]
+    file, program = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", section, flags=re.DOTALL)
+    assert len(file.splitlines()) <= 15
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gmpo.py").write_text(file)
+    exec(program, names := {})
+    assert capsys.readouterr().out == printed
+    logp, entropy, examples = make_step(8)
+    counts = Counts.of(examples.trainable)
+    own = evaluate(names["objective"], logp, entropy, examples, counts)
+    shipped = evaluate(presets.preset("gmpo"), logp, entropy, examples, counts)
+    for one, other in zip(own[:2], shipped[:2], strict=True):
+        torch.testing.assert_close(one, other)
+    preset = re.search(r'print\(presets\.preset\("gspo".*?\)\.explain\(\)\)', readme).group()
+    exec(preset, {"presets": presets})
+    assert "0.9997, 1.0005" in capsys.readouterr().out
+    assert all(f"`{name}(" in readme for name in presets.preset_names() if not name.endswith("_baseline"))

@@ -7,7 +7,6 @@
 N counts the trainable tokens of the whole optimizer step, over every microbatch and every rank, so the gradient does
 not depend on how the batch was cut. A batch of rollouts may serve several steps. Which advantage, ratio, clip,
 correction, KL and mean are taken is an `Objective`: `grpo.dapo()` and its kin are the published ones; see `explain()`.
-
 Axes: P prompts, G rollouts per prompt, B rows, T tokens. Reference: arXiv:2402.03300; `presets` has those of its kin.
 """
 
