@@ -118,13 +118,44 @@ def prepare(
     if not len(kept.lengths):
         return examples
     config = objective.advantage
-    if "greedy_rewards" in config.piece.inputs:
-        if greedy_rewards is None:
-            raise ValueError(
-                f"advantage.estimator={config.piece.name!r} compares with the greedy response to each prompt, and no "
-                f"greedy_rewards were given; sample those in a loop of your own, and give their rewards to prepare"
-            )
+    if greedy_rewards is not None:
         greedy_rewards = greedy_rewards[_kept_rows(rollouts, objective)]
+    advantage = estimate_advantage(kept, token_rewards, config, greedy_rewards=greedy_rewards)
+    if advantage.ndim == 1:
+        if config.whiten == "sequences":
+            advantage = advantages.whiten(advantage, examples.trainable.any(dim=1))
+        advantage = advantage[:, None].expand(examples.trainable.shape)
+    elif config.whiten == "sequences":
+        raise ValueError(f"whiten='sequences' is of one number a response, and {config.piece.name!r} gives one a token")
+    if config.whiten == "tokens":
+        advantage = advantages.whiten(advantage, examples.trainable)
+    check_finite("advantage", advantage, examples.trainable)
+    return replace(examples, advantage=advantage.float())
+
+
+def estimate_advantage(
+    kept: Rollouts,
+    token_rewards: Float[Tensor, "B T"],
+    config: AdvantageConfig,
+    *,
+    greedy_rewards: Float[Tensor, " B"] | None = None,
+) -> Float[Tensor, "..."]:
+    """What `config` makes of rewards, before anything is whitened: one number a response [B], or a token [B, T].
+
+    Args:
+        kept: rollouts that did not fail.
+        token_rewards: of each token, with penalties and the KL in the reward.
+        config: how rewards become advantages.
+        greedy_rewards: as for `prepare`.
+
+    Raises:
+        ValueError: greedy or named rewards are needed and were not given, or a reward is not finite.
+    """
+    if "greedy_rewards" in config.piece.inputs and greedy_rewards is None:
+        raise ValueError(
+            f"advantage.estimator={config.piece.name!r} compares with the greedy response to each prompt, and no "
+            f"greedy_rewards were given; sample those in a loop of your own, and give their rewards to prepare"
+        )
     rewards = token_rewards.sum(dim=1)
     available: dict[str, Any] = {
         "rewards": rewards,
@@ -143,16 +174,7 @@ def prepare(
     if config.normalize_each_reward:
         # What is no named reward (a penalty, a KL) is compared too, and not scaled: its weight is its own.
         advantage = advantage + advantages.group_advantage(rewards - kept.rewards, kept.groups, baseline="group_mean")
-    if advantage.ndim == 1:
-        if config.whiten == "sequences":
-            advantage = advantages.whiten(advantage, examples.trainable.any(dim=1))
-        advantage = advantage[:, None].expand(examples.trainable.shape)
-    elif config.whiten == "sequences":
-        raise ValueError(f"whiten='sequences' is of one number a response, and {config.piece.name!r} gives one a token")
-    if config.whiten == "tokens":
-        advantage = advantages.whiten(advantage, examples.trainable)
-    check_finite("advantage", advantage, examples.trainable)
-    return replace(examples, advantage=advantage.float())
+    return advantage
 
 
 def reward_tokens(
