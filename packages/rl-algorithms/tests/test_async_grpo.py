@@ -492,12 +492,9 @@ def test_a_run_that_goes_on_later_trains_on_every_prompt_once(world, tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_a_bound_that_allows_no_asynchrony_says_so():
-    config = async_grpo.AsyncGRPOConfig(max_num_steps=4, steps_per_generation=2, max_staleness=2)
+    how = world(max_num_steps=4, steps_per_generation=2, max_staleness=2)
     with pytest.raises(UserWarning, match=r"max_staleness=2 allows no asynchrony.* set max_staleness=3 or more"):
-        next(async_grpo.train(**{**dict.fromkeys(WHAT_A_RUN_NEEDS), "config": config}))
-
-
-WHAT_A_RUN_NEEDS = ("policy", "engine", "weight_sync", "environment", "prompts", "chat", "sampling")
+        next(async_grpo.train(**how))
 
 
 # -- What is refused -----------------------------------------------------------------------------------------------
