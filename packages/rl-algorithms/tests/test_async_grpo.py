@@ -490,11 +490,10 @@ def test_a_run_that_goes_on_later_trains_on_every_prompt_once(world, tmp_path):
     assert counts == [4] * 48 * 4
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_bound_that_allows_no_asynchrony_says_so(world):
     how = world(max_num_steps=4, steps_per_generation=2, max_staleness=2)
-    with pytest.raises(UserWarning, match=r"max_staleness=2 allows no asynchrony.* set max_staleness=3 or more"):
-        next(async_grpo.train(**how))
+    with pytest.warns(UserWarning, match=r"max_staleness=2 allows no asynchrony.* set max_staleness=3 or more"):
+        assert len(list(async_grpo.train(**how))) == 2  # batches
 
 
 # -- What is refused -----------------------------------------------------------------------------------------------
