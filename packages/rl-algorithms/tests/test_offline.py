@@ -98,6 +98,28 @@ def test_pairs_stay_together_and_a_resumed_run_draws_what_is_left():
         assert all((rows[2 * k], rows[2 * k + 1]) in known for k in range(2))
 
 
+def test_a_batch_is_as_wide_as_its_own_rows_and_the_reference_is_asked_by_length(make_table):
+    """One long pair among short ones costs its own batch, and no other."""
+    long = Pair(chosen=(2, 3, 3, 3, 3, 3, 3, 1), rejected=(2, 1), prompt_length=1)
+    examples = dpo.prepare([PAIRS[0], long, PAIRS[2], PAIRS[1]])
+
+    class Watched(type(make_table())):
+        asked = ()
+
+        def logp(self, examples):
+            self.asked = (*self.asked, tuple(examples.tokens.shape))
+            return super().logp(examples)
+
+    reference = Watched()
+    compared = dpo.with_reference(reference, examples, rows_at_once=4)
+    assert reference.asked == ((4, 4), (4, 8))
+    expected = torch.where(examples.trainable, make_table().logp(examples), 0.0).sum(dim=1)
+    torch.testing.assert_close(compared.logp_ref, expected)
+    one = SimpleNamespace(max_num_steps=8, batch_size=1)
+    for batch in itertools.islice(offline.draw_batches(compared, config=one), 8):
+        assert batch.tokens.shape[1] == batch.trainable.shape[1] == batch.lengths.max()
+
+
 def test_what_no_run_can_do_is_refused_at_once():
     with pytest.raises(ValueError, match="steps_taken=7 must be from 0 to max_num_steps=6"):
         next(offline.train(dict, iter([]), config=TWO, steps_taken=7))

@@ -123,10 +123,17 @@ def checked_batches(given: Iterator[BatchT], *, name: str, wanted: int, size: in
 
 
 def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
-    """The same dataclass with only `rows` (indices or a mask along B) of every tensor."""
+    """The same dataclass with only `rows` (indices or a mask along B) of every tensor, as wide as the longest of them.
+
+    The columns that are padding in all of these rows go: a batch costs what its own rows are long.
+    """
     instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
+    lengths = examples.lengths[rows]
+    width = int(lengths.max()) if len(lengths) else 0
+    tensors = {field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+    # The first axis is B, and a second one is T.
     taken: ExamplesT = replace(
-        instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+        instance, **{name: tensor[:, :width] if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}
     )
     return taken
 
