@@ -207,7 +207,7 @@ def test_sft_before_it_imitates_the_chosen_answers(preferences, tmp_path):
 
 
 def test_a_loss_without_a_reference_asks_for_none(preferences, tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("the reference was asked")
 
     monkeypatch.setattr(dpo, "with_reference", refuse)

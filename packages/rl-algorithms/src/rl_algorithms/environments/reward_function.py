@@ -27,6 +27,7 @@ result is dropped.
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import math
 import signal
@@ -41,7 +42,7 @@ from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.environments.deadlines import TimedOutError, Workers
+from rl_algorithms.environments.executor import DeadlineExecutor, TimedOutError
 from rl_algorithms.environments.scores import CannotJudgeError, Score
 
 __all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError", "call_within"]
@@ -401,8 +402,7 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]], timeout_s: float | None) -> 
         returned: list[Any] = call_within(lambda: asyncio.run(coroutine), timeout_s=limit)
         return returned
     # The thread of a notebook runs a loop already, and a loop cannot be entered twice.
-    (outcome,) = Workers(max_workers=1).run([lambda: asyncio.run(coroutine)], timeout_s=limit or FOREVER_S)
-    rewards: list[Any] = outcome.result()
+    rewards: list[Any] = _on_another_thread(lambda: asyncio.run(coroutine), timeout_s=limit or FOREVER_S)
     return rewards
 
 
@@ -430,12 +430,7 @@ def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
             signal.signal(SIGNAL, _interrupt)
         interruptible = current in {signal.SIG_DFL, _interrupt}  # somebody else's handler is left alone
     if not interruptible:
-        workers = Workers(max_workers=1)
-        try:
-            (outcome,) = workers.run([call], timeout_s=timeout_s)
-        finally:
-            workers.close()
-        return outcome.result()
+        return _on_another_thread(call, timeout_s=timeout_s)
     deadline = _Deadline(at=time.monotonic() + timeout_s)
     _deadlines.append(deadline)
     threading.Thread(target=deadline.watch, name="rl-reward-deadline", daemon=True).start()
@@ -448,6 +443,15 @@ def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
     finally:
         deadline.over.set()
         _deadlines.remove(deadline)
+
+
+def _on_another_thread(call: Callable[[], Any], *, timeout_s: float) -> Any:
+    return _executor().run([call], timeout_s=timeout_s)[0].result()
+
+
+@functools.cache
+def _executor() -> DeadlineExecutor:
+    return DeadlineExecutor(max_workers=10_000)  # each caller waits for its one call: there are no more than callers
 
 
 @dataclass(eq=False, kw_only=True)
