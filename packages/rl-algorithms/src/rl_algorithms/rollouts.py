@@ -19,11 +19,11 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, SupportsFloat, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, SupportsFloat, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -254,10 +254,10 @@ def collect(
     none is being judged; an environment that only takes batches, once none is being generated: all march in step. The
     rollouts are the same either way.
 
-    An episode ends when the environment terminates it; truncated, when an answer met its token limit (it is judged, and nothing follows), after
-    `max_turns` answers, and when its next answer would begin at `max_length` tokens or later; and when it failed, as it
-    does where the tokenizer has no tokens for what the environment says to it. Observations that come with an end are
-    not appended: no answer follows them.
+    An episode ends when the environment terminates it; truncated, when an answer met its token limit (it is judged, and
+    nothing follows), after `max_turns` answers, and when its next answer would begin at `max_length` tokens or later;
+    and when it failed, as it does where the tokenizer has no tokens for what the environment says to it. Observations
+    that come with an end are not appended: no answer follows them.
 
     A `ResettingEnvironment` says itself how episodes begin; those of one group are given equal seeds: that of their
     prompt in `seeds`, or one made of `seed` and the place of the prompt.
@@ -444,10 +444,13 @@ class _Driver(Generic[SamplingT]):
         max_length: int | None,
     ) -> None:
         self._engine, self._sampling, self._environment, self._chat = engine, sampling, environment, chat
-        self._timer, self._limits = timer, {"max_turns": max_turns, "max_length": max_length}
-        self._events: SimpleQueue[tuple[Episode, Future[Any]]] = SimpleQueue()
-        self._asked: dict[Future[Any], Rollout | None] = {}
-        """What is under way: requests, with None, and judgements, with the rollout that is judged."""
+        self._timer, self._max_turns, self._max_length = timer, max_turns, max_length
+        self._takes_requests = isinstance(engine, RequestEngine)
+        self._takes_conversations = isinstance(environment, ConversationEnvironment)
+        self._events: SimpleQueue[tuple[Future[Any], Callable[[Any], None]]] = SimpleQueue()
+        """Futures that are done, each with what handles its result."""
+        self._under_way: set[Future[Any]] = set()
+        self._num_generating = 0
         self._unasked: list[Episode] = []
         """Episodes that wait until the engine can be asked for a batch."""
         self._unjudged: list[tuple[Episode, Rollout, Conversation]] = []
@@ -462,41 +465,39 @@ class _Driver(Generic[SamplingT]):
         try:
             for episode in episodes:
                 self._ask(episode)
-            while True:
-                if self._asked:
-                    self._wait_for_one()
+            while self._under_way or self._unjudged or self._unasked:
+                if self._under_way:
+                    # Waiting counts as generating while anything is generated.
+                    with self._timer.phase("generate" if self._num_generating else "reward"):
+                        future, handle = self._events.get()
+                    self._under_way.remove(future)
+                    with self._timer.phase("reward"):
+                        handle(future.result())
                 elif self._unjudged:
                     self._judge_batch()
-                elif self._unasked:
-                    self._ask_batch()
                 else:
-                    return
+                    self._ask_batch()
         finally:
-            for future in list(self._asked):
+            for future in list(self._under_way):
                 future.cancel()
 
+    def _expect(self, future: Future[Any], handle: Callable[[Any], None]) -> None:
+        self._under_way.add(future)
+        future.add_done_callback(lambda done: self._events.put((done, handle)))
+
     def _ask(self, episode: Episode) -> None:
-        if not isinstance(self._engine, RequestEngine):
+        if not self._takes_requests:
             self._unasked.append(episode)
             return
+        engine = cast("RequestEngine[SamplingT]", self._engine)
         seed = episode_seed(episode.seed, episode.num_answers)
-        self._expect(episode, self._engine.submit(tuple(episode.tokens), self._sampling, seed=seed), judges=None)
+        self._num_generating += 1
 
-    def _expect(self, episode: Episode, future: Future[Any], *, judges: Rollout | None) -> None:
-        self._asked[future] = judges
-        future.add_done_callback(lambda done: self._events.put((episode, done)))
+        def handle(rollout: Rollout) -> None:
+            self._num_generating -= 1
+            self._generated(episode, rollout)
 
-    def _wait_for_one(self) -> None:
-        # Waiting counts as generating while anything is generated.
-        generating = any(judges is None for judges in self._asked.values())
-        with self._timer.phase("generate" if generating else "reward"):
-            episode, future = self._events.get()
-        rollout, result = self._asked.pop(future), future.result()
-        with self._timer.phase("reward"):
-            if rollout is None:
-                self._generated(episode, result)
-            else:
-                self._judged(episode, rollout, result)
+        self._expect(engine.submit(tuple(episode.tokens), self._sampling, seed=seed), handle)
 
     def _ask_batch(self) -> None:
         asked, self._unasked = sorted(self._unasked, key=lambda each: each.row), []
@@ -518,12 +519,13 @@ class _Driver(Generic[SamplingT]):
             turn=episode.num_answers,
             truncated=rollout.truncated,
         )
-        if isinstance(self._environment, ConversationEnvironment):
-            judging = self._environment.submit(conversation)
-            if judging is not None:
-                self._expect(episode, judging, judges=rollout)
-                return
-        self._unjudged.append((episode, rollout, conversation))
+        judging = None
+        if self._takes_conversations:
+            judging = cast("ConversationEnvironment", self._environment).submit(conversation)
+        if judging is None:
+            self._unjudged.append((episode, rollout, conversation))
+        else:
+            self._expect(judging, lambda judged: self._judged((episode, rollout, conversation), judged))
 
     def _judge_batch(self) -> None:
         unjudged, self._unjudged = sorted(self._unjudged, key=lambda each: each[0].row), []
@@ -531,13 +533,14 @@ class _Driver(Generic[SamplingT]):
             returns = self._environment.step([conversation for _, _, conversation in unjudged])
             if len(returns) != len(unjudged):
                 raise ValueError(f"the environment judged {len(returns)} conversations of {len(unjudged)}")
-            for (episode, rollout, _), judged in zip(unjudged, returns, strict=True):
-                self._judged(episode, rollout, judged)
+            for answered, judged in zip(unjudged, returns, strict=True):
+                self._judged(answered, judged)
 
-    def _judged(self, episode: Episode, rollout: Rollout, judged: EnvironmentReturn) -> None:
+    def _judged(self, answered: tuple[Episode, Rollout, Conversation], judged: EnvironmentReturn) -> None:
+        episode, rollout, conversation = answered
         _check_return(judged, of=episode)
-        if episode.answered(rollout, self._chat.text(rollout.tokens), judged) and _continue(
-            episode, tuple(judged.observations), self._chat, **self._limits
+        if episode.answered(rollout, conversation.answer, judged) and _continue(
+            episode, tuple(judged.observations), self._chat, max_turns=self._max_turns, max_length=self._max_length
         ):
             self._ask(episode)
 
