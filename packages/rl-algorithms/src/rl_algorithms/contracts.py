@@ -295,6 +295,12 @@ class Conversation:
     row: Mapping[str, object]
     """Every column of the data row, untouched."""
 
+    tokens: tuple[int, ...] = ()
+    """The newest answer as it was sampled, the stop token included."""
+
+    version: int = 0
+    """How many optimizer steps the weights had seen that sampled its last token."""
+
     state: object = None
     """What the environment returned last for this conversation; None at first."""
 

@@ -515,6 +515,8 @@ class _Driver(Generic[SamplingT]):
             messages=episode.messages,
             answer=self._chat.text(rollout.tokens),
             row=dict(episode.prompt.row.columns),  # its own: it cannot change those of others
+            tokens=tuple(rollout.tokens),
+            version=rollout.versions[-1].version,
             state=episode.state,
             turn=episode.num_answers,
             truncated=rollout.truncated,
