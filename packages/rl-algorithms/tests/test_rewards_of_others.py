@@ -12,10 +12,10 @@ from rl_algorithms.environments.math import math_match
 QUESTION = [{"role": "system", "content": "Box it."}, {"role": "user", "content": "1/3?"}]
 
 
-def said(answer, *, prompt=QUESTION, tokens=(5, 6, 1), version=7, **columns):
+def said(text, *, prompt=QUESTION, tokens=(5, 6, 1), version=7, **columns):
     messages = tuple(prompt) if isinstance(prompt, list) else ({"role": "user", "content": prompt},)
     return Conversation(
-        messages=messages, answer=answer, row={"prompt": prompt, **columns}, tokens=tokens, version=version
+        messages=messages, answer=text, row={"prompt": prompt, **columns}, tokens=tokens, version=version
     )
 
 
