@@ -227,7 +227,8 @@ def _lines(path: Path) -> Iterator[Record]:
                     yield f"{path}:{number}", content.rstrip(b"\r\n")
     except (OSError, EOFError) as error:  # a packed file that was cut off ends early
         raise DataError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a JSONL file with one row per line"
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a JSONL file with one row per "
+            f"line"
         ) from error
 
 
