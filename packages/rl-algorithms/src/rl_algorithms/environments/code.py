@@ -31,13 +31,12 @@ from typing import Any, ClassVar
 from rl_algorithms.choices import check_fields
 from rl_algorithms.data.fields import parse_json
 from rl_algorithms.environments.answers import Extract, code_block
-from rl_algorithms.environments.sandbox import Execution, Limits, Runner, SandboxError, check_runs, run_python
+from rl_algorithms.environments.sandbox import PROBE_S, Execution, Limits, Runner, SandboxError, check_runs, run_python
 from rl_algorithms.environments.scores import Score, takes_text
 
 __all__ = ["CodeTests", "code_tests"]
 
 COMPILING = threading.Lock()  # what ignores warnings does so for every thread
-PROBE_S = 60.0  # seconds for an empty program, on a machine that is busy
 
 
 @dataclass(slots=True, kw_only=True)
