@@ -140,7 +140,8 @@ def test_a_recipe_names_validation_set_mixture_and_template(tmp_path):
     config = DataConfig(
         source=write(tmp_path / "a.jsonl", ROWS[:6]),
         held_out=write(tmp_path / "v.jsonl", ROWS[6:9]),
-        mix={"more": MixedSource(source=write(tmp_path / "m.jsonl", ROWS[9:]), weight=2.0)},
+        mix={"more": write(tmp_path / "m.jsonl", ROWS[9:])},
+        mix_weights={"more": 2.0},
         prompt_template="Q: {prompt}",
     )
     data = read_configured(config, sampled_by="grpo", skipped=SkippedRows())
@@ -148,7 +149,9 @@ def test_a_recipe_names_validation_set_mixture_and_template(tmp_path):
     assert {row.prompt for row in data.train} == {f"Q: {row['prompt']}" for row in [*ROWS[:6], *ROWS[9:]]}
     for wrong, message in (
         ({"held_out_share": 0.1, "held_out": "v"}, "set one of them"),
-        ({"weight": 2.0}, "relative to the sets of mix"),
+        ({"mix_weights": {"b": 2.0}}, "mix_weights names b, and the sets are source"),
+        ({"mix_splits": {"b": "train"}}, "mix_splits names b"),
+        ({"mix_weights": {"source": 0.0}}, "must be finite and > 0"),
         (
             {"prompt_format": "plain", "chat_template_kwargs": {"enable_thinking": False}},
             "plain has none",

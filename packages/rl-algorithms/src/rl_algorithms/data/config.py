@@ -3,6 +3,7 @@
 `read_configured` reads it.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -56,11 +57,15 @@ class DataConfig:
     held_out_split: str | None = None
     """Its split; without `held_out`, a split of `source` itself, such as `test`."""
 
-    mix: dict[str, MixedSource] = field(default_factory=dict)
-    """Further sets to learn from, by name, each with a `source` and a `weight`."""
+    mix: dict[str, str] = field(default_factory=dict)
+    """Further sets to learn from: a name of yours, mapped to what `source` may be. Columns are called as in `columns`."""
 
-    weight: float = 1.0
-    """Weight of `source` beside the sets of `mix`."""
+    mix_splits: dict[str, str] = field(default_factory=dict)
+    """The split of a set of `mix`, by its name."""
+
+    mix_weights: dict[str, float] = field(default_factory=dict)
+    """How often a row is drawn from a set of `mix`, by its name, and from `source` itself under the name `source`; 1 for
+    those not named."""
 
     system_prompt: str | None = None
     """System message put before every prompt that has none of its own."""
@@ -75,14 +80,22 @@ class DataConfig:
     """`chat` renders prompts with the tokenizer's chat template; `plain` takes the text as it is."""
 
     def __post_init__(self) -> None:
-        check_fields(self, above={"weight": 0})
+        check_fields(self)
         if self.held_out_share is not None and (self.held_out or self.held_out_split):
             raise ValueError(
                 f"held_out_share={self.held_out_share} cuts a part of the training data, and held_out names rows apart "
                 f"from it; set one of them"
             )
-        if self.weight != 1.0 and not self.mix:
-            raise ValueError(f"weight={self.weight} is relative to the sets of mix, and there are none")
+        for field_name, known in (("mix_splits", [*self.mix]), ("mix_weights", ["source", *self.mix])):
+            if unknown := sorted(set(getattr(self, field_name)) - set(known)):
+                raise ValueError(
+                    f"{field_name} names {', '.join(unknown)}, and the sets are {', '.join(known) or 'none'}"
+                )
+        for name, weight in self.mix_weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(f"mix_weights.{name}={weight} must be finite and > 0; leave out what is not wanted")
+        if "source" in self.mix:
+            raise ValueError("mix has a set named source, which is what data.source is called in mix_weights")
         if self.prompt_format == "plain" and self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs are for a chat template, and prompt_format=plain has none")
         self.prompts  # noqa: B018 - refuses a template that cannot be one
@@ -95,6 +108,19 @@ class DataConfig:
         if self.system_prompt is None and self.prompt_template is None:
             return None
         return PromptTemplate(system_prompt=self.system_prompt, prompt_template=self.prompt_template)
+
+    @property
+    def mixed(self) -> dict[str, MixedSource]:
+        """The sets of `mix` with their splits and weights."""
+        return {
+            name: MixedSource(
+                source=source,
+                split=self.mix_splits.get(name),
+                weight=self.mix_weights.get(name, 1.0),
+                columns=self.columns,
+            )
+            for name, source in self.mix.items()
+        }
 
     @property
     def held_out_rows(self) -> Source | None:
@@ -153,8 +179,8 @@ def read_configured(
             imitate_chosen=imitates,
             skipped=skipped if config.on_bad_row == "skip" else None,
             prompts=config.prompts,
-            mix=config.mix,
-            weight=config.weight,
+            mix=config.mixed,
+            weight=config.mix_weights.get("source", 1.0),
         )
     except DataError as error:
         if sampled_by is not None and are_conversations(source, columns=config.columns):

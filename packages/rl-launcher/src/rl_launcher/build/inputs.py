@@ -162,8 +162,8 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
 
 def _made_by_function(config: DataConfig) -> Dataset:
     defaults = DataConfig(source=config.source)
-    of_rows = ("held_out_share", "held_out", "held_out_split", "mix", "system_prompt", "prompt_template")
-    for name in (*of_rows, "columns", "on_bad_row", "split", "name", "revision"):
+    of_rows = ("held_out_share", "held_out", "held_out_split", "mix", "mix_splits", "mix_weights", "system_prompt")
+    for name in (*of_rows, "prompt_template", "columns", "on_bad_row", "split", "name", "revision"):
         if (value := getattr(config, name)) != getattr(defaults, name):
             raise Refusal(
                 f"data.{name}={value} is for rows that are read from a file or a data set, and data.source="
