@@ -58,14 +58,14 @@ class DataConfig:
     """Its split; without `held_out`, a split of `source` itself, such as `test`."""
 
     mix: dict[str, str] = field(default_factory=dict)
-    """Further sets to learn from: a name of yours, mapped to what `source` may be. Columns are called as in `columns`."""
+    """Further sets to learn from: a name of yours, mapped to what `source` may be. Columns as in `columns`."""
 
     mix_splits: dict[str, str] = field(default_factory=dict)
     """The split of a set of `mix`, by its name."""
 
     mix_weights: dict[str, float] = field(default_factory=dict)
-    """How often a row is drawn from a set of `mix`, by its name, and from `source` itself under the name `source`; 1 for
-    those not named."""
+    """How often a row is drawn from a set of `mix`, by its name, and from `source` itself under the name `source`; 1
+    for those not named."""
 
     system_prompt: str | None = None
     """System message put before every prompt that has none of its own."""
