@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_algorithms.background_collection import gated
 from rl_algorithms.contracts import (
     ConversationEnvironment,
     EnvironmentReturn,
@@ -18,7 +19,9 @@ from rl_algorithms.contracts import (
     RequestEngine,
 )
 from rl_algorithms.environments import EpisodeEnvironment, RewardFunctionEnvironment, ToolEnvironment
+from rl_algorithms.replay import ReplayBuffer
 from rl_algorithms.rollouts import collect
+from rl_algorithms.stepping import PhaseTimer
 
 
 def answer(prompt, seed):
@@ -247,3 +250,32 @@ def test_an_environment_may_leave_a_conversation_to_the_batch(chat, rows):
     rollouts = play(chat, rows, Seeded(wait_s=0.01), judge)
     assert judge.batches == (9,)
     assert rollouts.rewards.tolist() == [1.0] * 3 + [2.0] * 9
+
+
+def test_new_weights_wait_for_the_requests_under_way_and_none_begins_meanwhile():
+    """A gated engine counts every request as inside from `submit` to its end."""
+    begun = []
+
+    class Held:
+        def generate(self, prompts, sampling):
+            raise AssertionError
+
+        def submit(self, prompt, sampling, *, seed):
+            begun.append(Future())
+            return begun[-1]
+
+    buffer = ReplayBuffer(capacity=1, max_staleness=0, ask_again=True, num_groups=1, first_ticket=0)
+    engine = gated(Held(), buffer=buffer, environment=None)
+    assert isinstance(engine, RequestEngine)
+    first = engine.submit((2,), None, seed=0)
+    with pytest.raises(TimeoutError, match="1 calls"), engine.alone(PhaseTimer(), timeout_s=0.05):
+        raise AssertionError("it is inside")
+    begun[0].set_result(answer((2,), 0))
+    assert first.done()
+    later = threading.Thread(target=lambda: engine.submit((2,), None, seed=1))
+    with engine.alone(PhaseTimer(), timeout_s=60.0):
+        later.start()
+        time.sleep(0.05)
+        assert len(begun) == 1
+    later.join(timeout=60)
+    assert len(begun) == 2
