@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, final
 
 from rl_generation.child_process import process_stat
+from rl_generation.vllm.leftovers import SHARED_MEMORY, mapped_shared_memory
 
 __all__ = ["EngineProcesses", "Watchdog"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has it)
 PREFIX = "vllm_dist_"
 """What vLLM's ranks on a CPU call their shared memory, which they leave even at a clean end."""
+KILL_TIMEOUT_S = 30.0
+"""How long a process that was killed may take to end; only one that waits in the kernel takes that long."""
 
 
 @final
@@ -46,7 +48,8 @@ class EngineProcesses:
         """Look for further processes and shared memory."""
         for process_id, started in _below({root.pid for root in self.roots}).items():
             self._started[process_id] = started
-            self._files |= _shared_files(process_id)
+            mapped = mapped_shared_memory(process_id).values()
+            self._files |= {path for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}
 
     def dead(self) -> str | None:
         """Say which of the roots is dead, with its exit code; None where all live."""
@@ -63,16 +66,21 @@ class EngineProcesses:
 
     def end(self, *, timeout_s: float = 10.0) -> None:
         """Wait until all have ended, kill those that have not, and remove what they left in shared memory."""
-        deadline = time.monotonic() + timeout_s
-        while self._living() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self._wait(timeout_s)
         for process in self._living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        # A worker is no child of this process, and on a busy machine one that was killed needs a while to end.
+        self._wait(KILL_TIMEOUT_S)
         for root in self.roots:
             root.join(timeout_s)
         for file in self._files:
             file.unlink(missing_ok=True)
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._living() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _living(self) -> list[int]:
         found = {process_id: process_stat(process_id) for process_id in self._started}
@@ -133,12 +141,3 @@ def _below(roots: set[int]) -> dict[int, int]:
         found |= {process_id: stat.started for process_id in newest if (stat := stats.get(process_id)) is not None}
         newest = {process_id for process_id, stat in stats.items() if stat and stat.parent in newest} - found.keys()
     return found
-
-
-def _shared_files(process_id: int) -> set[Path]:
-    try:
-        lines = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return set()
-    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if str(SHARED_MEMORY) in line}
-    return {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}
