@@ -434,7 +434,7 @@ def test_prompts_of_messages_are_carried(make_taskset, vf):
 def test_errors_of_scoring_stop_or_fail(make_taskset):
     strict = VerifiersEnvironment(make_taskset())
     row = strict.rows()[0]
-    with pytest.raises(ValueError, match=r"row 0 of the batch .*no verdict"):
+    with pytest.raises(ValueError, match=r"the row .*no verdict"):
         strict.step([Conversation(messages=(), answer="raise", row=row)])
     with pytest.raises(AdapterError, match="no verifiers_key of this taskset"):
         strict.step([Conversation(messages=(), answer="1", row={"prompt": "1+1?"})])

@@ -65,7 +65,7 @@ def test_a_conversation_over_its_deadline_fails_alone_even_where_errors_stop_the
 @pytest.mark.parametrize(("answer", "reason"), [("raise", "no answer from the judge"), ("nan", "finite reward")])
 def test_an_error_stops_the_run_or_fails_one_rollout_as_asked(answer, reason):
     strict = ConcurrentEnvironment(Judge())
-    with pytest.raises(AsyncEnvironmentError, match=rf"row 1 of the batch \(\{{'number': 1\}}\).*{reason}"):
+    with pytest.raises(AsyncEnvironmentError, match=rf"the row \{{'number': 1\}}: .*{reason}"):
         strict.step(conversations("1", answer))
     strict.close()
     environment = ConcurrentEnvironment(Judge(), on_error="fail")
@@ -81,7 +81,7 @@ def test_an_environment_that_begins_episodes_is_asked_to():
     starts = environment.reset([{"prompt": "a"}, {"prompt": "b"}], seeds=[3, 4])
     assert [start.messages[0]["content"] for start in starts] == ["a 3", "b 4"]
     assert [start.state for start in starts] == [3, 4]
-    with pytest.raises(AsyncEnvironmentError, match=r"row 1 .*no server"):
+    with pytest.raises(AsyncEnvironmentError, match=r"the row .*broken.*no server"):
         environment.reset([{"prompt": "a"}, {"broken": True}], seeds=[0, 0])
     environment.close()
     with pytest.raises(AsyncEnvironmentError, match="use ConcurrentResettingEnvironment"):

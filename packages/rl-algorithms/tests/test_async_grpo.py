@@ -19,6 +19,8 @@ from rl_algorithms.data import batches, make_row
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.objective import Objective, RatioConfig, SelectionConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore:max_staleness=.* allows no asynchrony")
+
 SOON = 120.0  # seconds: never waited for, unless the test is about to fail
 KEEP = Objective(selection=SelectionConfig(groups_without_signal="keep"))
 
@@ -486,6 +488,12 @@ def test_a_run_that_goes_on_later_trains_on_every_prompt_once(world, tmp_path):
     assert [step["version"] for step in rest] == list(range(6, 13))
     counts = [how["policy"].prompts.count(prompt) for prompt in how["policy"].prompts]
     assert counts == [4] * 48 * 4
+
+
+def test_a_bound_that_allows_no_asynchrony_says_so(world):
+    how = world(max_num_steps=4, steps_per_generation=2, max_staleness=2)
+    with pytest.warns(UserWarning, match=r"max_staleness=2 allows no asynchrony.* set max_staleness=3 or more"):
+        assert len(list(async_grpo.train(**how))) == 2  # batches
 
 
 # -- What is refused -----------------------------------------------------------------------------------------------

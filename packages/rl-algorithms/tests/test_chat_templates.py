@@ -209,10 +209,9 @@ def test_marks_without_an_end_and_marks_of_nothing_are_refused():
         make_chat(MARKS_NOTHING).conversation(TALK)
 
 
-def test_a_thinking_template_teaches_the_last_turn_and_refuses_the_others():
+def test_a_thinking_template_teaches_every_turn_as_it_would_have_been_sampled():
     chat = make_chat(THINKING)
-    with pytest.raises(DataError, match="the chat template renders the prompt differently"):
-        chat.conversation(TALK)
+    assert all(each.startswith("<think></think>") for each in learnt(chat, chat.conversation(TALK)))
     assert learnt(chat, chat.conversation(TALK, train_on="last_turn")) == ["<think></think>2 é"]
     off = make_chat(THINKING, template_options={"enable_thinking": False})
     assert learnt(off, off.conversation(TALK, train_on="last_turn")) == ["2 é"]  # the prompt has the empty thoughts

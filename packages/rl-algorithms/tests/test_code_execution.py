@@ -45,7 +45,9 @@ def run(source, *, stdin="", **changed):
 
 def test_a_program_reads_prints_and_ends():
     execution = run("import sys; print(input()[::-1]); print('é', file=sys.stderr); sys.exit(3)", stdin="abc\n")
-    assert execution == Execution(ending="exit", code=3, stdout="cba\n", stderr="é\n", cut=False)
+    assert execution == Execution(
+        ending="exit", code=3, stdout="cba\n", stderr="é\n", cut=False, isolated=execution.isolated
+    )
     assert run("print(1)").succeeded
 
 
@@ -200,6 +202,76 @@ def test_a_network_of_its_own_is_given_or_refused():
     except SandboxError as refused:
         said = str(refused)
     assert "Network is unreachable" in said or "unshare says" in said
+
+
+WRITES = """
+import os
+for folder in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd()):
+    written, name = 0, folder + "/rl-test-WHO"
+    try:
+        with open(name, "wb", buffering=0) as file:
+            for _ in range(3):
+                written += file.write(b"x" * (1 << 20))
+    except OSError as error:
+        print(folder, written >> 20, error.strerror)
+    else:
+        print(folder, written >> 20)
+"""
+
+
+def test_what_a_program_writes_is_bounded_and_gone_where_the_kernel_allows_it():
+    source = WRITES.replace("WHO", str(os.getpid()))
+    execution = run(source, disk_bytes=2 << 20)
+    names = [Path(folder, f"rl-test-{os.getpid()}") for folder in ("/tmp", "/var/tmp", "/dev/shm")]
+    if "files" not in execution.isolated:
+        for name in names:
+            name.unlink(missing_ok=True)
+        pytest.skip("this kernel makes no mount namespace here")
+    assert execution.stdout.count("No space left on device") == 4, execution
+    assert not any(name.exists() for name in names)
+    assert run(source, files="private").stdout.count("No space") == 0
+
+
+def test_nothing_of_the_host_is_mounted_over():
+    before = Path("/proc/self/mounts").read_text()
+    run("print(1)")
+    assert Path("/proc/self/mounts").read_text() == before
+
+
+def test_a_program_has_no_network_unless_it_is_asked_for():
+    source = "import socket; print(socket.if_nameindex()); socket.create_connection(('127.0.0.1', 9), 1)"
+    execution = run(source)
+    if "network" in execution.isolated:
+        assert "unreachable" in execution.stderr
+    else:
+        assert "refused" in execution.stderr
+    assert "refused" in run(source, network="host").stderr
+    assert "network" not in run(source, network="host").isolated
+
+
+def test_an_interpreter_that_programs_cannot_run_falls_on_one_that_they_can_and_says_so(monkeypatch, caplog):
+    from rl_algorithms.environments import sandbox
+
+    sandbox._runnable_python.cache_clear()
+    tried = []
+    original = sandbox._run
+
+    def run_but_not_ours(source, *, stdin, limits):
+        tried.append(limits.python)
+        if limits.python == sys.executable:
+            raise SandboxError("it cannot be started: Permission denied")
+        return original(source, stdin=stdin, limits=limits)
+
+    monkeypatch.setattr(sandbox, "_run", run_but_not_ours)
+    found = sandbox._runnable_python()
+    assert tried == [sys.executable, found]
+    assert f"programs are run by {found}: it cannot be started: Permission denied" in caplog.text
+    assert run_python("print(1)").stdout == "1\n"
+    sandbox._runnable_python.cache_clear()
+    monkeypatch.setattr(sandbox.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(SandboxError, match=r"Permission denied.*set Limits\(python='/usr/bin/python3'\)"):
+        run_python("print(1)")
+    sandbox._runnable_python.cache_clear()
 
 
 def test_an_interpreter_that_is_not_there_is_refused():

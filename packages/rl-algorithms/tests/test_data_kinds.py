@@ -137,7 +137,11 @@ def test_a_labelled_answer(label):
 @pytest.mark.parametrize(
     ("kind", "columns", "message"),
     [
-        (Row, {"prompt": [user("a"), {"role": "user", "content": [{"type": "image"}]}]}, r"'prompt\[1\]' is a list of"),
+        (
+            Row,
+            {"prompt": [user("a"), {"role": "user", "content": [{"type": "image"}]}]},
+            r"'prompt\[1\].content\[0\]' is a part of type 'image'",
+        ),
         (Row, {"prompt": [user("a"), {"role": "user", "content": None}]}, r"'prompt\[1\]' must have a text"),
         (Row, {"prompt": "a", "tools": 3}, "'tools' must be a list of JSON schemas, found int 3"),
         (Row, {"prompt": "a", "tools": ["{"]}, r"'tools\[0\]' is no JSON"),

@@ -94,8 +94,9 @@ def test_data_sets_give_the_rows_that_json_gives(tmp_path, how, monkeypatch):
     elif how == "saved":
         dataset.save_to_disk(folder)
         check(read_rows(folder, kind=Row), [f"{folder}[0]", f"{folder}[1]"])
-        with pytest.raises(DataError, match="split='train', and this is a data set without splits"):
-            read_rows(Source(path=str(folder), split="train"), kind=Row)
+        assert [row.answer for row in read_rows(Source(path=str(folder), split="train[:1]"), kind=Row)] == ["4"]
+        with pytest.raises(DataError, match="has no split 'test'; it has train"):
+            read_rows(Source(path=str(folder), split="test"), kind=Row)
     elif how == "saved splits":
         datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(folder)
         source = Source(path=str(folder), split="test")
@@ -152,7 +153,7 @@ def test_a_broken_parquet_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("a.csv", "cannot be read|is of no known kind; known are .jsonl"),
+        ("a.xls", "cannot be read|is of no known kind; known are .jsonl"),
         ("./nowhere", "cannot be read .*; give a .jsonl"),
         (Source(path="a.jsonl", split="train"), "split='train' is for data sets, and this is a file"),
         ([], "list: has no rows"),
@@ -161,7 +162,7 @@ def test_a_broken_parquet_file_is_refused(tmp_path):
 )
 def test_what_cannot_be_read_is_refused(tmp_path, source, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.csv").touch()
+    (tmp_path / "a.xls").touch()
     with pytest.raises(DataError, match=message):
         read_rows(source, kind=Row)
 

@@ -26,7 +26,7 @@ from rl_algorithms.environments import (
     Score,
     reward_function,
 )
-from rl_algorithms.environments.deadlines import TimedOutError
+from rl_algorithms.environments.executor import TimedOutError
 from rl_algorithms.environments.reward_function import call_within
 from rl_algorithms.environments.verl import from_compute_score
 
@@ -70,7 +70,8 @@ def test_keyword_arguments_get_every_column():
 
 def test_a_column_that_it_requires_and_the_data_lack_is_named():
     with pytest.raises(
-        RewardError, match="requires solution, and the data rows have answer, completions, prompt, prompts"
+        RewardError,
+        match=r"requires solution, and the data rows have answer, prompt \(prompts, completions,",
     ):
         ask(lambda completions, solution: [0.0] * len(completions))
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 from rl_algorithms.data import make_row
-from rl_algorithms.environments.deadlines import BlockedLoopError, Outcome, Runner, Workers
 from rl_algorithms.environments.episodes import EpisodeEnvironment, EpisodeError
+from rl_algorithms.environments.executor import BlockedLoopError, DeadlineExecutor, Outcome
 from rl_algorithms.environments.games import GuessNumber
 from rl_algorithms.rollouts import collect
 
@@ -133,9 +133,7 @@ def test_an_error_names_the_row_where_errors_stop_the_run():
     rows = rows_of("a", "b")
     with EpisodeEnvironment(lambda: Counting([])) as environment:
         starts = environment.reset(rows, seeds=[0, 0])
-        with pytest.raises(
-            EpisodeError, match=r"row 1 of the batch \(.*'b'.*OSError: the sandbox died.*on_error='fail'"
-        ):
+        with pytest.raises(EpisodeError, match=r"the row .*'b'.*OSError: the sandbox died.*on_error='fail'"):
             play(environment, starts, rows, ["x", "raise"])
 
 
@@ -183,7 +181,10 @@ def test_an_episode_that_cannot_begin_fails_at_its_first_step(release):
     assert "cannot begin: it ran longer than timeout_s=2" in returns[2].failed
     release.set()
     environment.close()
-    with EpisodeEnvironment(lambda: Counting(log)) as strict, pytest.raises(EpisodeError, match=r"row 1.*no room"):
+    with (
+        EpisodeEnvironment(lambda: Counting(log)) as strict,
+        pytest.raises(EpisodeError, match=r"the row .*'b'.*no room"),
+    ):
         strict.reset(rows[:2], seeds=[0, 0])
 
 
@@ -227,7 +228,7 @@ def test_an_error_of_closing_is_told_and_costs_nothing(caplog):
 def test_states_that_are_not_its_own_are_refused():
     rows = rows_of("a", turns=1)
     with EpisodeEnvironment(lambda: Counting([])) as environment:
-        with pytest.raises(EpisodeError, match=r"row 0 .*state is None"):
+        with pytest.raises(EpisodeError, match=r"the row .*state is None"):
             play(environment, [EpisodeStart(messages=({"role": "user", "content": "x"},))], rows, ["x"])
         starts = environment.reset(rows, seeds=[0])
         with pytest.raises(EpisodeError, match="share an episode"):
@@ -360,7 +361,7 @@ def test_outcomes_come_in_the_order_of_the_calls(kinds, max_workers):
 
         return coroutine if kind.startswith("async") else plain
 
-    runner = Runner(max_workers=max_workers)
+    runner = DeadlineExecutor(max_workers=max_workers)
     outcomes = runner.run([call_of(*pair) for pair in enumerate(kinds)], timeout_s=60.0)
     runner.close()
     for index, (kind, outcome) in enumerate(zip(kinds, outcomes, strict=True)):
@@ -388,7 +389,7 @@ def test_a_hung_step_does_not_keep_the_process_alive():
 
 
 def test_what_hangs_when_ctrl_c_comes_keeps_no_place():
-    workers, hung = Workers(max_workers=1), threading.Event()
+    workers, hung = DeadlineExecutor(max_workers=1), threading.Event()
 
     def interrupted():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
@@ -409,12 +410,12 @@ def test_what_hangs_when_ctrl_c_comes_keeps_no_place():
 def test_what_is_forked_begins_anew():
     program = """
         import asyncio, os
-        from rl_algorithms.environments.deadlines import Runner
+        from rl_algorithms.environments.executor import DeadlineExecutor
         from rl_algorithms.environments.workers import Workers
         async def later():
             await asyncio.sleep(0)
             return os.getpid()
-        runner, workers = Runner(max_workers=1), Workers(timeout_s=60.0)
+        runner, workers = DeadlineExecutor(max_workers=1), Workers(timeout_s=60.0)
         def works():
             outcomes = runner.run([os.getpid, later], timeout_s=60.0)
             matched = workers.run([{"do": "regex", "pattern": "a", "text": "a"}])

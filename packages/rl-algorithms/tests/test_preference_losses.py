@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rl_algorithms.preferences.losses import (
     PairLossConfig,
+    aot,
     formula,
     hinge,
     ipo,
@@ -166,3 +167,70 @@ def test_the_formula_that_is_printed_is_the_loss(config):
         assert computed == pytest.approx(pair_loss(torch.tensor([point], dtype=torch.float64), config).item())
     assert ("mean of" in delta) == config.per_token
     assert ("logp_ref" in delta) != config.reference_free
+
+
+# -- Losses of each answer, and other functions of the margin --------------------------------------------------------
+
+CHOSEN, REJECTED = torch.tensor([0.7, -0.4], dtype=torch.float64), torch.tensor([-0.2, 0.9], dtype=torch.float64)
+
+
+def logistic(value):
+    return 1 / (1 + math.exp(-value))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"loss": "bco"}, lambda c, r, b: -math.log(logistic(b * c)) - math.log(logistic(-b * r))),
+        (
+            {"loss": "nca"},
+            lambda c, r, b: (
+                -math.log(logistic(b * c)) - math.log(logistic(-b * c)) / 2 - math.log(logistic(-b * r)) / 2
+            ),
+        ),
+        ({"loss": "sppo"}, lambda c, r, b: (c - 1 / (2 * b)) ** 2 + (r + 1 / (2 * b)) ** 2),
+        ({"loss": "apo_zero"}, lambda c, r, b: 1 - logistic(b * c) + logistic(b * r)),
+        ({"loss": "apo_down"}, lambda c, r, b: logistic(b * c) + 1 - logistic(b * (c - r))),
+        (
+            {"loss": "exo", "label_smoothing": 0.1},
+            lambda c, r, b: sum(
+                q * math.log(q / p) for q, p in ((logistic(b * (c - r)), 0.9), (logistic(-b * (c - r)), 0.1))
+            ),
+        ),
+        (
+            {"loss": "discopop", "discopop_tau": 0.5},
+            lambda c, r, b: (
+                -math.log(logistic(b * (c - r))) * (1 - logistic(b * (c - r) / 0.5))
+                + math.exp(-b * (c - r)) * logistic(b * (c - r) / 0.5)
+            ),
+        ),
+    ],
+    ids=lambda value: value["loss"] if isinstance(value, dict) else "",
+)
+def test_the_losses_of_the_field_are_their_formulas(config, expected):
+    config = PairLossConfig(beta=0.3, **config)
+    found = pair_loss(CHOSEN - REJECTED, config, chosen=CHOSEN, rejected=REJECTED)
+    by_hand = [expected(c, r, 0.3) for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
+    assert found.tolist() == pytest.approx(by_hand, rel=1e-12)
+    assert formula(config).count("\n") == 1
+
+
+def test_optimal_transport_compares_sorted_values():
+    better, worse = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 2.0])
+    expected = [-math.log(logistic(0.5 * (1.0 - 0.0))), -math.log(logistic(0.5 * (3.0 - 2.0)))]
+    assert aot(better, worse, beta=0.5).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"loss": "exo"}, "makes loss='exo' infinite"),
+        ({"loss": "sigmoid", "discopop_tau": 0.1}, "of loss='discopop'"),
+        ({"loss": "bco", "label_smoothing": 0.1}, "not defined for loss='bco'"),
+    ],
+)
+def test_numbers_that_these_losses_do_not_look_at_are_refused(choices, words):
+    with pytest.raises(ValueError, match=words):
+        PairLossConfig(**choices)
+    with pytest.raises(ValueError, match="give chosen= and rejected="):
+        pair_loss(CHOSEN - REJECTED, PairLossConfig(loss="sppo"))

@@ -181,3 +181,15 @@ def test_a_lost_logp_of_the_sampler_is_refused_before_a_step(make_table):
     examples.trainable[:] = False
     with pytest.raises(ValueError, match="none of the 6 tokens of this step is trainable"):
         grpo.step(make_table(), examples, Objective())
+
+
+@pytest.mark.parametrize("name", ["opo", "optimal_baseline", "best_minus_second", "pass_at_k"])
+def test_an_estimator_by_name_is_given_the_rollouts_and_fills_the_examples(name):
+    made = make_rollouts([1.0, 0.0, 0.0, 1.0], groups=[5, 5, 5, 5])
+    options = {"k": 2.0} if name == "pass_at_k" else {}
+    objective = Objective(advantage=AdvantageConfig(estimator=name, options=options), selection=KEEP)
+    advantage = prepare(made, objective).advantage
+    assert advantage.shape == made.response.shape
+    assert advantage.isfinite().all()
+    if name != "best_minus_second":  # two are best, so none adds anything
+        assert advantage[0, -1] > 0 > advantage[1, -1]

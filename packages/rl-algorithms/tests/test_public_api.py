@@ -23,7 +23,9 @@ MODULES = {
         "sequence_error",
         "truncate",
     },
-    "kl": {"KLEstimator", "kl_estimate"},
+    "kl": {"k1", "k2", "k3", "k3_unbiased", "kl_estimate"},
+    "pieces": {"KINDS", "Piece", "find", "piece", "registered"},
+    "presets": {"preset", "preset_arguments", "preset_names"},
     "losses": {
         "Counts",
         "cispo",

@@ -11,7 +11,7 @@ from rl_algorithms import grpo, sft
 from rl_algorithms.contracts import EnvironmentReturn, EpisodeStart
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.objective import Objective, SelectionConfig
-from rl_algorithms.stepping import PhaseTimer, batches_left, bring_weights, checked_batches, draws_left, finite_step
+from rl_algorithms.stepping import PhaseTimer, bring_weights, checked_batches, finite_step
 
 KEEP = Objective(selection=SelectionConfig(groups_without_signal="keep"))
 
@@ -132,16 +132,6 @@ def test_a_loop_whose_loss_is_no_number_neither_steps_nor_transfers(world):
     with pytest.raises(ValueError, match="the loss of this step is nan"):
         next(grpo.train(**how))
     assert how["policy"].version == how["engine"].version == 0
-
-
-def test_what_is_left_is_drawn_where_the_run_stopped():
-    config = SimpleNamespace(max_num_steps=5, batch_size=2)
-    whole = list(draws_left(7, config, steps_taken=0, seed=3))
-    assert [taken for _, taken in whole] == [1, 2, 3, 4, 5]
-    assert list(draws_left(7, config, steps_taken=3, seed=3)) == whole[3:]
-    assert batches_left(config, steps_taken=5) == []
-    with pytest.raises(ValueError, match="steps_taken=6 must be from 0 to max_num_steps=5"):
-        next(draws_left(7, config, steps_taken=6, seed=3))
 
 
 def test_nothing_is_drawn_before_it_is_asked_for(make_engine, make_table):

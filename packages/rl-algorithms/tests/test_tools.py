@@ -379,10 +379,9 @@ def test_closing_ends_the_threads():
     others = {*threading.enumerate()}
     environment = ToolEnvironment(TOOLS, reward=Exact())
     answered(environment, *[said("add", a=1, b=1)] * 4)
-    begun = {thread for thread in threading.enumerate() if thread.name == "rl-environment"} - others
-    assert len(begun) == 4
+    assert {thread.name for thread in {*threading.enumerate()} - others} >= {"rl-event-loop"}
     environment.close()
-    for thread in begun:
+    for thread in {*threading.enumerate()} - others:
         thread.join(timeout=60.0)
         assert not thread.is_alive()
 

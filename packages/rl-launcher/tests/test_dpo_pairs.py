@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from rl_algorithms import dpo
 from rl_algorithms.data import PreferenceRow, read_rows, split_held_out
-from rl_algorithms.preferences import dpo_pairs
 from rl_algorithms.preferences.dpo_pairs import DPOPairs
 from rl_algorithms.preferences.pairs import pairs_from_rows
 from rl_launcher.build.build import build
@@ -139,7 +138,7 @@ def test_the_examples_are_those_of_rl_algorithms(preferences, tmp_path):
                 torch.testing.assert_close(getattr(ours, name), getattr(expected, name), rtol=0, atol=0)
 
 
-def test_a_reference_that_is_asked_in_pieces_says_the_same_and_signals_are_heard_between(preferences, monkeypatch):
+def test_a_reference_that_is_asked_in_pieces_says_the_same_and_signals_are_heard_between(preferences):
     recipe = load(preferences).value
     parts = build(recipe)
     heard = []
@@ -147,8 +146,7 @@ def test_a_reference_that_is_asked_in_pieces_says_the_same_and_signals_are_heard
         parts.policy.start_training(recipe.dpo.optimizer, num_steps=8)
         found = given(parts)
         whole = found.compared(parts.policy)
-        monkeypatch.setattr(dpo_pairs, "PAIRS_AT_ONCE", 2)
-        pieces = found.compared(parts.policy, between=lambda: heard.append(1))
+        pieces = found.compared(parts.policy, between=lambda: heard.append(1), rows_at_once=4)
     finally:
         parts.close()
     torch.testing.assert_close(pieces.train.logp_ref, whole.train.logp_ref)
@@ -209,7 +207,7 @@ def test_sft_before_it_imitates_the_chosen_answers(preferences, tmp_path):
 
 
 def test_a_loss_without_a_reference_asks_for_none(preferences, tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("the reference was asked")
 
     monkeypatch.setattr(dpo, "with_reference", refuse)

@@ -110,9 +110,9 @@ def test_a_missing_recipe_is_named(tmp_path):
 
 def test_a_malformed_row_is_found_by_file_line_and_field(recipe, tmp_path):
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()
-    rows[4] = json.dumps({"prompt": "4+0=", "answer": 4})
+    rows[4] = json.dumps({"prompt": 4, "answer": "4"})
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    assert "rows.jsonl:5: field 'answer' must be text, found int 4" in refuse([str(recipe)])
+    assert "rows.jsonl:5: field 'prompt' must be text or a list of messages, found int 4" in refuse([str(recipe)])
 
 
 def test_a_format_whose_reader_is_missing_is_refused_with_what_to_install(recipe, tmp_path, monkeypatch):

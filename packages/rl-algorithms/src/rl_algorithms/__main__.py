@@ -18,7 +18,6 @@ from typing import Any
 
 from rl_algorithms import dpo, kto, orpo, ppo, presets, reward_model, sft
 from rl_algorithms.distillation import config as distillation
-from rl_algorithms.explaining import explain as explain_objective
 from rl_algorithms.objective import Objective
 
 __all__ = ["main"]
@@ -28,8 +27,8 @@ INTERRUPTED = 130
 ANY_NUMBER_OF_STEPS = 5040  # a multiple of whatever number of steps is taken on one batch of rollouts
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Any], str]]] = {
-    "grpo": (Objective, explain_objective),
-    **{name: (getattr(presets, name), explain_objective) for name in presets.__all__ if name != "ppo"},
+    "grpo": (Objective, Objective.explain),
+    **{name: (getattr(presets, name), Objective.explain) for name in presets.preset_names() if name != "ppo"},
     "ppo": (ppo.PPOConfig, ppo.explain),
     "sft": (sft.SFTConfig, sft.explain),
     "dpo": (dpo.DPOConfig, dpo.explain),

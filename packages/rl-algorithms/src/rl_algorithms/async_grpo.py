@@ -7,14 +7,16 @@ k = (max_staleness - (S - 1)) // S batches, and is begun only while
 
     groups begun - groups trained on < (k + 1) n                                (AReaL, arXiv:2505.24298, in groups)
 
-k = 0 is `grpo.train`: nothing is sampled while the policy trains. Groups that are overtaken while they are sampled, and
-so become too old, are dropped, counted, and by default asked again. The loss is `grpo`'s: a ratio to the sampler makes
-up for staleness, as do importance weights to a recomputed proximal policy; with neither it is refused. Threads have no
-common clock: ranks that each run this loop would train on different rollouts; run it in one process that drives them.
-`replay` has the buffer, `staleness` k, `background_collection` the threads, and the `GatedEngine` for judges too.
+k = 0 is `grpo.train`: nothing is sampled while the policy trains, and a `UserWarning` says so. Groups that are
+overtaken while they are sampled, and so become too old, are dropped, counted, and by default asked again. The loss is
+`grpo`'s: a ratio to the sampler makes up for staleness, as do importance weights to a recomputed proximal policy; with
+neither it is refused. Threads have no common clock: ranks that each run this loop would train on different rollouts;
+run it in one process that drives them. `replay` has the buffer, `staleness` k, `background_collection` the threads, and
+the `GatedEngine` for judges too.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from rl_algorithms.contracts import Engine, Environment, Policy, Reference, Weig
 from rl_algorithms.grpo import GRPOConfig, minibatches, prepare, step
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
 from rl_algorithms.rollouts import Rollouts, collect, concatenate, describe, episode_seed, require_some_judged
-from rl_algorithms.staleness import AsyncConfig, batches_ahead, refuse_uncorrected
+from rl_algorithms.staleness import AsyncConfig, batches_ahead, explain_bound, refuse_uncorrected
 from rl_algorithms.stepping import PhaseTimer, batches_left, mean_of_steps
 
 __all__ = ["AsyncGRPOConfig", "make_buffer", "train"]
@@ -89,6 +91,9 @@ def train(
     to catch up. `staleness` is that of a batch's first step. To go on with a run, give its `buffer` too, and `prompts`
     from batch `buffer.oldest_ticket // num_prompts` on; what was being sampled is asked again, and nothing twice.
     """
+    if not config.batches_ahead:
+        bound = {"max_staleness": config.max_staleness, "steps_per_generation": config.steps_per_generation}
+        warnings.warn(explain_bound(**bound), stacklevel=2)
     buffer = checked_buffer(buffer, wanted=make_buffer(config, steps_taken=steps_taken))
     alone, timer = config.weights == "between_calls", PhaseTimer()
     asked = gated(engine, buffer=buffer, environment=environment if alone else None)

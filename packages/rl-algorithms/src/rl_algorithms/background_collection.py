@@ -8,6 +8,7 @@ a thread is raised where the groups are taken, and a thread that does not end is
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from types import TracebackType
@@ -16,12 +17,12 @@ from typing import Generic, TypeVar, final
 import torch
 
 from rl_algorithms.chat import Prompt
-from rl_algorithms.contracts import Engine, Environment, Rollout, WeightSync
+from rl_algorithms.contracts import Engine, Environment, RequestEngine, Rollout, WeightSync
 from rl_algorithms.replay import Group, ReplayBuffer
 from rl_algorithms.rollouts import Rollouts, episode_seed
 from rl_algorithms.stepping import PhaseTimer, bring_weights
 
-__all__ = ["Collectors", "Gate", "GatedEngine", "PromptsByTicket", "StoppedError", "gated"]
+__all__ = ["Collectors", "Gate", "GatedEngine", "GatedRequestEngine", "PromptsByTicket", "StoppedError", "gated"]
 
 SamplingT = TypeVar("SamplingT")
 
@@ -74,7 +75,6 @@ class StoppedError(Exception):
     """The buffer is closed and the rollouts being collected will be discarded. Ends a collector; never leaves it."""
 
 
-@final
 class GatedEngine(Generic[SamplingT]):
     """What collectors call: an engine behind a gate; in a conversation of several turns, each turn by itself.
 
@@ -100,6 +100,21 @@ class GatedEngine(Generic[SamplingT]):
                 raise StoppedError
             return self._engine.generate(prompts, sampling)
 
+    def begin_request(self, submit: Callable[[], Future[Rollout]]) -> Future[Rollout]:
+        """Begin one request; the gate counts it as inside until its future is done.
+
+        Raises:
+            StoppedError: the buffer is over.
+        """
+        with ExitStack() as inside:
+            inside.enter_context(self._gate.shared())
+            if self.buffer.over:
+                raise StoppedError
+            future = submit()
+            leaving = inside.pop_all()
+        future.add_done_callback(lambda _: leaving.close())
+        return future
+
     @contextmanager
     def alone(self, timer: PhaseTimer, *, timeout_s: float) -> Iterator[None]:
         """Have the engine for oneself; waiting for the calls under way counts as `drain`. An error ends collecting.
@@ -115,6 +130,23 @@ class GatedEngine(Generic[SamplingT]):
             except BaseException:
                 self.buffer.close()  # before the gate opens: who waits there must not begin another call
                 raise
+
+
+@final
+class GatedRequestEngine(GatedEngine[SamplingT]):
+    """A `GatedEngine` over one that takes one request at a time: each is inside by itself, from submit to its end."""
+
+    def __init__(self, engine: RequestEngine[SamplingT], *, buffer: ReplayBuffer) -> None:
+        super().__init__(engine, buffer=buffer)
+        self._requests = engine
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingT, *, seed: int) -> Future[Rollout]:
+        """As the engine's.
+
+        Raises:
+            StoppedError: the buffer is over.
+        """
+        return self.begin_request(lambda: self._requests.submit(prompt, sampling, seed=seed))
 
 
 def gated(
@@ -140,6 +172,8 @@ def gated(
             "make buffer = make_buffer(config) and one GatedEngine(engine, buffer=buffer), and give the latter to the "
             "judge and, with the buffer, to train; or take weights='in_flight'"
         )
+    if isinstance(engine, RequestEngine):
+        return GatedRequestEngine(engine, buffer=buffer)
     return GatedEngine(engine, buffer=buffer)
 
 

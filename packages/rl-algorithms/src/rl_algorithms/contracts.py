@@ -6,6 +6,7 @@ Axes: B rows (P prompts x G rollouts, or pairs), T tokens, K words of the vocabu
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "Conversation",
+    "ConversationEnvironment",
     "Engine",
     "EntropyPolicy",
     "Environment",
@@ -24,6 +26,7 @@ __all__ = [
     "Policy",
     "Reference",
     "RefitReport",
+    "RequestEngine",
     "ResettingEnvironment",
     "Rollout",
     "ScoreModel",
@@ -225,6 +228,27 @@ class Engine(Protocol[SamplingT_contra]):
 
 
 @runtime_checkable
+class RequestEngine(Engine[SamplingT_contra], Protocol[SamplingT_contra]):
+    """An engine that also takes one request at a time, while others are being generated.
+
+    With it every episode goes on by itself: its next turn starts as soon as its own answer has been judged.
+    """
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingT_contra, *, seed: int) -> Future[Rollout]:
+        """Begin to answer one prompt; the future has the rollout, or raises why there is none.
+
+        Never waits for other requests. May be called from any thread, and the future may be completed by any.
+
+        Args:
+            prompt: token ids.
+            sampling: as in `generate`.
+            seed: of this request alone, in [0, 2^31): the same request of a repeated run has the same. An engine that
+                samples by seeds uses it where `sampling` has none; then no rollout depends on what is generated beside
+                it, nor on when.
+        """
+
+
+@runtime_checkable
 class RefitReport(Protocol):
     """Proof that an engine took new weights."""
 
@@ -270,6 +294,12 @@ class Conversation:
 
     row: Mapping[str, object]
     """Every column of the data row, untouched."""
+
+    tokens: tuple[int, ...] = ()
+    """The newest answer as it was sampled, the stop token included."""
+
+    version: int = 0
+    """How many optimizer steps the weights had seen that sampled its last token."""
 
     state: object = None
     """What the environment returned last for this conversation; None at first."""
@@ -317,6 +347,21 @@ class Environment(Protocol):
 
     def step(self, conversations: Sequence[Conversation]) -> Sequence[EnvironmentReturn]:
         """One return per conversation, in order."""
+
+
+@runtime_checkable
+class ConversationEnvironment(Environment, Protocol):
+    """An environment that also takes one conversation at a time, while others are generated and judged.
+
+    It judges each by itself: nothing that it says depends on which other conversations there are.
+    """
+
+    def submit(self, conversation: Conversation) -> Future[EnvironmentReturn] | None:
+        """Begin to judge one newest answer; never waits for it. May be called from any thread.
+
+        None leaves this conversation to `step`, which is then given all such conversations together, once every other
+        episode has ended or waits for the same.
+        """
 
 
 @runtime_checkable

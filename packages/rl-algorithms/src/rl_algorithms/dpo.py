@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_algorithms import offline
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
 from rl_algorithms.preferences.answers import answer_logp, with_reference
 from rl_algorithms.preferences.losses import PairLossConfig, formula, known_reference, pair_delta, pair_loss
-from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers, rows_of_pairs
-from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
+from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers
 
 __all__ = ["DPOConfig", "Examples", "explain", "margins", "prepare", "step", "train", "with_reference"]
 
@@ -88,13 +88,9 @@ def train(
     `examples` went through `prepare` and, if the loss compares with a reference, `with_reference`. To go on with a run,
     give the same ones and the `steps_taken` so far.
     """
-    timer = PhaseTimer()
-    pairs = len(examples.tokens) // 2
-    for drawn, taken in draws_left(pairs, config, steps_taken=steps_taken, seed=seed):
-        with timer.phase("train"):
-            metrics = step(policy, take_rows(examples, rows_of_pairs(drawn)), config)
-        version += 1
-        yield {**metrics, "version": version, "steps_taken": taken, **timer.lap()}
+    drawn = offline.draw_batches(examples, config=config, steps_taken=steps_taken, seed=seed)
+    train_on = functools.partial(step, policy, config=config)
+    return offline.train(train_on, drawn, config=config, version=version, steps_taken=steps_taken)
 
 
 def prepare(pairs: Sequence[Pair]) -> Examples:
@@ -114,10 +110,8 @@ def step(policy: Policy, examples: Examples, config: DPOConfig) -> dict[str, flo
     examples = replace(examples, logp_ref=known_reference(examples.logp_ref, config))
     num_pairs, num_tokens = len(examples.tokens) // 2, int(examples.trainable[0::2].sum())
     loss = functools.partial(_loss, config=config, num_pairs=num_pairs, num_chosen_tokens=num_tokens)
-    sums = policy.forward_backward(examples, loss)
-    metrics = {"grad_norm": finite_step(policy, sums), "trained_tokens": examples.trainable.sum().item()}
-    divisors = {"loss": 1, "nll": num_tokens}
-    return {**{name: (total / divisors.get(name, num_pairs)).item() for name, total in sums.items()}, **metrics}
+    metrics = offline.take_step(policy, examples, loss, mean_over=num_pairs, divisors={"nll": num_tokens})
+    return {**metrics, "trained_tokens": examples.trainable.sum().item()}
 
 
 def margins(policy: Policy, examples: Examples, config: DPOConfig) -> dict[str, float]:
@@ -133,7 +127,8 @@ def _loss(
     logp_answer = answer_logp(logp, examples.trainable)
     logratio = logp_answer - examples.logp_ref
     delta = pair_delta(logratio, examples.trainable, config)
-    loss, nll = pair_loss(delta, config).sum() / num_pairs, -logp_answer[0::2].sum()
+    pairs = pair_loss(delta, config, chosen=logratio[0::2], rejected=logratio[1::2])
+    loss, nll = pairs.sum() / num_pairs, -logp_answer[0::2].sum()
     if config.nll_weight:
         loss = loss + config.nll_weight * nll / num_chosen_tokens
     sums = {"loss": loss, "nll": nll, "margin": config.beta * delta.sum(), "pair_accuracy": (delta > 0).float().sum()}

@@ -7,9 +7,7 @@
 N counts the trainable tokens of the whole optimizer step, over every microbatch and every rank, so the gradient does
 not depend on how the batch was cut. A batch of rollouts may serve several steps. Which advantage, ratio, clip,
 correction, KL and mean are taken is an `Objective`: `grpo.dapo()` and its kin are the published ones; see `explain()`.
-
-Axes: P prompts, G rollouts per prompt, B rows, T tokens.
-References: DeepSeekMath (arXiv:2402.03300), DAPO (arXiv:2503.14476); see `presets` for the others.
+Axes: P prompts, G rollouts per prompt, B rows, T tokens. Reference: arXiv:2402.03300; `presets` has those of its kin.
 """
 
 import functools
@@ -19,13 +17,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rl_algorithms import presets
+from rl_algorithms import policy_gradient, presets
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.losses import Counts
 from rl_algorithms.objective import Objective
-from rl_algorithms.policy_gradient import Examples, check_finite, loss, prepare
+from rl_algorithms.policy_gradient import Examples, LossFunction, check_finite, prepare, select_tokens
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
 from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
@@ -76,7 +74,7 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         counts = ("num_prompts", "num_generations_per_prompt", "steps_per_generation", "max_num_steps", "max_turns")
         check_fields(self, at_least={**dict.fromkeys(counts, 1), "max_length": 2})
-        if self.num_generations_per_prompt < 2 and self.objective.advantage.baseline != "none":
+        if self.num_generations_per_prompt < 2 and self.objective.advantage.compares_group:
             raise ValueError("num_generations_per_prompt=1 must be >= 2: a group of one has advantage 0")
         if self.max_num_steps % self.steps_per_generation:
             steps, each = self.max_num_steps, self.steps_per_generation
@@ -134,8 +132,10 @@ def minibatches(examples: Examples, config: GRPOConfig, *, seed: int) -> Iterato
     return (take_rows(examples, part) for part in order if len(part))
 
 
-def step(policy: Policy, examples: Examples, objective: Objective) -> dict[str, float]:
-    """Take one optimizer step on `examples`, those of every rank; return what to log.
+def step(
+    policy: Policy, examples: Examples, objective: Objective, *, loss: LossFunction = policy_gradient.loss
+) -> dict[str, float]:
+    """Take one optimizer step on `examples`, those of every rank, with the objective's loss or another; return metrics.
 
     Raises:
         ValueError: no token is trainable, a sampler's log-probability is missing, or the loss is not finite.
@@ -145,6 +145,6 @@ def step(policy: Policy, examples: Examples, objective: Objective) -> dict[str, 
     if not counts.tokens:
         raise ValueError(f"none of the {examples.tokens.numel()} tokens of this step is trainable")
     bound = functools.partial(loss, objective=objective, counts=counts)
-    output: Any = {"output": "logp_and_entropy"} if objective.entropy_weight > 0 else {}
-    sums = policy.forward_backward(examples, bound, **output)
+    output: Any = {"output": "logp_and_entropy"} if objective.needs_entropy else {}
+    sums = policy.forward_backward(select_tokens(examples, objective), bound, **output)
     return {"grad_norm": finite_step(policy, sums), **figures(sums, num_tokens=counts.tokens)}

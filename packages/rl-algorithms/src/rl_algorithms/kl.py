@@ -18,26 +18,53 @@ in k3 at d = 20, where the policy sampled what it all but rules out; a token tha
 Axes: any.
 """
 
-from typing import Literal, TypeAlias
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "KLEstimator", "kl_estimate"]
+from rl_algorithms.pieces import PieceName, find, piece
 
-KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "k3_unbiased"]
+__all__ = ["LOG_RATIO_LIMIT", "k1", "k2", "k3", "k3_unbiased", "kl_estimate"]
 
 LOG_RATIO_LIMIT = 20.0
 """Differences of log-probabilities are held within it before they are exponentiated to a ratio, as in verl and NeMo-RL:
 e^20 is still a float, and says the same. Beyond it there is no gradient. A KL is held only above; see there."""
+
+SCHULMAN = "Schulman, Approximating KL divergence, 2020"
+
+
+@piece("kl", formula="(logp - logp_ref)", source=SCHULMAN)
+def k1(logp: Float[Tensor, "*axes"], logp_ref: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Unbiased; may be negative."""
+    return -(logp_ref.detach() - logp)
+
+
+@piece("kl", formula="(logp - logp_ref)^2 / 2", source=SCHULMAN)
+def k2(logp: Float[Tensor, "*axes"], logp_ref: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Biased; its gradient is that of the KL."""
+    return (logp_ref.detach() - logp).square() / 2
+
+
+@piece("kl", formula="(exp(logp_ref - logp) - (logp_ref - logp) - 1)", source=SCHULMAN)
+def k3(logp: Float[Tensor, "*axes"], logp_ref: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Unbiased, never negative, of low variance; its gradient is that of KL(reference || policy)."""
+    difference = (logp_ref.detach() - logp).clamp(max=LOG_RATIO_LIMIT)
+    return difference.expm1() - difference
+
+
+@piece("kl", formula="rho (exp(logp_ref - logp) - (logp_ref - logp) - 1)", source="DeepSeek-V3.2, arXiv:2512.02556")
+def k3_unbiased(
+    logp: Float[Tensor, "*axes"], logp_ref: Float[Tensor, "*axes"], ratio: Float[Tensor, "*axes"] | None
+) -> Float[Tensor, "*axes"]:
+    """`k3` times the importance ratio; None is that of the policy over itself: 1, with the gradient of `logp`."""
+    return (torch.exp(logp - logp.detach()) if ratio is None else ratio) * k3(logp, logp_ref)
 
 
 def kl_estimate(
     logp: Float[Tensor, "*axes"],
     logp_ref: Float[Tensor, "*axes"],
     *,
-    estimator: KLEstimator,
+    estimator: PieceName,
     ratio: Float[Tensor, "*axes"] | None = None,
 ) -> Float[Tensor, "*axes"]:
     """The estimate of each token, in nats; differentiable in `logp`.
@@ -45,17 +72,9 @@ def kl_estimate(
     Args:
         logp: the policy's, of sampled tokens.
         logp_ref: the reference's.
-        estimator: see above.
-        ratio: importance ratio of each token, for `"k3_unbiased"`; where it is None, that of the policy over itself:
-            1, with the gradient of `logp`.
+        estimator: see above; the name of one, or a function of yours.
+        ratio: importance ratio of each token, for `"k3_unbiased"`; see there for None.
     """
-    difference = logp_ref.detach() - logp
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return difference.square() / 2
-    difference = difference.clamp(max=LOG_RATIO_LIMIT)
-    k3 = difference.expm1() - difference
-    if estimator == "k3":
-        return k3
-    return (torch.exp(logp - logp.detach()) if ratio is None else ratio) * k3
+    available = {"logp": logp, "logp_ref": logp_ref, "ratio": ratio, "mask": torch.ones_like(logp, dtype=torch.bool)}
+    found: Tensor = find("kl", estimator)(available, {})
+    return found

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_algorithms import offline
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
 from rl_algorithms.preferences.answers import answer_logp, with_reference
 from rl_algorithms.preferences.labelled import LabelledAnswer, pad_answers, require_both_labels
-from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
 
 __all__ = ["Examples", "KTOConfig", "explain", "kto", "prepare", "step", "train", "with_reference"]
 
@@ -95,13 +95,14 @@ def train(
     `labelled.mismatched` before, and through `with_reference`. To go on, give the same ones and the `steps_taken`.
     """
     require_both_labels(examples.desirable)
-    timer, rows = PhaseTimer(), len(examples.tokens)
-    for drawn, taken in draws_left(rows, config, steps_taken=steps_taken, seed=seed):
-        with timer.phase("train"):
-            rated, others = (take_rows(each, torch.tensor(drawn)) for each in (examples, mismatched))
-            metrics = step(policy, rated, config, mismatched=others)
-        version += 1
-        yield {**metrics, "version": version, "steps_taken": taken, **timer.lap()}
+    drawn = [
+        offline.draw_batches(each, config=config, steps_taken=steps_taken, seed=seed) for each in (examples, mismatched)
+    ]
+
+    def train_on(batch: tuple[Examples, ...]) -> dict[str, float]:
+        return step(policy, batch[0], config, mismatched=batch[1])
+
+    return offline.train(train_on, zip(*drawn, strict=True), config=config, version=version, steps_taken=steps_taken)
 
 
 def prepare(answers: Sequence[LabelledAnswer]) -> Examples:
@@ -121,10 +122,10 @@ def step(policy: Policy, examples: Examples, config: KTOConfig, *, mismatched: E
         raise ValueError("logp_ref is not known; give examples and mismatched to with_reference before the first step")
     drift = (answer_logp(policy.logp(mismatched), mismatched.trainable) - mismatched.logp_ref).mean().item()
     z, num_rows, good = max(drift, 0.0), len(examples.tokens), int(examples.desirable.sum())
-    sums = policy.forward_backward(examples, functools.partial(_loss, config=config, z=z, num_rows=num_rows))
-    metrics = {"grad_norm": finite_step(policy, sums), "trained_tokens": examples.trainable.sum().item(), "kl": z}
-    divisors = {"loss": 1, "accuracy": num_rows, "desirable_logratio": good, "undesirable_logratio": num_rows - good}
-    return metrics | {name: (sums[name] / divisor).item() for name, divisor in divisors.items() if divisor}
+    loss = functools.partial(_loss, config=config, z=z, num_rows=num_rows)
+    labels = {"desirable_logratio": good, "undesirable_logratio": num_rows - good}
+    metrics = offline.take_step(policy, examples, loss, mean_over=num_rows, divisors=labels)
+    return {**metrics, "trained_tokens": examples.trainable.sum().item(), "kl": z}
 
 
 def kto(logratio: Float[Tensor, " B"], good: Bool[Tensor, " B"], config: KTOConfig, *, z: float) -> Float[Tensor, " B"]:

@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_algorithms import offline
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
 from rl_algorithms.preferences.answers import answer_logp
 from rl_algorithms.preferences.losses import sigmoid
-from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers, rows_of_pairs
-from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
+from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers
 
 __all__ = ["Examples", "ORPOConfig", "explain", "log1mexp", "log_odds", "prepare", "step", "train"]
 
@@ -80,13 +80,9 @@ def train(
 
     To go on with a run, give the same examples and the `steps_taken` so far.
     """
-    timer = PhaseTimer()
-    pairs = len(examples.tokens) // 2
-    for drawn, taken in draws_left(pairs, config, steps_taken=steps_taken, seed=seed):
-        with timer.phase("train"):
-            metrics = step(policy, take_rows(examples, rows_of_pairs(drawn)), config)
-        version += 1
-        yield {**metrics, "version": version, "steps_taken": taken, **timer.lap()}
+    drawn = offline.draw_batches(examples, config=config, steps_taken=steps_taken, seed=seed)
+    train_on = functools.partial(step, policy, config=config)
+    return offline.train(train_on, drawn, config=config, version=version, steps_taken=steps_taken)
 
 
 def prepare(pairs: Sequence[Pair]) -> Examples:
@@ -104,10 +100,8 @@ def step(policy: Policy, examples: Examples, config: ORPOConfig) -> dict[str, fl
     require_answers(examples.trainable)
     num_pairs, num_tokens = len(examples.tokens) // 2, int(examples.trainable[0::2].sum())
     loss = functools.partial(_loss, config=config, num_pairs=num_pairs, num_chosen_tokens=num_tokens)
-    sums = policy.forward_backward(examples, loss)
-    metrics = {"grad_norm": finite_step(policy, sums), "trained_tokens": examples.trainable.sum().item()}
-    divisors = {"loss": 1, "nll": num_tokens}
-    return {**{name: (total / divisors.get(name, num_pairs)).item() for name, total in sums.items()}, **metrics}
+    metrics = offline.take_step(policy, examples, loss, mean_over=num_pairs, divisors={"nll": num_tokens})
+    return {**metrics, "trained_tokens": examples.trainable.sum().item()}
 
 
 def log1mexp(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -11,12 +11,14 @@ A row that is truncated and therefore not trained on (`mask_truncated`) still co
 penalty and KL. `loss` is then, of some rows of a step:
 
     rho  = exp(logp - logp_proximal)                  importance ratio, of a token or an answer      losses
-    l    = surrogate(rho, A)                          clip, CISPO or REINFORCE, dual clip            losses
+    l    = surrogate(rho, A)                          clip, CISPO, REINFORCE and others              losses
+    l    = 0 unless the token is selected             high entropy, covariance                       losses
     l   *= f(exp(logp_proximal - logp_old))           correction of the sampler's mismatch           corrections
     l   += beta KL(logp, logp_ref)                                                                   kl
     L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   losses
 
-H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the module named. Tokens off
+H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the module named, or one of
+yours in its place (`pieces`). Tokens off
 the mask contribute nothing, whatever their values are, NaN included, and every divisor is counted over the whole step,
 so the parts add up to the same sum however the step is cut into microbatches, ranks or packs.
 
@@ -24,21 +26,35 @@ Axes: B rows, T tokens.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_algorithms import advantages, corrections, losses
+from rl_algorithms import advantages, corrections
 from rl_algorithms.contracts import Reference, Sums
-from rl_algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+from rl_algorithms.kl import LOG_RATIO_LIMIT, k3
 from rl_algorithms.losses import Counts, token_weights
 from rl_algorithms.objective import AdvantageConfig, Objective
 from rl_algorithms.rollouts import Rollouts
 
-__all__ = ["Examples", "check_finite", "loss", "prepare", "reward_tokens"]
+__all__ = [
+    "Examples",
+    "LossFunction",
+    "SelectedExamples",
+    "check_finite",
+    "loss",
+    "prepare",
+    "reward_tokens",
+    "select_tokens",
+]
+
+LossFunction: TypeAlias = Callable[..., tuple[Tensor, Sums]]
+"""A loss that is written whole, called as `loss` below: `(logp, examples, *, objective, counts)`, on some of the rows.
+It returns what they add to the step's loss, and sums of metrics over tokens, the loss as "loss" among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +85,21 @@ class Examples:
     """The reference's; needed for a KL, and to report it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectedExamples(Examples):
+    """Examples of one whole step, some of whose tokens were selected by looking at all of them."""
+
+    selected: Bool[Tensor, "B T"]
+    """What `objective.selection.tokens` selected."""
+
+
 def prepare(
-    rollouts: Rollouts, objective: Objective, *, policy: Reference | None = None, reference: Reference | None = None
+    rollouts: Rollouts,
+    objective: Objective,
+    *,
+    policy: Reference | None = None,
+    reference: Reference | None = None,
+    greedy_rewards: Float[Tensor, " B"] | None = None,
 ) -> Examples:
     """Make the rollouts of one batch ready for steps on them. May have no rows, where none has a signal.
 
@@ -79,34 +108,73 @@ def prepare(
         objective: what is minimised.
         policy: whose log-probabilities now are the proximal ones; needed where `ratio.proximal` is `recomputed`.
         reference: needed for a KL.
+        greedy_rewards: of each rollout, the reward of the greedy response to its prompt; needed by `remax`.
 
     Raises:
-        ValueError: the objective needs a policy or a reference that was not given, or named rewards that the
-            environment did not name; or a log-probability that is needed is not finite.
+        ValueError: the objective needs a policy, a reference or greedy rewards that were not given, or named rewards
+            that the environment did not name; a log-probability that is needed, a reward or an advantage is not finite.
     """
     kept, examples, token_rewards = reward_tokens(rollouts, objective, policy=policy, reference=reference)
     if not len(kept.lengths):
         return examples
     config = objective.advantage
-    if config.baseline == "none":
-        advantage = advantages.returns_to_go(token_rewards)  # what is rewarded from each token on
-    else:
-        rewards = token_rewards.sum(dim=1)
-        if config.normalize_each_reward:
-            weights = _weights(kept.component_names, config)
-            of_rows = advantages.gdpo(kept.components, kept.groups, weights=weights, epsilon=config.epsilon)
-            # What is no named reward (a penalty, a KL) is compared too, and not scaled: its weight is its own.
-            of_rows = of_rows + advantages.group_advantage(rewards - kept.rewards, kept.groups, baseline="group_mean")
-        else:
-            of_rows = advantages.group_advantage(
-                rewards, kept.groups, baseline=config.baseline, scale=config.scale, epsilon=config.epsilon
-            )
+    if greedy_rewards is not None:
+        greedy_rewards = greedy_rewards[_kept_rows(rollouts, objective)]
+    advantage = estimate_advantage(kept, token_rewards, config, greedy_rewards=greedy_rewards)
+    if advantage.ndim == 1:
         if config.whiten == "sequences":
-            of_rows = advantages.whiten(of_rows, examples.trainable.any(dim=1))
-        advantage = of_rows[:, None].expand(examples.trainable.shape)
+            advantage = advantages.whiten(advantage, examples.trainable.any(dim=1))
+        advantage = advantage[:, None].expand(examples.trainable.shape)
+    elif config.whiten == "sequences":
+        raise ValueError(f"whiten='sequences' is of one number a response, and {config.piece.name!r} gives one a token")
     if config.whiten == "tokens":
         advantage = advantages.whiten(advantage, examples.trainable)
+    check_finite("advantage", advantage, examples.trainable)
     return replace(examples, advantage=advantage.float())
+
+
+def estimate_advantage(
+    kept: Rollouts,
+    token_rewards: Float[Tensor, "B T"],
+    config: AdvantageConfig,
+    *,
+    greedy_rewards: Float[Tensor, " B"] | None = None,
+) -> Float[Tensor, "..."]:
+    """What `config` makes of rewards, before anything is whitened: one number a response [B], or a token [B, T].
+
+    Args:
+        kept: rollouts that did not fail.
+        token_rewards: of each token, with penalties and the KL in the reward.
+        config: how rewards become advantages.
+        greedy_rewards: as for `prepare`.
+
+    Raises:
+        ValueError: greedy or named rewards are needed and were not given, or a reward is not finite.
+    """
+    if "greedy_rewards" in config.piece.inputs and greedy_rewards is None:
+        raise ValueError(
+            f"advantage.estimator={config.piece.name!r} compares with the greedy response to each prompt, and no "
+            f"greedy_rewards were given; sample those in a loop of your own, and give their rewards to prepare"
+        )
+    rewards = token_rewards.sum(dim=1)
+    available: dict[str, Any] = {
+        "rewards": rewards,
+        "token_rewards": token_rewards,
+        "groups": kept.groups,
+        "num_tokens": kept.response.sum(dim=1),
+        "mask": kept.response,
+        "logp_old": torch.where(kept.response, kept.logp_old, 0.0),
+        "greedy_rewards": greedy_rewards,
+    }
+    if config.normalize_each_reward:
+        available |= {"components": kept.components, "weights": _weights(kept.component_names, config)}
+    elif "components" in config.piece.inputs:
+        available |= {"components": kept.components, "weights": [1.0] * len(kept.component_names)}
+    advantage: Tensor = config.piece(available, config.numbers)
+    if config.normalize_each_reward:
+        # What is no named reward (a penalty, a KL) is compared too, and not scaled: its weight is its own.
+        advantage = advantage + advantages.group_advantage(rewards - kept.rewards, kept.groups, baseline="group_mean")
+    return advantage
 
 
 def reward_tokens(
@@ -123,11 +191,7 @@ def reward_tokens(
     Raises:
         ValueError: see `prepare`.
     """
-    rows = ~rollouts.failed
-    if objective.selection.groups_without_signal == "drop":
-        valid = rows.clone()
-        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
-    kept = rollouts.take(rows)
+    kept = rollouts.take(_kept_rows(rollouts, objective))
 
     unknown = torch.full(kept.tokens.shape, math.nan)
     examples = Examples(
@@ -162,16 +226,49 @@ def reward_tokens(
         rewards[torch.arange(len(rewards)), last] += penalty
     if objective.kl.weight > 0 and objective.kl.place == "reward" and len(rewards):
         logp = examples.logp_proximal if objective.ratio.proximal == "recomputed" else examples.logp_old
-        kl = kl_estimate(
-            torch.where(kept.response, logp, 0.0),
-            torch.where(kept.response, examples.logp_ref, 0.0),
-            estimator=objective.kl.estimator,
-        )
+        known = {"logp": torch.where(kept.response, logp, 0.0), "mask": kept.response}
+        kl = objective.kl.piece({**known, "logp_ref": torch.where(kept.response, examples.logp_ref, 0.0)}, {})
         rewards -= objective.kl.weight * torch.where(kept.response, kl, 0.0).double()
 
     if objective.selection.mask_truncated:
         examples = replace(examples, trainable=examples.trainable & ~kept.truncated[:, None])
     return kept, examples, rewards
+
+
+def _kept_rows(rollouts: Rollouts, objective: Objective) -> Bool[Tensor, " B"]:
+    """Those that did not fail, and whose group has a signal if the objective asks for that."""
+    rows = ~rollouts.failed
+    if objective.selection.groups_without_signal == "drop":
+        valid = rows.clone()
+        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
+    return rows
+
+
+def select_tokens(examples: Examples, objective: Objective) -> Examples:
+    """The same examples, with the tokens that the objective selects by looking at the whole step.
+
+    Args:
+        examples: every row of one optimizer step, those of every rank.
+        objective: if it selects no tokens, or row by row, the examples are returned as they are.
+    """
+    piece = objective.selection.piece
+    if piece is None or not piece.whole_step:
+        return examples
+    mask = examples.trainable
+    proximal = examples.logp_proximal if objective.ratio.proximal == "recomputed" else examples.logp_old
+    available = {
+        "logp_old": torch.where(mask, examples.logp_old, 0.0),
+        "logp_proximal": torch.where(mask, proximal, 0.0),
+        "advantage": torch.where(mask, examples.advantage, 0.0),
+        "mask": mask,
+    }
+    if missing := [name for name in piece.inputs if name not in available]:
+        raise ValueError(
+            f"selection.tokens={piece.name!r} looks at the whole step before any forward of it, and asks for "
+            f"{', '.join(missing)}; there are {', '.join(available)}"
+        )
+    given = {each.name: getattr(examples, each.name) for each in fields(examples)}
+    return SelectedExamples(**given, selected=piece(available, objective.selection.numbers) & mask)
 
 
 def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Counts) -> tuple[Tensor, Sums]:
@@ -196,20 +293,36 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         logp_proximal = logp.detach()
     else:
         logp_proximal = torch.where(mask, examples.logp_proximal.to(logp.dtype), 0.0)
-    ratio = losses.importance_ratio(logp, logp_proximal, mask, level=config.level)
+    # What a piece may ask for: 0 off the mask.
+    available: dict[str, Any] = {
+        "logp": logp,
+        "logp_old": logp_old,
+        "logp_proximal": logp_proximal,
+        "log_ratio": logp - logp_proximal,
+        "advantage": advantage,
+        "mask": mask,
+        "entropy": None if entropy is None else torch.where(mask, entropy, 0.0),
+    }
+    available["ratio"] = ratio = config.level_piece(available, {})
+
+    # Which tokens keep their policy gradient.
+    selection, selected = objective.selection.piece, mask
+    if selection is not None and not selection.whole_step:
+        selected = selection(available, objective.selection.numbers) & mask
+    elif selection is not None:
+        if not isinstance(examples, SelectedExamples):
+            raise ValueError(
+                f"selection.tokens={selection.name!r} looks at the whole step, and these rows may be a part of it; "
+                f"give the step's examples to select_tokens before they are cut, as grpo.step does"
+            )
+        selected = examples.selected & mask
+    available["selected"] = selected
 
     # The surrogate, and where its clip was what bound.
-    if config.surrogate == "reinforce":
-        per_token, clipped = losses.reinforce(logp, advantage), torch.zeros_like(mask)
-    elif config.surrogate == "cispo":
-        per_token, clipped = losses.cispo(logp, ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
-    else:
-        per_token, clipped = losses.clipped_surrogate(
-            ratio, advantage, clip_low=config.clip_low, clip_high=config.clip_high
-        )
-        if config.dual_clip is not None:
-            per_token, bound = losses.dual_clip(per_token, advantage, limit=config.dual_clip)
-            clipped = clipped | bound
+    made = config.piece(available, config.numbers)
+    per_token, clipped = made if isinstance(made, tuple) else (made, torch.zeros_like(mask))
+    if selection is not None and "selected" not in config.piece.inputs:
+        per_token = torch.where(selected, per_token, 0.0)
 
     with torch.no_grad():
         gap = torch.where(mask, logp_old - logp, 0.0)
@@ -220,6 +333,15 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
             "token_mult_prob_error": torch.where(mask, gap.abs().clamp(max=LOG_RATIO_LIMIT).exp(), 0.0).sum(),
             "entropy": -torch.where(mask, logp_old, 0.0).sum(),  # the sampler's: the mean of -logp over its samples
         }
+
+    if selection is not None:
+        sums["selected_fraction"] = selected.sum()
+    if objective.correction.off_policy_threshold is not None:
+        dropped = corrections.off_policy_sequences(
+            logp, logp_old, mask, advantage=advantage, threshold=objective.correction.off_policy_threshold
+        )
+        per_token = torch.where(dropped, 0.0, per_token)
+        sums["off_policy_fraction"] = dropped.sum()
 
     # The correction. Where the sampler is the proximal policy there is none: every weight would be 1.
     if config.proximal != "sampler" and objective.correction.active:
@@ -235,14 +357,14 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
     if objective.kl.weight > 0:
         logp_ref = torch.where(mask, examples.logp_ref.to(logp.dtype), 0.0)
         if objective.kl.place == "loss":
-            kl = kl_estimate(logp, logp_ref, estimator=objective.kl.estimator, ratio=ratio)
+            kl = objective.kl.piece({**available, "logp_ref": logp_ref}, {})
             per_token = per_token + objective.kl.weight * kl
-        sums["kl_reference"] = kl_estimate(logp.detach(), logp_ref, estimator="k3").sum()  # both are 0 off the mask
+        sums["kl_reference"] = k3(logp.detach(), logp_ref).sum()  # both are 0 off the mask
 
     weights = token_weights(mask, objective.aggregation, counts, max_length=objective.max_length).to(logp.dtype)
     total = (weights * torch.where(mask, per_token, 0.0)).sum()
     if entropy is not None:
-        entropy = torch.where(mask, entropy, 0.0).sum()
+        entropy = available["entropy"].sum()
         total = total - objective.entropy_weight * entropy / max(counts.tokens, 1)
         sums["entropy"] = entropy.detach()
     return total, {"loss": total.detach(), **sums}

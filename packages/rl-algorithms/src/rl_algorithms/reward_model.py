@@ -17,16 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rl_algorithms import offline
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import ScoreModel, Sums
 from rl_algorithms.preferences.losses import sigmoid
-from rl_algorithms.preferences.pairs import rows_of_pairs
 from rl_algorithms.preferences.scored import PairExamples, Scored, ScoredExamples, num_units, score_sums
-from rl_algorithms.stepping import PhaseTimer, draws_left, finite_step, take_rows
 
 __all__ = ["RewardModelConfig", "bradley_terry", "evaluate", "explain", "step", "train"]
 
@@ -88,13 +86,9 @@ def train(
 
     To go on with a run, give the same examples and the `steps_taken` so far.
     """
-    timer, units = PhaseTimer(), num_units(examples)
-    for drawn, taken in draws_left(units, config, steps_taken=steps_taken, seed=seed):
-        with timer.phase("train"):
-            rows = rows_of_pairs(drawn) if isinstance(examples, PairExamples) else torch.tensor(drawn)
-            metrics = step(model, take_rows(examples, rows), config)
-        version += 1
-        yield {**metrics, "version": version, "steps_taken": taken, **timer.lap()}
+    drawn = offline.draw_batches(examples, config=config, steps_taken=steps_taken, seed=seed)
+    train_on = functools.partial(step, model, config=config)
+    return offline.train(train_on, drawn, config=config, version=version, steps_taken=steps_taken)
 
 
 def step(model: ScoreModel, examples: Scored, config: RewardModelConfig) -> dict[str, float]:
@@ -108,9 +102,8 @@ def step(model: ScoreModel, examples: Scored, config: RewardModelConfig) -> dict
     if not isinstance(examples, kind):
         given = type(examples).__name__
         raise TypeError(f"objective={config.objective!r} learns from scored.{kind.__name__}, and was given {given}")
-    sums = model.forward_backward(examples, functools.partial(_loss, config=config, number=number), output="score")
-    figures = {"loss": sums["loss"].item(), "grad_norm": finite_step(model, sums)}
-    return figures | {name: (total / number).item() for name, total in sums.items() if name != "loss"}
+    loss = functools.partial(_loss, config=config, number=number)
+    return offline.take_step(model, examples, loss, mean_over=number, output="score")
 
 
 def evaluate(model: ScoreModel, examples: Scored) -> dict[str, float]:

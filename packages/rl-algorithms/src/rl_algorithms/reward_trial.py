@@ -8,6 +8,7 @@ from rl_algorithms.advantages import group_advantage, has_signal
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.contracts import Engine, Environment
 from rl_algorithms.objective import AdvantageConfig
+from rl_algorithms.policy_gradient import estimate_advantage
 from rl_algorithms.rollouts import collect
 from rl_algorithms.stepping import PhaseTimer
 
@@ -131,9 +132,16 @@ def try_reward(
     judged = ~found.failed
     rewards, groups = found.rewards[judged], found.groups[judged]
     advantages = found.rewards.new_zeros(len(found.rewards))
-    advantages[judged] = group_advantage(
-        rewards, groups, baseline=config.baseline, scale=config.scale, epsilon=config.epsilon
-    )
+    if config.estimator is None:
+        advantages[judged] = group_advantage(
+            rewards, groups, baseline=config.baseline, scale=config.scale, epsilon=config.epsilon
+        )
+    else:
+        kept = found.take(judged)
+        estimated = estimate_advantage(kept, kept.token_rewards, config)
+        if estimated.ndim == 2:
+            estimated = (estimated * kept.response).sum(dim=1) / kept.response.sum(dim=1).clamp(min=1)
+        advantages[judged] = estimated
     seconds, calls = timer.lap(), int(found.turns.max()) + 1
     return TrialResult(
         rollouts=[

@@ -19,9 +19,11 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, SupportsFloat, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -31,10 +33,12 @@ from rl_algorithms.advantages import has_signal
 from rl_algorithms.chat import Chat, Prompt, TextError
 from rl_algorithms.contracts import (
     Conversation,
+    ConversationEnvironment,
     Engine,
     Environment,
     EnvironmentReturn,
     Message,
+    RequestEngine,
     ResettingEnvironment,
     Rollout,
 )
@@ -244,11 +248,16 @@ def collect(
 ) -> Rollouts:
     """Sample `group_size` episodes of each prompt. Row `p * group_size + g` is one of prompt `p`, which is its group.
 
-    In each turn all episodes that are not over are sampled as one batch, and judged as one. An episode ends when the
-    environment terminates it; truncated, when an answer met its token limit (it is judged, and nothing follows), after
-    `max_turns` answers, and when its next answer would begin at `max_length` tokens or later; and when it failed, as it
-    does where the tokenizer has no tokens for what the environment says to it. Observations that come with an end are
-    not appended: no answer follows them.
+    Every episode goes on by itself where it can: with a `RequestEngine` and a `ConversationEnvironment` its next turn
+    begins as soon as its own answer has been judged, so that tools and rewards run while others are generated, and a
+    slow tool delays one rollout. An engine that only takes batches is asked for all episodes that wait for it, once
+    none is being judged; an environment that only takes batches, once none is being generated: all march in step. The
+    rollouts are the same either way.
+
+    An episode ends when the environment terminates it; truncated, when an answer met its token limit (it is judged, and
+    nothing follows), after `max_turns` answers, and when its next answer would begin at `max_length` tokens or later;
+    and when it failed, as it does where the tokenizer has no tokens for what the environment says to it. Observations
+    that come with an end are not appended: no answer follows them.
 
     A `ResettingEnvironment` says itself how episodes begin; those of one group are given equal seeds: that of their
     prompt in `seeds`, or one made of `seed` and the place of the prompt.
@@ -297,63 +306,23 @@ def collect(
                 f"max_length={max_length} leaves no room for an answer; leave the row out, or raise max_length"
             )
 
-    component_names: tuple[str, ...] | None = None
-    totals: dict[str, tuple[float, int]] = {}  # of each metric of the environment: the sum, and how many gave it
-    live = episodes
-    while live:
-        # The engine answers every live episode in one call.
-        with timer.phase("generate"):
-            rollouts = engine.generate([tuple(episode.tokens) for episode in live], sampling)
-        if len(rollouts) != len(live):
-            raise ValueError(f"the engine returned {len(rollouts)} rollouts for {len(live)} prompts")
-        for episode, rollout in zip(live, rollouts, strict=True):
-            _check_rollout(rollout, of=episode)
-
-        # The environment judges every answer in one call. It gets its own columns, and cannot change those of others.
-        with timer.phase("reward"):
-            answers = [chat.text(rollout.tokens) for rollout in rollouts]
-            conversations = [
-                Conversation(
-                    messages=episode.messages,
-                    answer=answer,
-                    row=dict(episode.prompt.row.columns),
-                    state=episode.state,
-                    turn=episode.num_answers,
-                    truncated=rollout.truncated,
-                )
-                for episode, rollout, answer in zip(live, rollouts, answers, strict=True)
-            ]
-            returns = environment.step(conversations)
-            if len(returns) != len(live):
-                raise ValueError(f"the environment judged {len(returns)} conversations of {len(live)}")
-            going_on = []
-            for episode, rollout, answer, judged in zip(live, rollouts, answers, returns, strict=True):
-                _check_return(judged, of=episode)
-                if judged.failed is None:
-                    if component_names is None:
-                        component_names = tuple(judged.rewards)
-                    if {*judged.rewards} != {*component_names}:
-                        raise ValueError(
-                            f"the environment gave {episode} ({episode.where}) rewards called "
-                            f"{sorted(judged.rewards)}, and those before it {sorted(component_names)}; every judgement "
-                            f"names the same parts, with 0 for what does not apply"
-                        )
-                    for metric, figure in judged.metrics.items():
-                        total, number = totals.get(metric, (0.0, 0))
-                        totals[metric] = (total + float(figure), number + 1)
-                if episode.answered(rollout, answer, judged):
-                    going_on.append((episode, tuple(judged.observations)))
-            live = [
-                episode
-                for episode, observations in going_on
-                if _continue(episode, observations, chat, max_turns=max_turns, max_length=max_length)
-            ]
+    driver = _Driver(engine, sampling, environment, chat=chat, timer=timer, max_turns=max_turns, max_length=max_length)
+    for episode, seed_of_group in zip(episodes, (each for each in seeds for _ in range(group_size)), strict=True):
+        episode.seed = episode_seed(seed_of_group, episode.row % group_size)
+    driver.play(episodes)
+    for episode in episodes:
+        episode.check_components(episodes)
 
     errors = [episode.unsayable for episode in episodes if episode.unsayable is not None]
     if len(errors) == len(episodes):
         raise errors[0]
-    metrics = {metric: total / number for metric, (total, number) in totals.items()}
-    return _lay_out(episodes, component_names=component_names or (), metrics=metrics)
+    judged = [each for episode in episodes for each in episode.judged]
+    figures: dict[str, list[float]] = {}
+    for each in judged:
+        for metric, figure in each.metrics.items():
+            figures.setdefault(metric, []).append(float(figure))
+    metrics = {metric: math.fsum(values) / len(values) for metric, values in figures.items()}
+    return _lay_out(episodes, component_names=tuple(judged[0].rewards) if judged else (), metrics=metrics)
 
 
 def _reset(
@@ -396,8 +365,12 @@ class Episode:
     """Of each token, which answer it belongs to; -1 for what the policy did not choose."""
     messages: tuple[Message, ...]
     state: object
+    seed: int = 0
+    """What the seeds of its requests are made of."""
     answer: str = ""
     num_answers: int = 0
+    judged: list[EnvironmentReturn] = field(default_factory=list)
+    """What the environment said of its answers, those that failed excepted."""
     rewards: dict[int, float] = field(default_factory=dict)
     """By the place of the token that earned it."""
     components: dict[str, float] = field(default_factory=dict)
@@ -428,6 +401,7 @@ class Episode:
         if judged.failed is not None:
             self.fail(judged.failed)
             return False
+        self.judged.append(judged)
         self.rewards[len(self.tokens) - 1] = float(judged.reward)
         for name, value in judged.rewards.items():
             self.components[name] = self.components.get(name, 0.0) + value
@@ -436,9 +410,141 @@ class Episode:
             return False
         return True
 
+    def check_components(self, episodes: "Sequence[Episode]") -> None:
+        """Refuse parts of the reward that differ from those that the first judged answer of all has."""
+        first = next((each.judged[0] for each in episodes if each.judged), None)
+        for number, judged in enumerate(self.judged, start=1):
+            if first is not None and {*judged.rewards} != {*first.rewards}:
+                raise ValueError(
+                    f"the environment gave {self} ({self.prompt.row.where}, answer {number}) rewards called "
+                    f"{sorted(judged.rewards)}, and those before it {sorted(first.rewards)}; every judgement names the "
+                    f"same parts, with 0 for what does not apply"
+                )
+
     def fail(self, reason: str) -> None:
         """End the episode without a reward, whatever its earlier answers earned."""
         self.failed, self.rewards, self.components = reason, {}, {}
+
+
+class _Driver(Generic[SamplingT]):
+    """Plays episodes: whatever happens to one is handled in the caller's thread, one event at a time.
+
+    Engine and environment complete futures in threads of their own; these only put the event into a queue.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[SamplingT],
+        sampling: SamplingT,
+        environment: Environment,
+        *,
+        chat: Chat,
+        timer: PhaseTimer,
+        max_turns: int,
+        max_length: int | None,
+    ) -> None:
+        self._engine, self._sampling, self._environment, self._chat = engine, sampling, environment, chat
+        self._timer, self._max_turns, self._max_length = timer, max_turns, max_length
+        self._takes_requests = isinstance(engine, RequestEngine)
+        self._takes_conversations = isinstance(environment, ConversationEnvironment)
+        self._events: SimpleQueue[tuple[Future[Any], Callable[[Any], None]]] = SimpleQueue()
+        """Futures that are done, each with what handles its result."""
+        self._under_way: set[Future[Any]] = set()
+        self._num_generating = 0
+        self._unasked: list[Episode] = []
+        """Episodes that wait until the engine can be asked for a batch."""
+        self._unjudged: list[tuple[Episode, Rollout, Conversation]] = []
+        """Answers that wait until the environment can be asked for a batch."""
+
+    def play(self, episodes: Sequence[Episode]) -> None:
+        """Play all episodes to their ends.
+
+        Raises:
+            ValueError, DataError: as `collect`; requests that are under way are cancelled.
+        """
+        try:
+            for episode in episodes:
+                self._ask(episode)
+            while self._under_way or self._unjudged or self._unasked:
+                if self._under_way:
+                    # Waiting counts as generating while anything is generated.
+                    with self._timer.phase("generate" if self._num_generating else "reward"):
+                        future, handle = self._events.get()
+                    self._under_way.remove(future)
+                    with self._timer.phase("reward"):
+                        handle(future.result())
+                elif self._unjudged:
+                    self._judge_batch()
+                else:
+                    self._ask_batch()
+        finally:
+            for future in list(self._under_way):
+                future.cancel()
+
+    def _expect(self, future: Future[Any], handle: Callable[[Any], None]) -> None:
+        self._under_way.add(future)
+        future.add_done_callback(lambda done: self._events.put((done, handle)))
+
+    def _ask(self, episode: Episode) -> None:
+        if not self._takes_requests:
+            self._unasked.append(episode)
+            return
+        engine = cast("RequestEngine[SamplingT]", self._engine)
+        seed = episode_seed(episode.seed, episode.num_answers)
+        self._num_generating += 1
+
+        def handle(rollout: Rollout) -> None:
+            self._num_generating -= 1
+            self._generated(episode, rollout)
+
+        self._expect(engine.submit(tuple(episode.tokens), self._sampling, seed=seed), handle)
+
+    def _ask_batch(self) -> None:
+        asked, self._unasked = sorted(self._unasked, key=lambda each: each.row), []
+        with self._timer.phase("generate"):
+            rollouts = self._engine.generate([tuple(episode.tokens) for episode in asked], self._sampling)
+        if len(rollouts) != len(asked):
+            raise ValueError(f"the engine returned {len(rollouts)} rollouts for {len(asked)} prompts")
+        with self._timer.phase("reward"):
+            for episode, rollout in zip(asked, rollouts, strict=True):
+                self._generated(episode, rollout)
+
+    def _generated(self, episode: Episode, rollout: Rollout) -> None:
+        _check_rollout(rollout, of=episode)
+        conversation = Conversation(
+            messages=episode.messages,
+            answer=self._chat.text(rollout.tokens),
+            row=dict(episode.prompt.row.columns),  # its own: it cannot change those of others
+            tokens=tuple(rollout.tokens),
+            version=rollout.versions[-1].version,
+            state=episode.state,
+            turn=episode.num_answers,
+            truncated=rollout.truncated,
+        )
+        judging = None
+        if self._takes_conversations:
+            judging = cast("ConversationEnvironment", self._environment).submit(conversation)
+        if judging is None:
+            self._unjudged.append((episode, rollout, conversation))
+        else:
+            self._expect(judging, lambda judged: self._judged((episode, rollout, conversation), judged))
+
+    def _judge_batch(self) -> None:
+        unjudged, self._unjudged = sorted(self._unjudged, key=lambda each: each[0].row), []
+        with self._timer.phase("reward"):
+            returns = self._environment.step([conversation for _, _, conversation in unjudged])
+            if len(returns) != len(unjudged):
+                raise ValueError(f"the environment judged {len(returns)} conversations of {len(unjudged)}")
+            for answered, judged in zip(unjudged, returns, strict=True):
+                self._judged(answered, judged)
+
+    def _judged(self, answered: tuple[Episode, Rollout, Conversation], judged: EnvironmentReturn) -> None:
+        episode, rollout, conversation = answered
+        _check_return(judged, of=episode)
+        if episode.answered(rollout, conversation.answer, judged) and _continue(
+            episode, tuple(judged.observations), self._chat, max_turns=self._max_turns, max_length=self._max_length
+        ):
+            self._ask(episode)
 
 
 def _continue(

@@ -19,12 +19,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_algorithms import offline
 from rl_algorithms.chat import Demonstration, TokenizedConversation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
 from rl_algorithms.losses import Counts, token_weights
 from rl_algorithms.padding import pad
-from rl_algorithms.stepping import PhaseTimer, batches_left, checked_batches, finite_step
 
 __all__ = ["Examples", "Lessons", "SFTConfig", "explain", "prepare", "step", "train"]
 
@@ -80,14 +80,15 @@ def train(
 
     To go on with a run, give the `steps_taken` so far, and demonstrations from there on.
     """
-    timer = PhaseTimer()
-    left = batches_left(config, steps_taken=steps_taken)
-    given = checked_batches(demonstrations, name="demonstrations", wanted=len(left), size=config.batch_size)
-    for _, taken in left:
-        with timer.phase("train"):
-            metrics = step(policy, prepare(next(given)), config)
-        version += 1
-        yield {**metrics, "version": version, "steps_taken": taken, **timer.lap()}
+    return offline.train(
+        lambda lessons: step(policy, prepare(lessons), config),
+        demonstrations,
+        config=config,
+        version=version,
+        steps_taken=steps_taken,
+        name="demonstrations",
+        size=config.batch_size,
+    )
 
 
 def prepare(demonstrations: Lessons) -> Examples:
@@ -122,10 +123,9 @@ def step(policy: Policy, examples: Examples, config: SFTConfig) -> dict[str, flo
             f"none of the {examples.tokens.numel()} tokens of this step is trainable with a weight above 0; look at "
             f"the masks and weights of its {len(examples.tokens)} rows"
         )
-    sums = policy.forward_backward(examples, functools.partial(_loss, config=config, total=weights.sum().item()))
+    total = weights.sum().item()
     return {
-        "loss": sums["loss"].item(),
-        "grad_norm": finite_step(policy, sums),
+        **offline.take_step(policy, examples, functools.partial(_loss, config=config, total=total), mean_over=1),
         "trained_tokens": (weights > 0).sum().item(),
         "rows_without_tokens": (weights == 0).all(dim=1).sum().item(),
     }

@@ -3,7 +3,8 @@
     staleness = version of the policy - version of the oldest weights that sampled a token of the group
 
 S steps on each batch move the policy S versions on; the last of them is S - 1 after the first. A bound on the staleness
-at every step therefore lets a group wait for k = (bound - (S - 1)) // S batches. k = 0 is synchronous.
+at every step therefore lets a group wait for k = (bound - (S - 1)) // S batches. k = 0 is synchronous: `explain_bound`
+says so, for a run that was meant to be asynchronous and is not.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import ClassVar, Literal
 from rl_algorithms.choices import check_fields
 from rl_algorithms.objective import Objective
 
-__all__ = ["AsyncConfig", "batches_ahead", "refuse_uncorrected"]
+__all__ = ["AsyncConfig", "batches_ahead", "explain_bound", "refuse_uncorrected"]
 
 COUNTS_AND_SECONDS = ("num_collectors", "groups_per_call", "timeout_s", "stop_timeout_s")
 
@@ -67,6 +68,23 @@ def batches_ahead(*, max_staleness: int, steps_per_generation: int) -> int:
     return (max_staleness - (steps_per_generation - 1)) // steps_per_generation
 
 
+def explain_bound(*, max_staleness: int, steps_per_generation: int) -> str:
+    """What the bound lets sampling do while the policy trains, as a sentence.
+
+    >>> explain_bound(max_staleness=1, steps_per_generation=1)
+    'sampling runs up to 1 batch of rollouts ahead of training'
+    """
+    ahead = batches_ahead(max_staleness=max_staleness, steps_per_generation=steps_per_generation)
+    if ahead:
+        return f"sampling runs up to {ahead} {'batch' if ahead == 1 else 'batches'} of rollouts ahead of training"
+    return (
+        f"max_staleness={max_staleness} allows no asynchrony: the {steps_per_generation} steps on a batch use up "
+        f"{steps_per_generation - 1} of it, and one batch ahead needs {2 * steps_per_generation - 1}; nothing is "
+        f"sampled while the policy trains, so set max_staleness={2 * steps_per_generation - 1} or more, or train "
+        f"synchronously"
+    )
+
+
 def refuse_uncorrected(objective: Objective, *, max_staleness: int) -> None:
     """Refuse an objective that takes what older weights sampled for the policy's own.
 
@@ -77,7 +95,7 @@ def refuse_uncorrected(objective: Objective, *, max_staleness: int) -> None:
         ValueError: neither is there.
     """
     ratio, weight = objective.ratio, objective.correction.weight
-    to_the_sampler = ratio.proximal == "sampler" and ratio.surrogate != "reinforce"
+    to_the_sampler = ratio.proximal == "sampler" and ratio.looks_at_ratio
     if not to_the_sampler and weight == "none":
         raise ValueError(
             f"max_staleness={max_staleness} trains on what older weights sampled, and nothing in "

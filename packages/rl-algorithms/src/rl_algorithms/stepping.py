@@ -7,7 +7,6 @@ A loss returns sums: numerators added up over rows, microbatches and ranks. They
 so no figure depends on how a step was cut; a mean of means would.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence, Sized
@@ -18,14 +17,12 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from torch import Tensor
 
 from rl_algorithms.contracts import Policy, ScoreModel, Sums, TokenBatch, ValueModel, WeightSync
-from rl_algorithms.data import batches
 
 __all__ = [
     "PhaseTimer",
     "batches_left",
     "bring_weights",
     "checked_batches",
-    "draws_left",
     "effective_sample_size",
     "figures",
     "finite_step",
@@ -75,15 +72,6 @@ class StepConfig(Protocol):
         """Of the whole run."""
 
 
-@runtime_checkable
-class DrawConfig(StepConfig, Protocol):
-    """What the configurations of loops over given rows or pairs have."""
-
-    @property
-    def batch_size(self) -> int:
-        """Rows or pairs in each step."""
-
-
 def batches_left(config: StepConfig, *, steps_taken: int) -> list[tuple[int, int]]:
     """The batches that a run has still to take steps on: the number of each, from 0, and the steps taken after it.
 
@@ -105,18 +93,6 @@ def batches_left(config: StepConfig, *, steps_taken: int) -> list[tuple[int, int
             f"batches; give the steps_taken that the loop yielded last"
         )
     return [(number, (number + 1) * each) for number in range(steps_taken // each, max_num_steps // each)]
-
-
-def draws_left(num_units: int, config: DrawConfig, *, steps_taken: int, seed: int) -> Iterator[tuple[list[int], int]]:
-    """For each step that is left, which of `num_units` rows or pairs it is on, and the steps taken after it.
-
-    Raises:
-        ValueError: as `batches_left`.
-    """
-    left = batches_left(config, steps_taken=steps_taken)
-    drawn = itertools.islice(batches(range(num_units), size=config.batch_size, seed=seed), steps_taken, None)
-    for _, taken in left:
-        yield next(drawn), taken
 
 
 def checked_batches(given: Iterator[BatchT], *, name: str, wanted: int, size: int | None = None) -> Iterator[BatchT]:
@@ -147,10 +123,17 @@ def checked_batches(given: Iterator[BatchT], *, name: str, wanted: int, size: in
 
 
 def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
-    """The same dataclass with only `rows` (indices or a mask along B) of every tensor."""
+    """The same dataclass with only `rows` (indices or a mask along B) of every tensor, as wide as the longest of them.
+
+    The columns that are padding in all of these rows go: a batch costs what its own rows are long.
+    """
     instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
+    lengths = examples.lengths[rows]
+    width = int(lengths.max()) if len(lengths) else 0
+    tensors = {field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+    # The first axis is B, and a second one is T.
     taken: ExamplesT = replace(
-        instance, **{field.name: getattr(instance, field.name)[rows] for field in fields(instance)}
+        instance, **{name: tensor[:, :width] if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}
     )
     return taken
 

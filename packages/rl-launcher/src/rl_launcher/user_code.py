@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_algorithms.pieces import source_digest
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import imported_digest, load_object
 from rl_launcher.schema import Recipe
@@ -244,19 +245,24 @@ def call(text: str, *arguments: object, wanted: str) -> Any:
 
 
 def named_code(recipe: Recipe) -> dict[str, str]:
-    """The functions and classes that `recipe` names, by key: data, models, rewards, environment."""
+    """The functions and classes that `recipe` names, by key: data, models, rewards, environment, objective."""
     found = {"data.source": recipe.data.source, "policy.model_name": recipe.policy.model_name}
     if recipe.distill is not None:
         found["distill.teacher.model_name"] = recipe.distill.teacher.model_name
     if (env := recipe.env) is not None:
         found |= {f"env.rewards.{name}": text for name, text in env.rewards.items()}
         found |= {"env.reward": env.reward or "", "env.environment": env.environment or ""}
+    if recipe.grpo is not None:
+        found |= {f"grpo.objective.{key}": text for key, text in recipe.grpo.objective.named_code().items()}
     return {key: text for key, text in found.items() if is_import_string(text)}
 
 
 def code_digests(recipe: Recipe) -> dict[str, str]:
     """A digest of the file that each of `named_code` was imported from; not of what that file imports."""
-    digests = {key: imported_digest(text) for key, text in named_code(recipe).items()}
+    digests = {  # rl-algorithms imports the pieces of an objective, on every rank, and keeps what it imported
+        key: source_digest(text) if key.startswith("grpo.objective.") else imported_digest(text)
+        for key, text in named_code(recipe).items()
+    }
     return {key: digest for key, digest in digests.items() if digest is not None}
 
 

@@ -1,13 +1,19 @@
 """Chat format: messages through the tokenizer's chat template, and what to do where a template hides what is whose.
 
-A template gives text, not whose tokens are whose. An answer's tokens are found in one of two ways: by the template's
-own `{% generation %}` marks, or by rendering k and k + 1 messages and requiring that the one continues the other. What
-stands between a sampled answer and the next is found by rendering the conversation with a word that occurs nowhere
+A template gives text, not whose tokens are whose. An answer's tokens are found in one of three ways: by the template's
+own `{% generation %}` marks; by rendering k and k + 1 messages and requiring that the one continues the other; or,
+where a template renders an answer differently once others follow it (Qwen3 leaves out the thinking of earlier turns),
+turn by turn: each answer as it is rendered while it is the last, and between two of them what an episode of several
+turns is given there. The row is then token for token what the policy would have sampled.
+
+What stands between a sampled answer and the next is found by rendering the conversation with a word that occurs nowhere
 else in the answer's place, and taking what follows it.
 
 What an observation says is text: where it spells a special token, it is tokenised in pieces that hold none.
 """
 
+import contextlib
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +28,14 @@ from rl_algorithms.data import DataError
 __all__ = ["Templated"]
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _RenderedDifferentlyError(DataError):
+    """A message is rendered differently once others follow it."""
+
+
+class _MergedTokensError(DataError):
+    """A token spans the end of the prompt and the start of the answer."""
 
 
 class Templated:
@@ -141,34 +155,79 @@ class Templated:
     # -- By comparing renderings -----------------------------------------------------------------------------------
 
     def _compared(self, transcript: Transcript, learnt: Sequence[int]) -> Answered:
-        whole = Encoded(self._tokenizer, self._special, self._text(transcript, asks=False), where=transcript.where)
-        return whole.tokens, [self._answer(transcript, index, whole=whole) for index in learnt]
+        whole = self._whole(transcript)
+        try:
+            return whole.tokens, [self._answer(transcript, index, whole=whole) for index in learnt]
+        except _RenderedDifferentlyError as error:
+            try:
+                return self._turn_by_turn(transcript, learnt)
+            except _MergedTokensError:
+                raise
+            except DataError:
+                raise DataError(f"{error}; {self._advice(transcript, learnt)}") from error
+
+    def _whole(self, transcript: Transcript) -> Encoded:
+        return Encoded(self._tokenizer, self._special, self._text(transcript, asks=False), where=transcript.where)
+
+    def _turn_by_turn(self, transcript: Transcript, learnt: Sequence[int]) -> Answered:
+        """The conversation as it would have been sampled: prompt, answer, observations, answer, and so on."""
+        tokens: tuple[int, ...] = ()
+        spans: list[Span] = []
+        previous = -1
+        for index in transcript.answers:
+            alone = transcript.upto(index + 1)
+            answered = self._whole(alone)
+            start, end = self._answer(alone, index, whole=answered)
+            if previous < 0:
+                tokens = answered.tokens[:start]
+            else:
+                observations = transcript.messages[previous + 1 : index]
+                tokens += self.between(transcript.upto(previous), observations, stopped=True)
+            if index in learnt:
+                spans.append((len(tokens), len(tokens) + end - start))
+            tokens += answered.tokens[start:end]
+            previous = index
+        return tokens, spans
+
+    def _advice(self, transcript: Transcript, learnt: Sequence[int]) -> str:
+        """What helps with this conversation, as tried out."""
+        helps = []
+        with contextlib.suppress(DataError):
+            if [*learnt] != transcript.answers[-1:]:
+                self._answer(transcript, transcript.answers[-1], whole=self._whole(transcript))
+                helps.append("train_on='last_turn'")
+        if "enable_thinking" in self._template and "enable_thinking" not in self._options:
+            other = copy.copy(self)
+            other._options = {**self._options, "enable_thinking": False}  # noqa: SLF001 - our own
+            with contextlib.suppress(DataError):
+                other._compared(transcript, learnt)  # noqa: SLF001
+                helps.append("template_options={'enable_thinking': False} (data.chat_template_kwargs in a recipe)")
+        return f"use {', or '.join([*helps, 'a template that only appends', 'one with {% generation %} marks'])}"
 
     def _answer(self, transcript: Transcript, index: int, *, whole: Encoded) -> Span:
         asked = self._text(transcript.upto(index), asks=True)
         before, tokens = whole.of(asked), whole.tokens
         if tokens[: len(before)] != before:
-            raise DataError(self._no_prefix(transcript, index, merged=whole.text.startswith(asked)))
+            raise self._no_prefix(transcript, index, merged=whole.text.startswith(asked))
         through = tokens
         if index + 1 < len(transcript.messages):
             through = whole.of(self._text(transcript.upto(index + 1), asks=False))
         end = self._end(through, len(before), transcript.where)
         if tokens[:end] != through[:end]:
-            raise DataError(self._no_prefix(transcript, index + 1, merged=False))
+            raise self._no_prefix(transcript, index + 1, merged=False)
         return len(before), end
 
-    def _no_prefix(self, transcript: Transcript, index: int, *, merged: bool) -> str:
+    def _no_prefix(self, transcript: Transcript, index: int, *, merged: bool) -> DataError:
         if merged:
-            return (
+            return _MergedTokensError(
                 f"{transcript.where}: the tokenizer merges the end of the prompt with the start of messages[{index}], "
                 f"{transcript.messages[index].get('content')!r:.20}, so its tokens are not what is sampled after the "
                 f"prompt; begin the answer without white space"
             )
-        return (
+        return _RenderedDifferentlyError(
             f"{transcript.where}: the chat template renders the prompt differently once an answer or a reply follows "
             f"it (messages[:{index}] is not how the rest begins), so the answer's tokens cannot be told from the "
-            f"prompt's; use a prefix-preserving template, one with {{% generation %}} marks, train_on='last_turn', or "
-            f"the template's own options (template_options={{'enable_thinking': False}})"
+            f"prompt's"
         )
 
     # -- Checks of what follows an answer --------------------------------------------------------------------------

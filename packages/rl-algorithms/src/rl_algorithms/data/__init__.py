@@ -14,6 +14,7 @@ from rl_algorithms.data.adapters import VERL_COLUMNS, from_nemo_gym
 from rl_algorithms.data.datasets import (
     ConversationData,
     Dataset,
+    MixedSource,
     PreferenceData,
     held_out_demonstrations,
     load_dataset,
@@ -21,9 +22,9 @@ from rl_algorithms.data.datasets import (
 )
 from rl_algorithms.data.making import make_row
 from rl_algorithms.data.mixing import Mixed, Mixture
-from rl_algorithms.data.order import ShuffledBatches, batches
+from rl_algorithms.data.order import ShuffledBatches, StreamedBatches, batches
 from rl_algorithms.data.packing import PackedRows, lay_out, pack
-from rl_algorithms.data.reading import Adapter, SkippedRows, read_jsonl, read_rows, stream_rows
+from rl_algorithms.data.reading import Adapter, PromptTemplate, SkippedRows, read_jsonl, read_rows, stream_rows
 from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, unpaired
 from rl_algorithms.data.sources import Source
 
@@ -36,14 +37,17 @@ __all__ = [
     "Dataset",
     "LabelledRow",
     "Mixed",
+    "MixedSource",
     "Mixture",
     "PackedRows",
     "PreferenceData",
     "PreferenceRow",
+    "PromptTemplate",
     "Row",
     "ShuffledBatches",
     "SkippedRows",
     "Source",
+    "StreamedBatches",
     "batches",
     "from_nemo_gym",
     "held_out_demonstrations",

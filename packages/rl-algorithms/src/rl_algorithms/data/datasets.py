@@ -10,12 +10,13 @@ No prompt is both trained on and held out, whatever its form; a data set that vi
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from rl_algorithms.choices import check_choice
-from rl_algorithms.data.reading import SkippedRows, read_rows, stream_rows
+from rl_algorithms.choices import check_choice, check_fields
+from rl_algorithms.data.mixing import Mixture
+from rl_algorithms.data.reading import PromptTemplate, SkippedRows, read_rows, stream_rows
 from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Question, Row
 from rl_algorithms.data.sources import Source
 
@@ -23,6 +24,7 @@ __all__ = [
     "ConversationData",
     "Dataset",
     "Form",
+    "MixedSource",
     "PreferenceData",
     "RowSource",
     "are_conversations",
@@ -40,6 +42,7 @@ RowSource: TypeAlias = str | Path | Source | Iterable[Mapping[str, object]]
 Form: TypeAlias = Literal["prompts", "conversations", "preferences"]
 
 HELD_OUT_SHARE = 0.1
+MOST_REPEATED = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,39 @@ class PreferenceData(Dataset):
     """The chosen responses of `held_out_pairs`, which the imitation loss is measured on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSource:
+    """A further set to learn from, and how often."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    source: str
+    """As `data.source`; no function."""
+
+    weight: float = 1.0
+    """How often a row is drawn from this set, relative to the weights of the others."""
+
+    split: str | None = None
+    """As `data.split`."""
+
+    name: str | None = None
+    """As `data.name`."""
+
+    revision: str | None = None
+    """As `data.revision`."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """As `data.columns`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, above={"weight": 0})
+
+    @property
+    def rows(self) -> Source:
+        """Where the rows are."""
+        return Source(path=self.source, split=self.split, name=self.name, revision=self.revision)
+
+
 def load_dataset(
     source: RowSource,
     *,
@@ -114,6 +150,9 @@ def load_dataset(
     seed: int = 0,
     imitate_chosen: bool = False,
     skipped: SkippedRows | None = None,
+    prompts: PromptTemplate | None = None,
+    mix: Mapping[str, MixedSource] | None = None,
+    weight: float = 1.0,
 ) -> Dataset:
     """Read a data set and hold some of its prompts out.
 
@@ -127,6 +166,10 @@ def load_dataset(
         imitate_chosen: with `"preferences"`, the chosen responses become demonstrations for SFT.
         skipped: None: the first bad row is an error. A report: bad rows of `source` are left out and counted in it. A
             bad held-out row is always an error, so that what is measured does not change silently.
+        prompts: what every prompt is put into.
+        mix: further sets to learn from, by name. One pass over the data then draws from each in proportion to its
+            weight, until every row of every set was drawn.
+        weight: of `source` beside them.
 
     Raises:
         DataError: the data cannot be read, a row is bad, there are fewer than two distinct prompts to split, or a
@@ -137,15 +180,25 @@ def load_dataset(
     check_choice("form", form, Form)
 
     def read(kind: type[RowT]) -> tuple[list[RowT], list[RowT]]:
-        rows = read_rows(source, kind=kind, columns=columns, skipped=skipped, name="data")
+        how: dict[str, Any] = {"kind": kind, "prompts": prompts}
+        sets = {"data": read_rows(source, columns=columns, skipped=skipped, name="data", **how)}
+        for name, each in (mix or {}).items():
+            sets[name] = read_rows(each.rows, columns=each.columns, skipped=skipped, name=name, **how)
         if held_out is not None:
-            return rows, read_rows(held_out, kind=kind, columns=columns, name="held_out")
-        share = HELD_OUT_SHARE if held_out_share is None else held_out_share
-        return split_held_out(rows, share=share, seed=seed)
+            measured = read_rows(held_out, columns=columns, name="held_out", **how)
+        else:
+            share = HELD_OUT_SHARE if held_out_share is None else held_out_share
+            split = {name: split_held_out(rows, share=share, seed=seed) for name, rows in sets.items()}
+            measured = [row for _, held in split.values() for row in held]
+            theirs = {row.question for row in measured}
+            # A prompt that one set holds out is left out of the others, too.
+            sets = {name: [row for row in rows if row.question not in theirs] for name, (rows, _) in split.items()}
+        weights = {"data": weight, **{name: each.weight for name, each in (mix or {}).items()}}
+        return _mixed(sets, weights=weights, seed=seed), measured
 
     if form == "prompts":
-        prompts, measured = read(Row)
-        return Dataset(train=prompts, held_out=measured, demonstrations=prompts)
+        questions, measured = read(Row)
+        return Dataset(train=questions, held_out=measured, demonstrations=questions)
     if form == "conversations":
         conversations, held_out_conversations = read(ConversationRow)
         return ConversationData(
@@ -163,6 +216,32 @@ def load_dataset(
         held_out_pairs=held_out_pairs,
         held_out_demonstrations=[_chosen_response(row) for row in held_out_pairs] if imitate_chosen else [],
     )
+
+
+def _mixed(sets: Mapping[str, list[RowT]], *, weights: Mapping[str, float], seed: int) -> list[RowT]:
+    """Rows of all sets in the proportions of their weights, each row at least once."""
+    if len(sets) == 1:
+        return next(iter(sets.values()))
+    for name, rows in sets.items():
+        if not rows:
+            raise DataError(f"{name}: every prompt of the set is held out, and none is left to train on")
+    share = {name: len(rows) / weights[name] for name, rows in sets.items()}
+    longest, total = max(share, key=share.__getitem__), sum(map(len, sets.values()))
+    draws = share[longest] * sum(weights.values())
+    if draws > MOST_REPEATED * total:
+        raise DataError(
+            f"with the weights {dict(weights)} one pass over {longest!r} takes {draws:.0f} draws from {total} rows: "
+            f"others would be repeated more than {MOST_REPEATED} times; raise the weight of {longest!r}, or give fewer "
+            f"of its rows (split='train[:1000]')"
+        )
+    drawn = dict.fromkeys(sets, 0)
+    mixed: list[RowT] = []
+    for each in Mixture(sets, weights=weights, seed=seed):
+        mixed.append(each.item)
+        drawn[each.name] += 1
+        if all(drawn[name] >= len(rows) for name, rows in sets.items()):
+            break
+    return mixed
 
 
 def check_rows(name: str, rows: Any) -> Sequence[Mapping[str, object]]:

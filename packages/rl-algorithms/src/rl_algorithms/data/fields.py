@@ -152,7 +152,9 @@ def _message(raw: RawRow, name: str, *, index: int, item: object) -> Message:
     role, content = message.get("role"), message.get("content")
     calls = _tool_calls(raw, name, path=path, message=message)
     if isinstance(content, list):
-        raise raw.error(name, "is a list of parts, and only text is supported: join them to one text", path=path)
+        content = "".join(
+            _part(raw, name, path=f"{path}.content[{place}]", part=part) for place, part in enumerate(content)
+        )
     silent = content is None and role == "assistant" and calls
     if not isinstance(role, str) or not role or not (isinstance(content, str) or silent):
         raise raw.error(name, f"must have a text 'role' and 'content', found {item!r:.60}", path=path)
@@ -162,6 +164,14 @@ def _message(raw: RawRow, name: str, *, index: int, item: object) -> Message:
     message["content"] = content  # templates tell a call by a content that is None, and not by one that is missing
     _mark_train(raw, name, path=path, message=message)
     return message
+
+
+def _part(raw: RawRow, name: str, *, path: str, part: object) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise raw.error(name, f"is a part of type {kind!r}, and only parts of text are supported", path=path)
+    return text
 
 
 def _tool_calls(raw: RawRow, name: str, *, path: str, message: Message) -> bool:

@@ -25,7 +25,7 @@ from rl_algorithms.data.fields import (
     read_number,
     read_tools,
 )
-from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row
+from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, answer_text
 
 __all__ = ["NAMES", "make", "make_row"]
 
@@ -46,7 +46,7 @@ def make_row(columns: Mapping[str, object], *, where: str) -> Row:
     """Check one prompt's columns and make it a `Row`.
 
     Raises:
-        DataError: `prompt` is missing, empty or neither text nor messages; `answer` is there and is not text.
+        DataError: `prompt` is missing, empty or neither text nor messages.
     """
     return _row(RawRow(columns=columns, where=where))
 
@@ -62,14 +62,14 @@ def make(kind: type[AnyRow], raw: RawRow) -> AnyRow:
 
 def _row(raw: RawRow) -> Row:
     raw.require("prompt")
-    _answer(raw)
     return Row(messages=read_messages(raw, "prompt"), columns=raw.columns, where=raw.where, tools=read_tools(raw))
 
 
-def _answer(raw: RawRow) -> object:
-    answer = raw.get("answer")
-    if answer is not None and not isinstance(answer, str):
-        raise raw.error("answer", f"must be text, found {type(answer).__name__} {answer!r:.60}")
+def _answer(raw: RawRow) -> str:
+    answer = answer_text(raw.get("answer"))
+    if answer is None:
+        found = raw.get("answer")
+        raise raw.error("answer", f"must be text or a number to imitate, found {type(found).__name__} {found!r:.60}")
     return answer
 
 

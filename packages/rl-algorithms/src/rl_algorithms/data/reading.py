@@ -1,21 +1,61 @@
 """Rows from a source, one kind at a time; a bad row stops the reading, or is counted in a report of the caller's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
+from rl_algorithms.contracts import Message
 from rl_algorithms.data.fields import RawRow, nearest
 from rl_algorithms.data.making import NAMES, make
 from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row
 from rl_algorithms.data.sources import Records, Source, open_lines, open_records, parse_record
 
-__all__ = ["Adapter", "SkippedRows", "read_jsonl", "read_rows", "stream_rows"]
+__all__ = ["Adapter", "PromptTemplate", "SkippedRows", "read_jsonl", "read_rows", "stream_rows"]
 
 RowT = TypeVar("RowT", Row, ConversationRow, PreferenceRow, LabelledRow)
 
 Adapter: TypeAlias = Callable[[Mapping[str, object]], Mapping[str, object]]
 """From the columns of a foreign format to ours. Whatever it raises becomes a `DataError` that names the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTemplate:
+    """What every prompt is put into: a system prompt before it, and a text around the last user message."""
+
+    system_prompt: str | None = None
+    """Put before messages that have no system message of their own."""
+
+    prompt_template: str | None = None
+    """The last user message, with the row's own text and columns in braces: `"{prompt}\nAnswer in \\boxed{{}}."`"""
+
+    def __post_init__(self) -> None:
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            raise ValueError(
+                f"prompt_template={self.prompt_template!r} has no {{prompt}}, so that every row would ask the same"
+            )
+
+    def applied(self, row: Row | ConversationRow | PreferenceRow | LabelledRow) -> tuple[Message, ...]:
+        """The row's messages put into it. A conversation that is imitated gets the system prompt alone.
+
+        Raises:
+            DataError: the template names a column that the row does not have.
+        """
+        messages = row.messages
+        if self.prompt_template is not None and not isinstance(row, ConversationRow):
+            last = max((place for place, each in enumerate(messages) if each["role"] == "user"), default=None)
+            if last is not None:
+                try:
+                    text = self.prompt_template.format(**{**row.columns, "prompt": messages[last]["content"]})
+                except (KeyError, IndexError, ValueError) as error:
+                    raise DataError(
+                        f"{row.where}: prompt_template={self.prompt_template!r} cannot be filled ({error!r}); the row "
+                        f"has {', '.join(row.columns)}, and braces that are text are written twice"
+                    ) from error
+                messages = (*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :])
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = ({"role": "system", "content": self.system_prompt}, *messages)
+        return messages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,18 +99,20 @@ def read_rows(
     adapter: Adapter | None = None,
     skipped: SkippedRows | None = None,
     name: str | None = None,
+    prompts: PromptTemplate | None = None,
 ) -> list[RowT]:
     """Read all rows of a file, a folder, a data set of the hub, or an iterable of columns.
 
     Args:
-        source: a path (`.jsonl`, `.ndjson`, `.json`, `.parquet`, or a folder that `datasets` wrote or can load); the id
-            of a data set on the hub; a `Source`, where a split, configuration or revision is to be said; or rows.
+        source: a path (see `Source.path`) or a pattern of paths; the id of a data set on the hub; a `Source`, where a
+            split, configuration or revision is to be said; or rows.
         kind: `Row`, `ConversationRow`, `PreferenceRow` or `LabelledRow`.
         columns: our name -> their column, as in `{"prompt": "question", "answer": "solution"}`; a dot leads into a
             column of objects, as in `"reward_model.ground_truth"`. Their columns stay, under their names, too.
         adapter: turns the columns of each row into others first, as `from_nemo_gym` does.
         skipped: None: the first bad row is an error. A report: bad rows are left out and counted in it.
         name: what error messages call rows that come from no file, as in `name[3]`; their type's name by default.
+        prompts: what every prompt is put into.
 
     Raises:
         DataError: the source cannot be read or has no rows, `columns` has a name that the kind does not know, or a row
@@ -78,7 +120,8 @@ def read_rows(
         ValueError: there is no such kind.
         ImportError: reading it needs the extra `rl-algorithms[data]`.
     """
-    return list(stream_rows(source, kind=kind, columns=columns, adapter=adapter, skipped=skipped, name=name))
+    options: dict[str, Any] = {"columns": columns, "adapter": adapter, "skipped": skipped, "name": name}
+    return list(stream_rows(source, kind=kind, prompts=prompts, **options))
 
 
 def stream_rows(
@@ -89,6 +132,7 @@ def stream_rows(
     adapter: Adapter | None = None,
     skipped: SkippedRows | None = None,
     name: str | None = None,
+    prompts: PromptTemplate | None = None,
 ) -> Iterator[RowT]:
     """As `read_rows`, row by row: for data larger than memory.
 
@@ -107,7 +151,8 @@ def stream_rows(
                 f"columns={names}: a {kind.__name__} has no {ours!r}; it has {', '.join(NAMES[kind])}"
                 f"{nearest(ours, list(NAMES[kind]))}"
             )
-    return _stream(open_records(source, name=name), kind=kind, names=names, adapter=adapter, skipped=skipped)
+    records = open_records(source, name=name)
+    return _stream(records, kind=kind, names=names, adapter=adapter, skipped=skipped, prompts=prompts)
 
 
 def read_jsonl(path: str | Path) -> list[Row]:
@@ -121,7 +166,13 @@ def read_jsonl(path: str | Path) -> list[Row]:
 
 
 def _stream(
-    source: Records, *, kind: type[RowT], names: Mapping[str, str], adapter: Adapter | None, skipped: SkippedRows | None
+    source: Records,
+    *,
+    kind: type[RowT],
+    names: Mapping[str, str],
+    adapter: Adapter | None,
+    skipped: SkippedRows | None,
+    prompts: PromptTemplate | None = None,
 ) -> Iterator[RowT]:
     num_read, num_made, last = 0, 0, ""
     for where, record in source.records:
@@ -129,6 +180,7 @@ def _stream(
         try:
             columns = _mapped(where, _adapted(where, parse_record(where, record), adapter), names)
             row = _made(kind, RawRow(columns=columns, where=where, names=names, fills_none=source.fills_none))
+            row = row if prompts is None else replace(row, messages=prompts.applied(row))
         except DataError as error:
             if skipped is None:
                 raise

@@ -52,9 +52,11 @@ class Row:
 
     @property
     def answer(self) -> str | None:
-        """The right answer, where the data has one."""
-        answer = self.columns.get("answer")
-        return answer if isinstance(answer, str) else None
+        """The right answer as text to imitate, where the data has one that is text or a number.
+
+        Reward functions are given the column as it is, whatever it holds.
+        """
+        return answer_text(self.columns.get("answer"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,13 @@ class LabelledRow:
     def question(self) -> Question:
         """The prompt: what makes two rows the same prompt."""
         return question_of(self.messages)
+
+
+def answer_text(value: object) -> str | None:
+    """Text and numbers as text; None of anything else."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return str(value)
 
 
 def unpaired(row: PreferenceRow) -> tuple[LabelledRow, LabelledRow]:

@@ -1,14 +1,19 @@
-"""Where rows come from: JSON Lines, JSON, Parquet, what `datasets` saved or can load, or any iterable of columns.
+"""Where rows come from: JSON Lines, JSON, CSV, Parquet, Arrow, `datasets`, or any iterable of columns.
 
 It gives each row's columns, and where they stand. Files are read row by row; a JSON Lines file never has more than one
 line in memory, a Parquet file one batch. `pyarrow` and `datasets` are imported only by what needs them.
 """
 
+import csv
+import glob
+import gzip
 import importlib
+import io
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,6 +26,8 @@ Record: TypeAlias = tuple[str, object]
 """Where a row stands, and its columns: a mapping, or `bytes` that are a line of JSON still to be parsed."""
 
 LINES = (".jsonl", ".ndjson")
+TABLES = {".csv": ",", ".tsv": "\t"}
+GLOB = re.compile(r"[*?\[]")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # How many rows of a Parquet file are in memory at once; a row may hold a conversation of a megabyte.
 PARQUET_BATCH_ROWS = 256
@@ -34,8 +41,9 @@ class Source:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     path: str
-    """A file (`.jsonl`, `.json`, `.parquet`), a folder that `datasets` wrote or can load, or the id of a data set on
-    the Hugging Face hub. What exists here is taken before what is on the hub."""
+    """A file (`.jsonl`, `.json`, `.csv`, `.tsv`, each also with `.gz`, `.parquet`, `.arrow`), a pattern of such files
+    (`shards/*.parquet`, read in the order of their names), a folder that `datasets` wrote or can load, or the id of a
+    data set on the Hugging Face hub. What exists here is taken before what is on the hub."""
 
     split: str | None = None
     """Which split of a data set, such as `train` or `train[:1000]`; needed where there are several."""
@@ -85,7 +93,9 @@ def open_records(source: str | Path | Source | Iterable[Mapping[str, object]], *
     path = Path(source.path)
     if path.is_dir():
         return _open_folder(source)
-    if path.exists() or path.suffix in (*LINES, ".json", ".parquet") or not HUB_ID.fullmatch(source.path):
+    if GLOB.search(source.path) and not path.exists():
+        return _open_shards(source)
+    if path.exists() or _kind(path) is not None or not HUB_ID.fullmatch(source.path):
         return _open_file(source)
     return _open_hub(source)
 
@@ -126,22 +136,81 @@ def _open_file(source: Source) -> Records:
     for name in ("split", "name", "revision"):
         if value := getattr(source, name):
             raise DataError(f"{source.path}: {name}={value!r} is for data sets, and this is a file; leave it out")
-    path = Path(source.path)
+    path, kind = Path(source.path), _kind(Path(source.path))
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             start = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); give a .jsonl, .json or .parquet file, a folder of "
-            f"`datasets`, or the id of a data set on the hub"
+            f"{path}: cannot be read ({error.strerror or error}); give a .jsonl, .json, .csv, .parquet or .arrow file, "
+            f"a folder of `datasets`, or the id of a data set on the hub"
         ) from error
-    if path.suffix == ".parquet":
+    if kind == ".parquet":
         return Records(name=str(path), records=_parquet(path), fills_none=True)
-    if path.suffix == ".json" and not start.startswith(b"{"):
+    if kind == ".arrow":
+        return Records(name=str(path), records=_arrow(path), fills_none=True)
+    if kind in TABLES:
+        return Records(name=str(path), records=_table(path, delimiter=TABLES[kind]))
+    if kind == ".json" and not start.startswith(b"{"):
         return Records(name=str(path), records=_json_list(path))
-    if path.suffix in (*LINES, ".json"):
+    if kind is not None:
         return open_lines(path)
-    raise DataError(f"{path}: is of no known kind; known are .jsonl, .ndjson, .json and .parquet")
+    raise DataError(
+        f"{path}: is of no known kind; known are .jsonl, .ndjson, .json, .csv, .tsv (each also with .gz), .parquet and "
+        f".arrow"
+    )
+
+
+def _kind(path: Path) -> str | None:
+    """The suffix that says what a file is, without .gz; None of an unknown one."""
+    packed = path.suffix == ".gz"
+    suffix = path.with_suffix("").suffix if packed else path.suffix
+    return suffix if suffix in (*LINES, ".json", *TABLES, *(() if packed else (".parquet", ".arrow"))) else None
+
+
+def _open(path: Path) -> Any:
+    """A file of bytes, unpacked if it is packed."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _open_shards(source: Source) -> Records:
+    paths = sorted(glob.glob(source.path, recursive=True))  # noqa: PTH207 - a pattern may be absolute
+    if not paths:
+        raise DataError(f"{source.path}: no file has a name of this pattern")
+    shards = [_open_file(replace(source, path=path)) for path in paths]
+    records = itertools.chain.from_iterable(shard.records for shard in shards)
+    return Records(name=source.path, records=records, fills_none=any(shard.fills_none for shard in shards))
+
+
+def _table(path: Path, *, delimiter: str) -> Iterator[Record]:
+    """Rows of a file with a header. Every value is text; one that is missing is None."""
+    try:
+        with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+            reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+            for columns in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in columns:
+                    raise DataError(f"{where}: has more values than the header has names ({reader.fieldnames})")
+                yield where, columns
+    except (csv.Error, UnicodeDecodeError, OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read as a table ({error})") from error
+
+
+def _arrow(path: Path) -> Iterator[Record]:
+    ipc, errors = (_import(module, needed_by=str(path)) for module in ("pyarrow.ipc", "pyarrow.lib"))
+    index = 0
+    try:
+        with path.open("rb") as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for columns in batch.to_pylist():
+                    yield f"{path}[{index}]", columns
+                    index += 1
+    except (OSError, errors.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as Arrow, after {index} rows ({error})") from error
 
 
 def open_lines(path: Path) -> Records:
@@ -151,19 +220,21 @@ def open_lines(path: Path) -> Records:
 
 def _lines(path: Path) -> Iterator[Record]:
     try:
-        with path.open("rb") as file:  # split at \n alone: strings of JSON may hold what else ends a line of text
+        with _open(path) as file:  # split at \n alone: strings of JSON may hold what else ends a line of text
             for number, line in enumerate(file, start=1):
                 content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                 if content.strip():
                     yield f"{path}:{number}", content.rstrip(b"\r\n")
-    except OSError as error:
+    except (OSError, EOFError) as error:  # a packed file that was cut off ends early
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); give a JSONL file with one row per line"
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a JSONL file with one row per "
+            f"line"
         ) from error
 
 
 def _json_list(path: Path) -> Iterator[Record]:
-    rows = _parse(str(path), path.read_bytes().removeprefix(BYTE_ORDER_MARK))
+    with _open(path) as file:
+        rows = _parse(str(path), file.read().removeprefix(BYTE_ORDER_MARK))
     if not isinstance(rows, list):
         raise DataError(f"{path}: must be a list of objects, or one object per line; found {type(rows).__name__}")
     yield from ((f"{path}[{index}]", columns) for index, columns in enumerate(rows))
@@ -201,7 +272,7 @@ def _open_folder(source: Source) -> Records:
     if isinstance(saved, datasets.DatasetDict):
         saved = _pick_split(source, saved)
     elif source.split:
-        raise DataError(f"{folder}: split={source.split!r}, and this is a data set without splits; leave it out")
+        saved = _pick_split(source, {str(saved.split or "train"): saved})
     return _of_dataset(source.path, saved)
 
 
@@ -232,11 +303,23 @@ def _pick_split(source: Source, splits: Mapping[str, Any]) -> Any:
         return splits[names[0]]
     if source.split is None:
         raise DataError(f"{source.path}: has the splits {', '.join(names)}; say which, as in split={names[0]!r}")
-    if source.split not in names:
+    if source.split in names:
+        return splits[source.split]
+    datasets = _import("datasets", needed_by=source.path)
+    try:  # as `datasets` reads `train[:1000]`, `train[10%:]` and `train+validation`
+        sizes = {name: len(splits[name]) for name in names}
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(sizes)
+    except Exception as error:
+        asked = re.split(r"\W", source.split)[0]
+        reason = f" ({error})" if asked in names else ""
         raise DataError(
-            f"{source.path}: has no split {source.split!r}; it has {', '.join(names)}{nearest(source.split, names)}"
-        )
-    return splits[source.split]
+            f"{source.path}: has no split {source.split!r}; it has {', '.join(names)}{nearest(asked, names)}{reason}"
+        ) from error
+    selected = [
+        splits[part.splitname].select(range(*slice(part.from_, part.to).indices(sizes[part.splitname])))
+        for part in parts
+    ]
+    return selected[0] if len(selected) == 1 else datasets.concatenate_datasets(selected)
 
 
 def _of_dataset(path: str, dataset: Any) -> Records:

@@ -3,9 +3,11 @@
 scores, reward_function    reward functions of TRL's signature, one or several, as an environment
 answers, matching, math    the final answer out of a text; exact, normalised, multiple choice; math-verify
 sandbox, code              Python programs under limits; answers judged by tests
+runners                    the same behind a real boundary: bubblewrap, a sandbox service
 judges                     an engine, or a reward model, as the judge
 verl                       `compute_score` functions
 episodes, asynchronous     one object for one conversation, plain or async, many at once, each call with a deadline
+executor                   what makes these calls
 factory                    an environment from the class or function that makes one, whichever kind it is
 counted_environment        one that counts its failed conversations
 tools                      Python functions that the policy calls

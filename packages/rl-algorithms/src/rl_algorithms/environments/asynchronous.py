@@ -7,12 +7,21 @@ threads or in processes, for it would block the loop.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
 
 from rl_algorithms.choices import check_choice
 from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart
-from rl_algorithms.environments.deadlines import EventLoop, OnError, Outcome, TimedOutError, check_limits, describe
+from rl_algorithms.environments.executor import (
+    DeadlineExecutor,
+    OnError,
+    Outcome,
+    TimedOutError,
+    check_limits,
+    describe,
+    wait_for_all,
+)
 
 __all__ = [
     "AsyncEnvironment",
@@ -72,7 +81,7 @@ class ConcurrentEnvironment:
                 f"use ConcurrentResettingEnvironment"
             )
         self._environment = environment
-        self._batch = _Batch(max_concurrency=max_concurrency, timeout_s=timeout_s, on_error=on_error)
+        self._runs = _Runs(max_concurrency=max_concurrency, timeout_s=timeout_s, on_error=on_error)
 
     def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
         """Judge every newest answer, concurrently.
@@ -82,11 +91,15 @@ class ConcurrentEnvironment:
                 `on_error` is `"stop"`.
             BlockedLoopError: it blocks the event loop.
         """
-        return self._batch.step(self._environment, conversations)
+        return wait_for_all([self.submit(conversation) for conversation in conversations])
+
+    def submit(self, conversation: Conversation) -> Future[EnvironmentReturn]:
+        """Begin to judge one newest answer; the future raises what `step` raises."""
+        return self._runs.submit(self._environment, conversation)
 
     def close(self) -> None:
         """Cancel what runs, and end the event loop."""
-        self._batch.loop.close()
+        self._runs.executor.close()
 
 
 class ConcurrentResettingEnvironment:
@@ -101,7 +114,7 @@ class ConcurrentResettingEnvironment:
         on_error: OnError = "stop",
     ) -> None:
         self._environment = environment
-        self._batch = _Batch(max_concurrency=max_concurrency, timeout_s=timeout_s, on_error=on_error)
+        self._runs = _Runs(max_concurrency=max_concurrency, timeout_s=timeout_s, on_error=on_error)
 
     def reset(self, rows: Sequence[Mapping[str, object]], *, seeds: Sequence[int]) -> list[EpisodeStart]:
         """Begin an episode for each row.
@@ -115,49 +128,51 @@ class ConcurrentResettingEnvironment:
             functools.partial(self._environment.reset, row, seed=seed) for row, seed in zip(rows, seeds, strict=True)
         ]
         starts = []
-        for index, outcome in enumerate(self._batch.run(calls)):
+        outcomes = self._runs.executor.run(calls, timeout_s=self._runs.timeout_s)
+        for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.error is not None or not isinstance(outcome.value, EpisodeStart):
-                raise _error(index, rows[index], outcome, wanted="an EpisodeStart") from outcome.error
+                raise _error(row, outcome, wanted="an EpisodeStart") from outcome.error
             starts.append(outcome.value)
         return starts
 
     def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
         """As `ConcurrentEnvironment.step`."""
-        return self._batch.step(self._environment, conversations)
+        return wait_for_all([self.submit(conversation) for conversation in conversations])
+
+    def submit(self, conversation: Conversation) -> Future[EnvironmentReturn]:
+        """Begin to judge one newest answer; the future raises what `step` raises."""
+        return self._runs.submit(self._environment, conversation)
 
     def close(self) -> None:
         """Cancel what runs, and end the event loop."""
-        self._batch.loop.close()
+        self._runs.executor.close()
 
 
-class _Batch:
-    """The event loop of an environment and what is done about its errors."""
+class _Runs:
+    """The executor of an environment and what is done about its errors."""
 
     def __init__(self, *, max_concurrency: int, timeout_s: float, on_error: OnError) -> None:
         check_choice("on_error", on_error, OnError)
         check_limits(timeout_s=timeout_s, max_workers=max_concurrency)
-        self._timeout_s, self._stops = timeout_s, on_error == "stop"
-        self.loop = EventLoop(max_concurrency=max_concurrency)
+        self.timeout_s, self._stops = timeout_s, on_error == "stop"
+        self.executor = DeadlineExecutor(max_workers=max_concurrency)
 
-    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Outcome]:
-        return self.loop.run(calls, timeout_s=self._timeout_s)
-
-    def step(self, environment: AsyncEnvironment, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
-        outcomes = self.run([functools.partial(environment.step, conversation) for conversation in conversations])
-        returns = []
-        for index, outcome in enumerate(outcomes):
+    def submit(self, environment: AsyncEnvironment, conversation: Conversation) -> Future[EnvironmentReturn]:
+        async def judge() -> EnvironmentReturn:
+            call = functools.partial(environment.step, conversation)
+            outcome = await self.executor.call(call, timeout_s=self.timeout_s)
             value = outcome.value
             if isinstance(value, EnvironmentReturn) and (value.failed is not None or math.isfinite(value.reward)):
-                returns.append(value)
-                continue
-            error = _error(index, conversations[index].row, outcome, wanted="an EnvironmentReturn with a finite reward")
+                return value
+            error = _error(conversation.row, outcome, wanted="an EnvironmentReturn with a finite reward")
             if self._stops and not isinstance(outcome.error, TimedOutError):
                 raise error from outcome.error
-            returns.append(EnvironmentReturn(reward=0.0, terminated=True, failed=str(error)))
-        return returns
+            return EnvironmentReturn(reward=0.0, terminated=True, failed=str(error))
+
+        return self.executor.spawn(judge(), timeout_s=self.timeout_s)
 
 
-def _error(index: int, row: Mapping[str, object], outcome: Outcome, *, wanted: str) -> AsyncEnvironmentError:
+def _error(row: Mapping[str, object], outcome: Outcome, *, wanted: str) -> AsyncEnvironmentError:
     wrong = f"it returned {outcome.value!r:.100}, and must return {wanted}"
     what = wrong if outcome.error is None else describe(outcome.error)
-    return AsyncEnvironmentError(f"row {index} of the batch ({dict(row)!r:.200}): the environment failed: {what}")
+    return AsyncEnvironmentError(f"the row {dict(row)!r:.200}: the environment failed: {what}")

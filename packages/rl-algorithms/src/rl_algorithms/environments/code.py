@@ -26,18 +26,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_algorithms.choices import check_fields
 from rl_algorithms.data.fields import parse_json
 from rl_algorithms.environments.answers import Extract, code_block
-from rl_algorithms.environments.sandbox import Execution, Limits, Runner, SandboxError, check_runs, run_python
-from rl_algorithms.environments.scores import Score
+from rl_algorithms.environments.sandbox import PROBE_S, Execution, Limits, Runner, SandboxError, check_runs, run_python
+from rl_algorithms.environments.scores import Score, takes_text
 
 __all__ = ["CodeTests", "code_tests"]
 
 COMPILING = threading.Lock()  # what ignores warnings does so for every thread
-PROBE_S = 60.0  # seconds for an empty program, on a machine that is busy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +64,8 @@ class CodeTests:
 
     runner: Runner = run_python
     """What runs programs; `run_python` runs them on this machine, under limits and without a security boundary."""
+
+    takes_text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self, infinite=("sample_timeout_s",))
@@ -145,6 +146,7 @@ class CodeTests:
         return self.runner(source, stdin=stdin, limits=replace(self.limits, wall_s=min(self.limits.wall_s, left)))
 
 
+@takes_text
 def code_tests(completions: Sequence[str], tests: Sequence[object]) -> list[Score | None]:
     """`CodeTests()` as a plain function, to be named in a recipe."""
     return CodeTests()(completions, tests)

@@ -15,18 +15,28 @@ Its methods may be coroutines instead; those run on one event loop. Plain ones r
 free, so that an episode must not depend on its thread.
 """
 
+import concurrent.futures
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from rl_algorithms.choices import check_choice
 from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart
-from rl_algorithms.environments.deadlines import OnError, Outcome, Runner, TimedOutError, check_limits, describe
 from rl_algorithms.environments.episode_returns import EpisodeError, as_return, as_start, shape_of
+from rl_algorithms.environments.executor import (
+    DeadlineExecutor,
+    OnError,
+    Outcome,
+    TimedOutError,
+    check_limits,
+    describe,
+    wait_for_all,
+)
 
 __all__ = ["Episode", "EpisodeEnvironment", "EpisodeError"]
 
@@ -56,7 +66,7 @@ class EpisodeEnvironment:
 
     An episode is closed when it ends, when it fails, when its conversation is dropped, and when the environment is
     closed; use `with`, or call `close`. A call that is over its deadline costs its rollout and no other: the rollout is
-    `failed`, and the hung thread abandoned (see `deadlines`); every episode that hangs for good leaves one behind.
+    `failed`, and the hung thread abandoned (see `executor`); every episode that hangs for good leaves one behind.
 
     Args:
         factory: makes a new episode. It may take as long as a reset; it may be a coroutine function.
@@ -85,8 +95,8 @@ class EpisodeEnvironment:
         self._timeout_s = timeout_s
         self._reset_timeout_s = timeout_s if reset_timeout_s is None else reset_timeout_s
         self._stops = on_error == "stop"
-        self._runner = Runner(max_workers=max_workers)
-        self._closer = _Closer(self._runner, timeout_s=timeout_s)
+        self._executor = DeadlineExecutor(max_workers=max_workers)
+        self._closing: weakref.WeakSet[Future[None]] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._running: weakref.WeakSet[_Running] = weakref.WeakSet()
         self._closed = False
@@ -102,23 +112,23 @@ class EpisodeEnvironment:
             BlockedLoopError: an async episode blocks the event loop.
         """
         self._check_open()
-        made = self._runner.run([self._factory] * len(rows), timeout_s=self._reset_timeout_s)
+        made = self._executor.run([self._factory] * len(rows), timeout_s=self._reset_timeout_s)
         running = [self._begin(each.value) if isinstance(each.value, Episode) else None for each in made]
         calls = [
             functools.partial(each.episode.reset, seed=seed, row=row)
             for each, seed, row in zip(running, seeds, rows, strict=True)
             if each is not None
         ]
-        outcomes = iter(self._runner.run(calls, timeout_s=self._reset_timeout_s))
+        outcomes = iter(self._executor.run(calls, timeout_s=self._reset_timeout_s))
         starts = []
-        for index, (row, maker, each) in enumerate(zip(rows, made, running, strict=True)):
+        for row, maker, each in zip(rows, made, running, strict=True):
             try:
                 outcome = _not_made(maker) if each is None else next(outcomes)
                 starts.append(replace(as_start(outcome.result()), state=each))
             except Exception as error:  # noqa: BLE001 - raised again where errors stop the run
                 if each is not None:
-                    self._close_aside(each)
-                reason = self._failure(error, doing="begin", where=_where(index, row))
+                    self._begin_closing(each)
+                reason = self._failure(error, doing="begin", where=_where(row))
                 starts.append(_broken_start(reason))
         return _as_siblings(starts, rows, seeds)
 
@@ -131,44 +141,46 @@ class EpisodeEnvironment:
             BlockedLoopError: an async episode blocks the event loop.
         """
         self._check_open()
-        places = [_where(index, conversation.row) for index, conversation in enumerate(conversations)]
-        states = [self._state(*pair) for pair in zip(conversations, places, strict=True)]
+        states = [self._state(conversation) for conversation in conversations]
         running = [state for state in states if isinstance(state, _Running)]
         if len({*map(id, running)}) < len(running):
             raise EpisodeError("two conversations of one batch share an episode; each must have a reset of its own")
-        calls = [
-            functools.partial(state.episode.step, conversation.answer)
-            for state, conversation in zip(states, conversations, strict=True)
-            if isinstance(state, _Running)
-        ]
-        outcomes = iter(self._runner.run(calls, timeout_s=self._timeout_s))
-        returns, ended = [], []
-        for state, where in zip(states, places, strict=True):
+        return wait_for_all([self._step(*pair) for pair in zip(states, conversations, strict=True)])
+
+    def submit(self, conversation: Conversation) -> Future[EnvironmentReturn]:
+        """Hand one episode its answer, and wait for none; the future raises what `step` raises."""
+        self._check_open()
+        return self._step(self._state(conversation), conversation)
+
+    def _step(self, state: "_Running | _Broken", conversation: Conversation) -> Future[EnvironmentReturn]:
+        async def step() -> EnvironmentReturn:
             if isinstance(state, _Broken):
-                returns.append(_failed(state.reason))
-                continue
+                return EnvironmentReturn(reward=0.0, terminated=True, failed=state.reason)
+            call = functools.partial(state.episode.step, conversation.answer)
+            outcome = await self._executor.call(call, timeout_s=self._timeout_s)
             try:
-                result = as_return(next(outcomes).result())
+                result = as_return(outcome.result())
             except Exception as error:  # noqa: BLE001 - raised again where errors stop the run
-                self._close_aside(state)
-                result = _failed(self._failure(error, doing="go on", where=where))
-            else:
-                if result.terminated or result.truncated or result.failed is not None:
-                    ended.append(state)
-                else:
-                    result = replace(result, state=state)
-            returns.append(result)
-        self._close(ended)
-        return returns
+                self._begin_closing(state)
+                reason = self._failure(error, doing="go on", where=_where(conversation.row))
+                return EnvironmentReturn(reward=0.0, terminated=True, failed=reason)
+            if not (result.terminated or result.truncated or result.failed is not None):
+                return replace(result, state=state)
+            if state.retire():  # closed within the deadline, so that what it held is free when the next begins
+                await self._close_episode(state.episode)
+            return result
+
+        return self._executor.spawn(step(), timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """Close every episode that is still open; the environment cannot be used afterwards."""
         with self._lock:
             self._closed = True
             left = list(self._running)
-        self._close(left)
-        self._closer.wait()
-        self._runner.close()
+        for running in left:
+            self._begin_closing(running)
+        concurrent.futures.wait(list(self._closing), timeout=self._timeout_s)
+        self._executor.close()
 
     def __enter__(self) -> "EpisodeEnvironment":  # noqa: PYI034 - beartype knows no Self outside its own classes
         return self
@@ -178,20 +190,37 @@ class EpisodeEnvironment:
 
     def _begin(self, episode: Any) -> "_Running":
         running = _Running(episode)
-        running.closes = weakref.finalize(running, self._closer.aside, episode)
+        running.closes = weakref.finalize(running, self._close_dropped, episode)
         running.closes.atexit = False  # a process that ends takes its episodes with it
         with self._lock:
             self._running.add(running)
         return running
 
-    def _close(self, running: Iterable["_Running"]) -> None:
-        """Close within the deadline, so that what an episode held is free when the next begins."""
-        self._closer.now([each.episode for each in running if each.retire()])
+    async def _close_episode(self, episode: Any) -> None:
+        """Close; what goes wrong is logged, for the rollout is judged by then."""
+        outcome = await self._executor.call(episode.close, timeout_s=self._timeout_s)
+        if outcome.error is not None:
+            logger.warning("an episode could not be closed: %s", describe(outcome.error))
 
-    def _close_aside(self, running: "_Running") -> None:
+    def _begin_closing(self, running: "_Running") -> None:
         """Close without waiting: after an error, when closing may hang as well."""
         if running.retire():
-            self._closer.aside(running.episode)
+            self._close_aside(running.episode)
+
+    def _close_aside(self, episode: Any) -> Future[None]:
+        closing = self._executor.spawn(self._close_episode(episode), timeout_s=self._timeout_s)
+        self._closing.add(closing)
+        return closing
+
+    def _close_dropped(self, episode: Any) -> None:
+        """Close from a finalizer, which may run in any thread, even in one that holds the executor's lock."""
+        closed: Future[None] = Future()
+        self._closing.add(closed)
+
+        def close() -> None:
+            self._close_aside(episode).add_done_callback(lambda _: closed.set_result(None))
+
+        threading.Thread(target=close, name="rl-closing", daemon=True).start()
 
     def _failure(self, error: Exception, *, doing: str, where: str) -> str:
         """Why a rollout fails; raises instead where errors stop the run. A deadline that has passed never does."""
@@ -202,8 +231,8 @@ class EpisodeEnvironment:
             ) from error
         return f"the episode cannot {doing}: {describe(error)}"
 
-    def _state(self, conversation: Conversation, where: str) -> "_Running | _Broken":
-        state = conversation.state
+    def _state(self, conversation: Conversation) -> "_Running | _Broken":
+        state, where = conversation.state, _where(conversation.row)
         if isinstance(state, _Broken):
             return state
         if not isinstance(state, _Running):
@@ -234,29 +263,6 @@ class _Running:
         """Mark it as ended; True for the one who now has to close it."""
         self.ended = True
         return self.closes is not None and self.closes.detach() is not None
-
-
-class _Closer:
-    """Closes episodes, and knows which threads are at it. What goes wrong is logged: the rollout is judged by then."""
-
-    def __init__(self, runner: Runner, *, timeout_s: float) -> None:
-        self._runner, self._timeout_s = runner, timeout_s
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-    def now(self, episodes: Sequence[Any]) -> None:
-        calls = [episode.close for episode in episodes]
-        for outcome in self._runner.run(calls, timeout_s=self._timeout_s):
-            if outcome.error is not None:
-                logger.warning("an episode could not be closed: %s", describe(outcome.error))
-
-    def aside(self, episode: Any) -> None:
-        thread = threading.Thread(target=self.now, args=([episode],), name="rl-closing", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-    def wait(self) -> None:
-        for thread in list(self._threads):
-            thread.join(timeout=self._timeout_s)
 
 
 class _Broken:
@@ -292,10 +298,6 @@ def _as_siblings(
     return repaired
 
 
-def _failed(reason: str) -> EnvironmentReturn:
-    return EnvironmentReturn(reward=0.0, terminated=True, failed=reason)
-
-
-def _where(index: int, row: Mapping[str, object]) -> str:
+def _where(row: Mapping[str, object]) -> str:
     shown = repr(dict(row))
-    return f"row {index} of the batch ({shown if len(shown) <= 200 else shown[:200] + '...'})"
+    return f"the row {shown if len(shown) <= 200 else shown[:200] + '...'}"

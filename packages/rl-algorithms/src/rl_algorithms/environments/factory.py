@@ -12,8 +12,8 @@ from typing import Any
 
 from rl_algorithms.contracts import Environment
 from rl_algorithms.environments.asynchronous import ConcurrentEnvironment, ConcurrentResettingEnvironment
-from rl_algorithms.environments.deadlines import OnError
 from rl_algorithms.environments.episodes import Episode, EpisodeEnvironment
+from rl_algorithms.environments.executor import OnError
 
 __all__ = ["EnvironmentFactoryError", "environment_from"]
 

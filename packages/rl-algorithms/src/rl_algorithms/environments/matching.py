@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from rl_algorithms.environments.answers import final_answer, last_letter
-from rl_algorithms.environments.scores import Score
+from rl_algorithms.environments.scores import Score, takes_text
 from rl_algorithms.environments.workers import WORKERS
 
 __all__ = ["exact_match", "multiple_choice", "normalise", "normalised_match", "regex_match"]
@@ -23,11 +23,13 @@ LETTERS = string.ascii_uppercase
 CHOICE = re.compile(r"\(?([A-Z])(?:[).:]\s*(.*))?", flags=re.DOTALL)
 
 
+@takes_text
 def exact_match(completions: Sequence[str], answer: Sequence[object]) -> list[Score | None]:
     """1 where the final answer is the gold one, character by character but for blanks around it; else 0."""
     return [_matches(text, gold, forms=(str.strip,)) for text, gold in zip(completions, answer, strict=True)]
 
 
+@takes_text
 def normalised_match(completions: Sequence[str], answer: Sequence[object]) -> list[Score | None]:
     """1 where final and gold answer agree once both are `normalise`d; else 0."""
     return [_matches(text, gold, forms=(str.strip, normalise)) for text, gold in zip(completions, answer, strict=True)]
@@ -46,6 +48,7 @@ def normalise(text: str) -> str:
     return words.strip(string.punctuation + " ") or words
 
 
+@takes_text
 def multiple_choice(
     completions: Sequence[str], answer: Sequence[object], choices: Sequence[object]
 ) -> list[Score | None]:
@@ -58,6 +61,7 @@ def multiple_choice(
     return [_choice(*each) for each in zip(completions, answer, choices, strict=True)]
 
 
+@takes_text
 def regex_match(completions: Sequence[str], pattern: Sequence[object]) -> list[Score | None]:
     """1 where the row's `pattern` matches the whole final answer; else 0.
 

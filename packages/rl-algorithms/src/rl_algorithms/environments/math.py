@@ -12,10 +12,10 @@ tower would take this process along. Pure, never raises whatever the policy wrot
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_algorithms.environments.answers import TAIL, Extract, final_answer
-from rl_algorithms.environments.scores import Score
+from rl_algorithms.environments.scores import Score, takes_text
 from rl_algorithms.environments.workers import WORKERS, Workers
 
 __all__ = ["MathVerifier", "math_match"]
@@ -48,11 +48,15 @@ class MathVerifier:
                 "pip install 'rl-algorithms[math]'"
             )
 
+    takes_text: ClassVar[bool] = True
+
     def __call__(self, completions: Sequence[str], answer: Sequence[object]) -> list[Score | None]:
         """One score per answer."""
         scores = [self._at_sight(*pair) for pair in zip(completions, answer, strict=True)]
         asked = [
-            index for index, (score, gold) in enumerate(zip(scores, answer, strict=True)) if score is None and gold
+            index
+            for index, (score, gold) in enumerate(zip(scores, answer, strict=True))
+            if score is None and gold is not None
         ]
         requests = [self._request(completions[index], str(answer[index])) for index in asked]
         for index, reply in zip(asked, self.workers.run(requests), strict=True):
@@ -87,6 +91,7 @@ class MathVerifier:
         }
 
 
+@takes_text
 def math_match(completions: Sequence[str], answer: Sequence[object]) -> list[Score | None]:
     """`MathVerifier()` as a plain function, to be named in a recipe."""
     return MathVerifier()(completions, answer)

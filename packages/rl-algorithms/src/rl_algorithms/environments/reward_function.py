@@ -4,9 +4,18 @@ A reward function is anything that can be called with keyword lists, one item pe
 
     def reward(prompts, completions, answer, **columns) -> list[float]
 
-`prompts` are the prompts' last messages, `completions` the answers as text; every column of the data row comes by its
-own name. Arguments that the function does not name are not passed, so `**columns` is optional. Coroutine functions are
-awaited together. For each answer a function returns
+Every column of the data row comes by its own name. Arguments that the function does not name are not passed, so
+`**columns` is optional. Always there are
+
+    prompts          text; where the data's `prompt` is messages, lists of messages
+    completions      the same: the answer, and in a conversation of several turns all that came before it behind the
+                     prompt. A function that `scores.takes_text` marks is always given text
+    completion_ids   the newest answer's token ids, with the stop token
+    trainer_state    `global_step`: optimizer steps that the weights had seen
+
+and, for functions of TRL that log, `log_extra` and `log_metric`; what they are given is dropped. A function with verl's
+arguments (`data_source`, `solution_str`, `ground_truth`, `extra_info`) is called as verl calls it (see `verl`).
+Coroutine functions are awaited together. For each answer a function returns
 
     a number        the reward
     None            the function does not apply to this answer
@@ -27,6 +36,7 @@ result is dropped.
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import math
 import signal
@@ -40,9 +50,10 @@ from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
-from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.environments.deadlines import TimedOutError, Workers
+from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, Message
+from rl_algorithms.environments.executor import DeadlineExecutor, TimedOutError
 from rl_algorithms.environments.scores import CannotJudgeError, Score
+from rl_algorithms.environments.verl import from_compute_score
 
 __all__ = ["RewardError", "RewardFunctionEnvironment", "RewardTimeoutError", "call_within"]
 
@@ -52,13 +63,14 @@ RewardFunction: TypeAlias = Callable[..., Any] | Environment
 ONLY = ""
 """The name of a function that is the only one: its number is the reward and has no parts."""
 
-ALWAYS_GIVEN = ("prompts", "completions")
+ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 SIGNAL = signal.SIGVTALRM  # SIGALRM is what math-verify and others time themselves by
 REPEAT_S = 1.0  # a call that swallowed the interruption is interrupted again
 BLOCKED_S = 1.0  # grace after the deadline of coroutines, before an event loop that is blocked is interrupted
 FOREVER_S = 1e9
+FAST_S = 1.0  # a call for a whole batch that failed sooner is made again for every answer by itself
 
 
 class RewardError(ValueError):
@@ -106,7 +118,7 @@ class RewardFunctionEnvironment:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        self._functions = self._named_functions()
+        self._functions = {name: _from_verl(function) for name, function in self._named_functions().items()}
         if unknown := sorted(set(self.weights) - set(self._functions)):
             raise ValueError(
                 f"weights name {', '.join(map(repr, unknown))}, and the reward functions are "
@@ -119,7 +131,7 @@ class RewardFunctionEnvironment:
             raise ValueError(f"timeout_s={self.timeout_s} must be > 0")
 
     def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
-        """Judge every answer in one call of each function; one answer at a time only where that call failed."""
+        """Judge every answer in one call of each function; one answer at a time only where that call failed fast."""
         if not conversations:
             return []
         names = frozenset(name for conversation in conversations for name in conversation.row)
@@ -128,9 +140,9 @@ class RewardFunctionEnvironment:
             self._checked = names
         called = call_all(list(self._functions.values()), conversations, timeout_s=self.timeout_s)
         columns: list[list[float | None]] = []
-        for function, returned in zip(self._functions.values(), called, strict=True):
+        for function, (returned, seconds) in zip(self._functions.values(), called, strict=True):
             if isinstance(returned, Exception):
-                rewards = self._one_by_one(function, returned, conversations)
+                rewards = self._one_by_one(function, returned, conversations, seconds=seconds)
             else:
                 rewards = returned
             scores: list[float | None] = []
@@ -171,7 +183,7 @@ class RewardFunctionEnvironment:
             if missing := [name for name in required if name not in given]:
                 raise RewardError(
                     f"the reward function {name_of(function)} requires {', '.join(missing)}, and the data rows have "
-                    f"{', '.join(sorted(given))} ({' and '.join(ALWAYS_GIVEN)} are always given)"
+                    f"{', '.join(sorted(columns)) or 'no columns'} ({', '.join(ALWAYS_GIVEN)} are always given)"
                 )
 
     def _named_functions(self) -> Mapping[str, RewardFunction]:
@@ -200,15 +212,20 @@ class RewardFunctionEnvironment:
         return dict(zip(names, self.reward, strict=True))
 
     def _one_by_one(
-        self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation]
+        self, function: RewardFunction, error: Exception, conversations: Sequence[Conversation], *, seconds: float
     ) -> list[Any]:
         if isinstance(error, TimedOutError):  # calling again would wait as long again, for every answer
             if self.on_error == "stop":
                 raise RewardTimeoutError(self._timed_out(function, conversations)) from error
             return [error] * len(conversations)
+        if seconds > FAST_S and len(conversations) > 1:
+            # A slow function is not called again for every answer, to find out which of them it fails on.
+            if self.on_error == "stop":
+                raise RewardError(_describe(function, None, error)) from error
+            return [error] * len(conversations)
         alone: list[Any] = []
         for conversation in conversations:
-            (returned,) = call_all([function], [conversation], timeout_s=self.timeout_s)
+            ((returned, _),) = call_all([function], [conversation], timeout_s=self.timeout_s)
             if isinstance(returned, Exception) and self.on_error == "stop":
                 raise RewardError(_describe(function, conversation, returned)) from returned
             alone.append(returned if isinstance(returned, Exception) else returned[0])
@@ -297,13 +314,14 @@ def call_all(
     conversations: Sequence[Conversation],
     *,
     timeout_s: float | None,
-) -> list[list[Any] | Exception]:
+) -> list[tuple[list[Any] | Exception, float]]:
     """Call each function once for all conversations.
 
     Plain functions run one after another; then all coroutines at once. Each call has `timeout_s` seconds.
 
     Returns:
-        For each function a list with an item per conversation, or what it raised: `TimedOutError` at its deadline.
+        For each function a list with an item per conversation, or what it raised (`TimedOutError` at its deadline), and
+        how many seconds it took; coroutines, together.
 
     Raises:
         CannotJudgeError: a function did.
@@ -312,19 +330,35 @@ def call_all(
     columns: dict[str, list[object]] = {
         name: [conversation.row.get(name) for conversation in conversations] for name in names
     }
-    columns["prompts"] = [conversation.messages[-1]["content"] for conversation in conversations]
-    columns["completions"] = [conversation.answer for conversation in conversations]
+    state = TrainerState(global_step=max(conversation.version for conversation in conversations))
+    given: dict[str, Any] = {
+        **columns,
+        "completion_ids": [list(conversation.tokens) for conversation in conversations],
+        "trainer_state": state,
+        "log_extra": lambda *_: None,
+        "log_metric": lambda *_: None,
+    }
+    as_text = {
+        "prompts": [conversation.messages[-1]["content"] for conversation in conversations],
+        "completions": [conversation.answer for conversation in conversations],
+    }
+    # As TRL has it: messages where the data's prompts are messages.
+    conversational = any(isinstance(prompt, list | tuple) for prompt in columns.get("prompt", ()))
+    split = [_prompt_and_completion(conversation) for conversation in conversations] if conversational else []
+    as_messages = {"prompts": [prompt for prompt, _ in split], "completions": [said for _, said in split]}
     returned: list[Any] = []  # of each function the rewards as a list, what it raised, or what has to be awaited
+    seconds: list[float] = []
     for function in functions:
+        begun = time.monotonic()
 
         def call(function: RewardFunction = function) -> Any:
             if isinstance(function, Environment):
                 return _judged(function, conversations)
             parameters = inspect.signature(function).parameters.values()
-            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                rewards = function(**columns)
-            else:
-                rewards = function(**{each.name: columns[each.name] for each in parameters if each.name in columns})
+            named = {**given, **(as_messages if conversational and not _takes_text(function) else as_text)}
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                named = {each.name: named[each.name] for each in parameters if each.name in named}
+            rewards = function(**named)
             return rewards if inspect.isawaitable(rewards) else _listed(rewards, len(conversations))
 
         try:
@@ -337,15 +371,51 @@ def call_all(
             ended = RewardError(f"it raised SystemExit({error})")
             ended.__cause__ = error
             returned.append(ended)
+        seconds.append(time.monotonic() - begun)
     waiting = {index: item for index, item in enumerate(returned) if inspect.isawaitable(item)}
     if waiting:
+        begun = time.monotonic()
         try:
             awaited = _run(_together(list(waiting.values()), timeout_s), timeout_s)
         except TimedOutError as error:  # one of them blocks the event loop that they share
             awaited = [error] * len(waiting)
         for index, item in zip(waiting, awaited, strict=True):
             returned[index] = _listed(item, len(conversations))
-    return returned
+            seconds[index] += time.monotonic() - begun
+    return list(zip(returned, seconds, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What is known here of what a reward function of TRL's may read of its trainer's state."""
+
+    global_step: int
+    """Optimizer steps that the weights had seen which sampled the newest of the answers."""
+
+
+def _takes_text(function: RewardFunction) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, "takes_text", False))
+
+
+def _prompt_and_completion(conversation: Conversation) -> tuple[list[Message], list[Message]]:
+    """The conversation's messages before the policy's first answer, and all from there on."""
+    answers = [place for place, each in enumerate(conversation.messages) if each["role"] == "assistant"]
+    start = answers[-conversation.turn] if conversation.turn else len(conversation.messages)
+    newest = {"role": "assistant", "content": conversation.answer}
+    return list(conversation.messages[:start]), [*conversation.messages[start:], newest]
+
+
+def _from_verl(function: RewardFunction) -> RewardFunction:
+    """A function with verl's arguments as a reward function; any other as it is."""
+    if isinstance(function, Environment):
+        return function
+    try:
+        names = {*inspect.signature(function).parameters}
+    except (TypeError, ValueError):  # written in C
+        return function
+    return from_compute_score(function) if {"data_source", "solution_str", "ground_truth"} <= names else function
 
 
 def _judged(environment: Environment, conversations: Sequence[Conversation]) -> list[Score]:
@@ -401,8 +471,7 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]], timeout_s: float | None) -> 
         returned: list[Any] = call_within(lambda: asyncio.run(coroutine), timeout_s=limit)
         return returned
     # The thread of a notebook runs a loop already, and a loop cannot be entered twice.
-    (outcome,) = Workers(max_workers=1).run([lambda: asyncio.run(coroutine)], timeout_s=limit or FOREVER_S)
-    rewards: list[Any] = outcome.result()
+    rewards: list[Any] = _on_another_thread(lambda: asyncio.run(coroutine), timeout_s=limit or FOREVER_S)
     return rewards
 
 
@@ -430,12 +499,7 @@ def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
             signal.signal(SIGNAL, _interrupt)
         interruptible = current in {signal.SIG_DFL, _interrupt}  # somebody else's handler is left alone
     if not interruptible:
-        workers = Workers(max_workers=1)
-        try:
-            (outcome,) = workers.run([call], timeout_s=timeout_s)
-        finally:
-            workers.close()
-        return outcome.result()
+        return _on_another_thread(call, timeout_s=timeout_s)
     deadline = _Deadline(at=time.monotonic() + timeout_s)
     # The signal may come between any two calls, so also in what begins and ends the deadline: both are inside `try`,
     # and storing `returned` comes first afterwards, which no signal can interrupt.
@@ -452,6 +516,15 @@ def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
         deadline.returned = True
         deadline.over.set()
         _deadlines[:] = [each for each in _deadlines if not each.returned]
+
+
+def _on_another_thread(call: Callable[[], Any], *, timeout_s: float) -> Any:
+    return _executor().run([call], timeout_s=timeout_s)[0].result()
+
+
+@functools.cache
+def _executor() -> DeadlineExecutor:
+    return DeadlineExecutor(max_workers=10_000)  # each caller waits for its one call: there are no more than callers
 
 
 @dataclass(eq=False, kw_only=True)

@@ -2,14 +2,15 @@
 
 THIS IS RESOURCE ISOLATION AND NOT A SECURITY BOUNDARY. It keeps a program that is wrong (an endless loop, a list that
 grows for ever, a thousand children) from taking the run along. It does not keep a program that is malicious from
-anything that the kernel allows an ordinary user: talking to the network, reading every file that everybody can read.
+anything that the kernel allows an ordinary user: reading every file that everybody can read, say.
 Unless root starts it a program runs as you, and reads and changes your files: keys, checkpoints, and under `/proc` the
 environment variables of your other processes, this one's included. For code that you would not run yourself, give
 `code.CodeTests` a `Runner` of your own that asks a real sandbox.
 
 Each program runs in a session of its own, as `python -I -S` (no site-packages, no user site), in an empty directory
-that is removed afterwards, and is handed none of this process's environment variables. What it writes elsewhere, in
-`/tmp` or `/dev/shm` say, stays there: clean up between runs, or mount these anew for the run. `sandbox_supervisor.py`
+that is removed afterwards, and is handed none of this process's environment variables. Where the kernel allows it, it
+has no network, and directories `/tmp`, `/var/tmp` and `/dev/shm` of its own, in memory and of bounded size, which are
+gone when it has ended; elsewhere it has this machine's, and what it writes there stays. `sandbox_supervisor.py`
 sets the limits and, when the program ends or the deadline passes, kills every process that it has started. A limit is
 per process, except the number of processes; the kernel counts those per user, so that, started by root, a program runs
 as a user that owns nothing else. Linux only.
@@ -18,6 +19,7 @@ as a user that owns nothing else. Linux only.
 import contextlib
 import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -37,6 +39,9 @@ __all__ = ["Execution", "Limits", "Runner", "SandboxError", "check_runs", "run_p
 SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
 # What the supervisor needs beyond the deadline, to start and to kill all that is left, on a busy machine.
 GRACE_S = 30.0
+PROBE_S = 60.0  # seconds for an empty program, on a machine that is busy
+
+logger = logging.getLogger(__name__)
 NOT_A_BOUNDARY = "limits keep programs that are wrong from doing harm, they are not a security boundary"
 
 
@@ -68,17 +73,26 @@ class Limits:
     processes: int = 4
     """Processes and threads that the program may have at once besides itself."""
 
-    network: Literal["host", "none"] = "host"
+    network: Literal["auto", "none", "host"] = "auto"
     """`"none"` gives the program a network of its own with nothing in it (`unshare -n`), or refuses to run where that
-    takes rights that this process lacks. `"host"` leaves it the network of this machine."""
+    takes rights that this process lacks; `"auto"` does so where the kernel allows it, and `Execution.isolated` says
+    whether it did. `"host"` leaves it the network of this machine."""
+
+    files: Literal["auto", "private", "host"] = "auto"
+    """`"private"` gives the program directories `/tmp`, `/var/tmp` and `/dev/shm` of its own, in memory, which are gone
+    when it has ended, or refuses to run; `"auto"` does so where the kernel allows it. `"host"` leaves it those of this
+    machine, and what it writes there stays."""
+
+    disk_bytes: int = 64 << 20
+    """Size of each of its private directories; `file_bytes` limits each file anywhere."""
 
     python: str | None = None
-    """The interpreter; None is this process's. A program that root starts is another user, who must be able to read
-    it."""
+    """The interpreter; None is this process's, or, where programs cannot run that (root starts them as another user,
+    who cannot read root's home), the first `python3` of the system that they can. The log says which."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("wall_s", "memory_bytes", "file_bytes", "output_bytes", "open_files"):
+        for name in ("wall_s", "memory_bytes", "file_bytes", "output_bytes", "open_files", "disk_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be > 0")
         if self.processes < 0:
@@ -103,6 +117,9 @@ class Execution:
 
     cut: bool
     """Whether more was printed than `output_bytes`."""
+
+    isolated: frozenset[str] = frozenset()
+    """What the program had to itself: `"network"`, `"files"`."""
 
     @property
     def succeeded(self) -> bool:
@@ -134,6 +151,40 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) ->
         raise SandboxError(
             f"programs are run under limits on Linux only, and this is {sys.platform}; use another Runner"
         )
+    if limits.python is None:
+        limits = replace(limits, python=_runnable_python())
+    return _run(source, stdin=stdin, limits=limits)
+
+
+@functools.cache
+def _runnable_python() -> str:
+    """This process's interpreter, or the first of the system's that programs can run.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    errors = []
+    found = [shutil.which("python3", path=folder) for folder in ("/usr/local/bin", "/usr/bin", "/bin")]
+    for python in dict.fromkeys([sys.executable, *filter(None, found)]):
+        try:
+            execution = _run("", stdin="", limits=Limits(wall_s=PROBE_S, python=python, network="host", files="host"))
+        except SandboxError as error:
+            errors.append(error)
+            continue
+        if execution.succeeded:
+            if python != sys.executable:
+                logger.warning("programs are run by %s: %s", python, errors[0])
+            return python
+        errors.append(
+            SandboxError(f"{python} ended by {execution.ending} {execution.code}: {execution.stderr[-200:]!r}")
+        )
+    raise SandboxError(
+        f"{errors[0]}. None of the system's interpreters can be started either. Install one that every user can read "
+        f"(apt-get install python3) and set Limits(python='/usr/bin/python3')"
+    )
+
+
+def _run(source: str, *, stdin: str, limits: Limits) -> Execution:
     directory = Path(tempfile.mkdtemp(prefix="rl-program-"))
     try:
         (directory / "main.py").write_bytes(source.encode("utf-8", "replace"))
@@ -145,7 +196,14 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) ->
             (stdout, cut), (stderr, cut_too) = (_read(stream, limits.output_bytes) for stream in streams[1:])
     finally:
         _remove(directory)
-    return Execution(ending=report["ending"], code=report["code"], stdout=stdout, stderr=stderr, cut=cut or cut_too)
+    return Execution(
+        ending=report["ending"],
+        code=report["code"],
+        stdout=stdout,
+        stderr=stderr,
+        cut=cut or cut_too,
+        isolated=frozenset(report["isolated"]),
+    )
 
 
 @functools.cache
@@ -169,7 +227,7 @@ def check_runs(limits: Limits) -> None:
 def _supervised(directory: Path, streams: Sequence[IO[bytes]], limits: Limits) -> dict[str, Any]:
     # Files and not pipes: nothing to be drained, and nobody waits for what a stray child holds open.
     reading, writing = os.pipe()
-    config = {**asdict(limits), "python": limits.python or sys.executable, "cwd": str(directory), "report": writing}
+    config = {**asdict(limits), "cwd": str(directory), "report": writing}
     try:
         process = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-I", "-S", str(SUPERVISOR), json.dumps(config)],

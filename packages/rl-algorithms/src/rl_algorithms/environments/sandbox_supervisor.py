@@ -20,7 +20,9 @@ from typing import Any
 LIBC = ctypes.CDLL(None, use_errno=True)
 # From <linux/prctl.h> and <linux/sched.h>.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWNS = 0x10000000, 0x40000000, 0x00020000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 16384, 1 << 18  # from <linux/mount.h>
+PRIVATE = ["/tmp", "/var/tmp", "/dev/shm"]  # noqa: S108 - what everybody may write
 KILLING_S = 10.0
 """How long to try to kill what a program has started; it takes milliseconds unless the program forks for its life."""
 
@@ -45,12 +47,13 @@ def supervise(config: dict[str, Any]) -> dict[str, Any]:
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     uid = unused_uid() if os.geteuid() == 0 else None
-    alone = config["network"] == "none" and leave_network()
+    isolated, alone = isolate(config)
     allowed = 1 + config["processes"] + (0 if uid is not None else 1 if alone else tasks_of(os.getuid()))
     if uid is not None:
         os.chown(config["cwd"], uid, uid)
     pid = start(config, uid=uid, processes=allowed)
     ended = wait(pid, config["wall_s"])
+    ended["isolated"] = isolated
     gone = kill_all(pid, uid)
     if not gone:
         raise RefusedError(f"processes of the program were still there {KILLING_S} s after they were killed")
@@ -110,17 +113,63 @@ def confine(config: dict[str, Any], *, uid: int | None, processes: int) -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears it
 
 
-def leave_network() -> bool:
-    """Enter a network with nothing in it; True where that took a user namespace, which counts processes anew."""
-    if os.geteuid() == 0 and LIBC.unshare(CLONE_NEWNET) == 0:
-        return False
+def isolate(config: dict[str, Any]) -> tuple[list[str], bool]:
+    """Enter namespaces with nothing in them; what there is to itself, and whether a user namespace was entered.
+
+    A user namespace counts processes anew.
+    """
+    flags = {"network": CLONE_NEWNET, "files": CLONE_NEWNS}
+    wanted = {"network": config["network"], "files": config["files"]}
+    hidden = [folder for folder in PRIVATE if not holds(folder, config["python"])]
+    if wanted["files"] == "private" and len(hidden) < len(PRIVATE):
+        raise RefusedError(
+            f"files='private' would hide the interpreter {config['python']} itself; name one elsewhere by python="
+        )
+    asked = [name for name, how in wanted.items() if how != "host"]
     uid, gid = os.getuid(), os.getgid()
-    if os.geteuid() != 0 and LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0:
+    own_user = 0 if os.geteuid() == 0 else CLONE_NEWUSER
+    # All of them, or those without which the program must not run, or none.
+    strict = [name for name in asked if wanted[name] != "auto"]
+    attempts = [asked] + ([[name] for name in asked] if not strict else [strict])
+    for names in attempts:
+        if not names or LIBC.unshare(own_user | sum(flags[name] for name in names)) == 0:
+            break
+    else:
+        if strict:
+            reason = os.strerror(ctypes.get_errno())
+            values = ", ".join(f"{name}={wanted[name]!r}" for name in strict)
+            raise RefusedError(f"{values} needs the right to make a namespace, and unshare says: {reason}")
+        names = []
+    if names and own_user:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path("/proc/self", name).write_text(text)
-        return True
-    reason = os.strerror(ctypes.get_errno())
-    raise RefusedError(f"network='none' needs the right to make a network namespace, and unshare says: {reason}")
+    if "files" in names and not hide(hidden, config):
+        if wanted["files"] == "private":
+            raise RefusedError(f"files='private': mount says: {os.strerror(ctypes.get_errno())}")
+        names = [name for name in names if name != "files"]
+    return names, bool(names and own_user)
+
+
+def holds(folder: str, python: str) -> bool:
+    """Whether the interpreter lies in a folder, or what it links to does."""
+    return any(Path(path).is_relative_to(folder) for path in (python, os.path.realpath(python)))
+
+
+def hide(folders: list[str], config: dict[str, Any]) -> bool:
+    """Mount an empty file system of bounded size over each folder, and over the program's own; whether it worked."""
+    program, options = Path(config["cwd"], "main.py"), f"size={config['disk_bytes']},mode=1777"
+    source = program.read_bytes()
+    if LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) != 0:  # or the host would see what is mounted here
+        return False
+    for folder in [each for each in folders if Path(each).is_dir()]:
+        if LIBC.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode()) != 0:
+            return False
+    if not program.parent.is_dir():  # it lay in one of them
+        program.parent.mkdir(parents=True)
+    elif LIBC.mount(b"tmpfs", config["cwd"].encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode()) != 0:
+        return False
+    program.write_bytes(source)
+    return True
 
 
 def wait(pid: int, wall_s: float) -> dict[str, Any]:

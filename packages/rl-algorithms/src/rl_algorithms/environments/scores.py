@@ -4,13 +4,25 @@ A `Score` is a float, so a function that returns scores still is a reward functi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-__all__ = ["CannotJudgeError", "Score"]
+__all__ = ["CannotJudgeError", "Score", "takes_text"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
 class CannotJudgeError(ValueError):
     """A verifier that could judge no answer at all, on this machine as it is; it stops the run, whatever is asked."""
+
+
+def takes_text(function: FunctionT) -> FunctionT:
+    """Mark a reward function that is given `prompts` and `completions` as text, whatever form the data's prompts have.
+
+    Others are given lists of messages where the data's prompts are messages, as TRL gives them.
+    """
+    function.takes_text = True  # type: ignore[attr-defined]
+    return function
 
 
 class Score(float):

@@ -10,12 +10,20 @@ exception or a deadline of the tool itself is told to it as well, or makes the r
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choice
-from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, EpisodeStart, Message
-from rl_algorithms.environments.deadlines import Outcome, Runner, check_limits, describe
+from rl_algorithms.contracts import (
+    Conversation,
+    ConversationEnvironment,
+    Environment,
+    EnvironmentReturn,
+    EpisodeStart,
+    Message,
+)
+from rl_algorithms.environments.executor import DeadlineExecutor, check_limits, describe, wait_for_all
 from rl_algorithms.environments.tool_calls import CallFormat, MalformedCall, ToolCall, parse_tool_calls
 from rl_algorithms.environments.tool_schemas import Schema, check_arguments, tool_schema
 
@@ -166,7 +174,7 @@ class ToolEnvironment:
         self._max_calls, self._timeout_s, self._fails = max_calls, timeout_s, on_tool_error == "fail"
         self._format, self._prompt_column, self._max_chars = call_format, prompt_column, max_result_chars
         self._reward_names = tuple(reward_names)
-        self._runner = Runner(max_workers=max_workers)
+        self._executor = DeadlineExecutor(max_workers=max_workers)
 
     def reset(self, rows: Sequence[Mapping[str, object]], *, seeds: Sequence[int]) -> list[EpisodeStart]:
         """The row's prompt, with the tools' schemas for the chat template.
@@ -187,16 +195,36 @@ class ToolEnvironment:
             ToolError: the environment that judges does not end the conversation, or names other rewards.
         """
         turns = [self._turn(conversation) for conversation in conversations]
-        finals = [index for index, turn in enumerate(turns) if self._is_final(turn, conversations[index])]
-        self._call([turn for index, turn in enumerate(turns) if index not in finals])
-        returns = {index: self._continue(turn) for index, turn in enumerate(turns) if index not in finals}
-        judged = self._judge([conversations[index] for index in finals], [turns[index] for index in finals])
-        returns |= zip(finals, judged, strict=True)
-        return [returns[index] for index in range(len(conversations))]
+        final = [self._is_final(*pair) for pair in zip(turns, conversations, strict=True)]
+        called = iter(wait_for_all([self._call(turn) for turn, ends in zip(turns, final, strict=True) if not ends]))
+        last = [index for index, ends in enumerate(final) if ends]
+        judged = iter(self._judge([conversations[index] for index in last], [turns[index] for index in last]))
+        return [next(judged) if ends else next(called) for ends in final]
+
+    def submit(self, conversation: Conversation) -> Future[EnvironmentReturn] | None:
+        """Begin the calls of one answer. A final answer is begun too if `reward` can, or left to `step`."""
+        turn = self._turn(conversation)
+        if not self._is_final(turn, conversation):
+            return self._call(turn)
+        if not isinstance(self._reward, ConversationEnvironment):
+            return None
+        judging = self._reward.submit(replace(conversation, state=None))
+        if judging is None:
+            return None
+        checked: Future[EnvironmentReturn] = Future()
+
+        def check(judged: Future[EnvironmentReturn]) -> None:
+            try:
+                checked.set_result(self._checked(turn, judged.result()))
+            except BaseException as error:  # noqa: BLE001 - belongs to the one who waits
+                checked.set_exception(error)
+
+        judging.add_done_callback(check)
+        return checked
 
     def close(self) -> None:
         """End the threads that tools run on. One whose call hangs ends when that returns, or with the process."""
-        self._runner.close()
+        self._executor.close()
 
     def _turn(self, conversation: Conversation) -> _Turn:
         before = conversation.state if isinstance(conversation.state, int) else 0
@@ -210,32 +238,31 @@ class ToolEnvironment:
     def _exceeds(self, turn: _Turn) -> bool:
         return turn.calls_before + len(turn.calls) > self._max_calls
 
-    def _call(self, turns: Sequence[_Turn]) -> None:
-        """Make the first call of every turn, then the second of those that have one, and so on."""
-        for position in range(max((len(turn.calls) for turn in turns), default=0)):
-            current = [turn for turn in turns if len(turn.calls) > position and turn.failed is None]
-            bound = [self._toolbox.bind(turn.calls[position]) for turn in current]
-            made = self._runner.run(
-                [each for each in bound if not isinstance(each, Mistake)], timeout_s=self._timeout_s
-            )
-            outcomes = iter(made)
-            for turn, each in zip(current, bound, strict=True):
-                if isinstance(each, Mistake):
-                    turn.mistakes += 1
-                    text = f"error: {each.reason}"
-                else:
-                    text = self._result(turn, turn.calls[position], next(outcomes))
-                turn.messages.append(tool_message(turn.calls[position], text, max_chars=self._max_chars))
+    def _call(self, turn: _Turn) -> Future[EnvironmentReturn]:
+        """Make the calls of an answer, one after the other."""
 
-    def _result(self, turn: _Turn, call: ToolCall | MalformedCall, outcome: Outcome) -> str:
-        try:
-            return as_text(outcome.result())
-        except Exception as error:  # noqa: BLE001 - whatever a tool raises is told, or fails the rollout
-            assert isinstance(call, ToolCall)
-            turn.errors += 1
-            if self._fails:
-                turn.failed = f"the tool {call.name} failed: {describe(error)}"
-            return f"error: {call.name} failed: {describe(error)}"
+        async def make_calls() -> EnvironmentReturn:
+            for call in turn.calls:
+                bound = self._toolbox.bind(call)
+                if isinstance(bound, Mistake):
+                    turn.mistakes += 1
+                    text = f"error: {bound.reason}"
+                else:
+                    assert isinstance(call, ToolCall)
+                    outcome = await self._executor.call(bound, timeout_s=self._timeout_s)
+                    try:
+                        text = as_text(outcome.result())
+                    except Exception as error:  # noqa: BLE001 - whatever a tool raises is told, or fails the rollout
+                        turn.errors += 1
+                        text = f"error: {call.name} failed: {describe(error)}"
+                        if self._fails:
+                            turn.failed = f"the tool {call.name} failed: {describe(error)}"
+                turn.messages.append(tool_message(call, text, max_chars=self._max_chars))
+                if turn.failed is not None:
+                    break
+            return self._continue(turn)
+
+        return self._executor.spawn(make_calls(), timeout_s=self._timeout_s)
 
     def _continue(self, turn: _Turn) -> EnvironmentReturn:
         ended = turn.failed is not None
@@ -253,18 +280,18 @@ class ToolEnvironment:
         if not conversations:
             return []
         judged = self._reward.step([replace(conversation, state=None) for conversation in conversations])
-        returns = []
-        for turn, result in zip(turns, judged, strict=True):
-            if not result.terminated:
-                raise ToolError(f"{type(self._reward).__name__} must end after one answer, and did not terminate")
-            if result.failed is None and {*result.rewards} != {*self._reward_names}:
-                raise ToolError(
-                    f"{type(self._reward).__name__} names the rewards {sorted(result.rewards)}, and answers with calls "
-                    f"must name the same; give reward_names={sorted(result.rewards)}, not {sorted(self._reward_names)}"
-                )
-            metrics = {**turn.metrics(), **result.metrics}
-            returns.append(replace(result, truncated=result.truncated or self._exceeds(turn), metrics=metrics))
-        return returns
+        return [self._checked(*pair) for pair in zip(turns, judged, strict=True)]
+
+    def _checked(self, turn: _Turn, result: EnvironmentReturn) -> EnvironmentReturn:
+        if not result.terminated:
+            raise ToolError(f"{type(self._reward).__name__} must end after one answer, and did not terminate")
+        if result.failed is None and {*result.rewards} != {*self._reward_names}:
+            raise ToolError(
+                f"{type(self._reward).__name__} names the rewards {sorted(result.rewards)}, and answers with calls "
+                f"must name the same; give reward_names={sorted(result.rewards)}, not {sorted(self._reward_names)}"
+            )
+        metrics = {**turn.metrics(), **result.metrics}
+        return replace(result, truncated=result.truncated or self._exceeds(turn), metrics=metrics)
 
 
 def prompt_messages(row: Mapping[str, object], column: str) -> tuple[Message, ...]:

@@ -3,43 +3,58 @@
 Rows have its columns: `data_source`, `reward_model` with a `ground_truth` in it, `extra_info` if any.
 """
 
+import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from rl_algorithms.environments.scores import Score
+from rl_algorithms.environments.scores import Score, takes_text
 
 __all__ = ["from_compute_score"]
 
 
-def from_compute_score(compute_score: Callable[..., Any]) -> Callable[..., list[Any]]:
+def from_compute_score(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     """Make a reward function of TRL's signature out of one of verl's.
 
-    Of a dict that it returns, `score` is the reward, and every other number a metric of the same name.
+    A coroutine function is awaited for all answers at once. Of a dict that it returns, `score` is the reward, and every
+    other number a metric of the same name.
 
     Raises, from the function returned:
         ValueError: a row without a ground truth, or a dict without a `score`.
     """
 
-    def reward(
-        *,
-        completions: Sequence[str],
-        data_source: Sequence[Any],
-        reward_model: Sequence[Mapping[str, Any]],
-        extra_info: Sequence[Any] | None = None,
-    ) -> list[Any]:
-        extras = [None] * len(completions) if extra_info is None else extra_info
+    def calls(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        extras = columns.get("extra_info") or [None] * len(columns["completions"])
+        texts, sources, models = (columns[name] for name in ("completions", "data_source", "reward_model"))
         return [
-            _score(
-                compute_score(
-                    data_source=source, solution_str=text, ground_truth=_ground_truth(model), extra_info=extra
-                )
-            )
-            for text, source, model, extra in zip(completions, data_source, reward_model, extras, strict=True)
+            {"data_source": source, "solution_str": text, "ground_truth": _ground_truth(model), "extra_info": extra}
+            for text, source, model, extra in zip(texts, sources, models, extras, strict=True)
         ]
 
-    reward.__qualname__ = reward.__name__ = str(getattr(compute_score, "__qualname__", "compute_score"))
-    return reward
+    named = {*inspect.signature(compute_score).parameters}
+    variadic = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(compute_score).parameters.values())
+
+    def ask(arguments: dict[str, Any]) -> Any:
+        return compute_score(**{name: value for name, value in arguments.items() if variadic or name in named})
+
+    # The arguments that are required of the data are named; the rest comes where there is such a column.
+    def reward(
+        *, completions: Sequence[str], data_source: Sequence[Any], reward_model: Sequence[Any], extra_info: Any = None
+    ) -> list[Any]:
+        columns = {"completions": completions, "data_source": data_source, "reward_model": reward_model}
+        return [_score(ask(each)) for each in calls({**columns, "extra_info": extra_info})]
+
+    async def reward_of_coroutines(
+        *, completions: Sequence[str], data_source: Sequence[Any], reward_model: Sequence[Any], extra_info: Any = None
+    ) -> list[Any]:
+        columns = {"completions": completions, "data_source": data_source, "reward_model": reward_model}
+        awaited = await asyncio.gather(*(ask(each) for each in calls({**columns, "extra_info": extra_info})))
+        return [_score(each) for each in awaited]
+
+    made: Callable[..., Any] = reward_of_coroutines if inspect.iscoroutinefunction(compute_score) else reward
+    made.__qualname__ = made.__name__ = str(getattr(compute_score, "__qualname__", "compute_score"))
+    return takes_text(made)
 
 
 def _ground_truth(reward_model: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rl_algorithms.environments.forks import forget_after_fork
+from rl_algorithms.environments.executor import forget_after_fork
 
 __all__ = ["WORKERS", "Workers"]
 

@@ -3,11 +3,11 @@
 A checkpoint keeps all of sampled pairs, but only the reference's log-probabilities of given ones: the rest is data.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from rl_algorithms import dpo
@@ -22,8 +22,6 @@ __all__ = ["DPOPairs", "sample_pairs"]
 
 SamplingT = TypeVar("SamplingT")
 TRAIN, HELD_OUT = "train/", "held_out/"
-PAIRS_AT_ONCE = 2048
-"""Pairs in one call of the reference: more take several calls, between which a run may be interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +37,11 @@ class DPOPairs:
         num_held_out = 0 if self.held_out is None else len(self.held_out.tokens) // 2
         return f"{len(self.train.tokens) // 2} pairs to train on, {num_held_out} held out"
 
-    def compared(self, reference: Reference, *, between: Callable[[], object] = lambda: None) -> "DPOPairs":
-        """The same pairs with the log-probabilities of `reference`; `between` is called after each of its batches."""
-
-        def compare(examples: dpo.Examples) -> dpo.Examples:
-            logp, num_rows = [], len(examples.tokens)
-            for start in range(0, num_rows, 2 * PAIRS_AT_ONCE):
-                rows = torch.arange(start, min(start + 2 * PAIRS_AT_ONCE, num_rows))
-                logp.append(dpo.with_reference(reference, take_rows(examples, rows)).logp_ref)
-                between()
-            return replace(examples, logp_ref=torch.cat(logp))
-
+    def compared(
+        self, reference: Reference, *, between: Callable[[], object] = lambda: None, rows_at_once: int = 4096
+    ) -> "DPOPairs":
+        """The same pairs with the log-probabilities of `reference`; see `dpo.with_reference`."""
+        compare = functools.partial(dpo.with_reference, reference, between=between, rows_at_once=rows_at_once)
         held_out = None if self.held_out is None else compare(self.held_out)
         return DPOPairs(train=compare(self.train), held_out=held_out)
 

@@ -84,7 +84,12 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
     """
     return tokenize_dataset(
         inputs.dataset,
-        Chat(tokenizer, prompt_format=recipe.data.prompt_format, stop_token_ids=stop_token_ids(model, tokenizer)),
+        Chat(
+            tokenizer,
+            prompt_format=recipe.data.prompt_format,
+            stop_token_ids=stop_token_ids(model, tokenizer),
+            template_options=recipe.data.chat_template_kwargs,
+        ),
         context_length=getattr(model.config, "max_position_embeddings", None),
         max_new_tokens=recipe.policy.generation.max_new_tokens,
         sample=[*recipe.stages] != ["sft"],
@@ -158,7 +163,8 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
 
 def _made_by_function(config: DataConfig) -> Dataset:
     defaults = DataConfig(source=config.source)
-    for name in ("held_out_share", "columns", "on_bad_row", "split", "name", "revision"):
+    of_rows = ("held_out_share", "held_out", "held_out_split", "mix", "mix_splits", "mix_weights", "system_prompt")
+    for name in (*of_rows, "prompt_template", "columns", "on_bad_row", "split", "name", "revision"):
         if (value := getattr(config, name)) != getattr(defaults, name):
             raise Refusal(
                 f"data.{name}={value} is for rows that are read from a file or a data set, and data.source="

@@ -6,6 +6,7 @@ A *section* is a dataclass. A key is a section, a section or null, or plain data
 from __future__ import annotations
 
 import ast
+import collections.abc
 import dataclasses
 import functools
 import inspect
@@ -21,6 +22,7 @@ from enum import Enum
 from typing import Any, Literal, Union
 
 from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
 from rl_launcher.recipe_files.nodes import Node, node_of
@@ -120,7 +122,8 @@ def choices_of(annotation: Annotation) -> tuple[object, ...]:
 def type_text(annotation: Annotation) -> str:
     """Return a type in the terms of YAML: `int | null`, `"dpo" | "grpo"`, `list[str]`, `section`."""
     if _is_union(annotation):
-        return " | ".join(dict.fromkeys(type_text(member) for member in typing.get_args(annotation)))
+        data = [each for each in typing.get_args(annotation) if origin_of(each) is not collections.abc.Callable]
+        return " | ".join(dict.fromkeys(type_text(member) for member in data))  # no recipe can hold a function
     if choices := choices_of(annotation):
         return " | ".join(json.dumps(choice, ensure_ascii=False, default=str) for choice in choices)
     if is_section(annotation):
@@ -272,13 +275,19 @@ def reference(schema: type) -> str:
     return "\n".join(lines) + "\n"
 
 
+class _DataOnly(GenerateJsonSchema):
+    """Leaves functions, which Python may give and a recipe cannot hold, out of unions without a warning."""
+
+    ignored_warning_kinds = {"skipped-choice"}  # noqa: RUF012 - pydantic declares it so
+
+
 def json_schema(schema: type) -> dict[str, Any]:
     """Return a JSON schema (draft 2020-12) by which an editor completes and checks a recipe.
 
     It requires no key, since `defaults` or an override may give what a file leaves out.
     """
     check_schema(schema)
-    described = TypeAdapter(schema).json_schema()
+    described = TypeAdapter(schema).json_schema(schema_generator=_DataOnly)
     definitions = described.get("$defs", {})
     root = definitions[described["$ref"].rpartition("/")[2]] if "$ref" in described else described
     for part in (root, *definitions.values()):
@@ -289,6 +298,8 @@ def json_schema(schema: type) -> dict[str, Any]:
             properties[name].setdefault("description", text)
         for alias, name in getattr(section, "__aliases__", {}).items():
             properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+        for name, text in getattr(schema, "expanded_keys", {}).get(section, {}).items():
+            properties.setdefault(name, {"description": text})
     defaults = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         "description": "Recipes to start from, relative to this file, or shipped recipes; the later ones win.",

@@ -1,14 +1,18 @@
 """`Recipe`: a whole recipe, made of sections, and the rules that hold between them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_algorithms import presets
 from rl_algorithms.data.config import DataConfig
 from rl_algorithms.environments.config import EnvironmentConfig
 from rl_algorithms.evaluation import EvaluationConfig
-from rl_launcher.recipe_files.dataclass_schema import STRICT
-from rl_launcher.recipe_files.nodes import Node
+from rl_algorithms.objective import Objective
+from rl_launcher.recipe_files.dataclass_schema import STRICT, to_plain
+from rl_launcher.recipe_files.nodes import Node, merge, node_of
+from rl_launcher.recipe_files.problems import Problem, RecipeError
 from rl_launcher.schema.policy import PolicyConfig
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import DistillStage, DPOStage, GRPOStage, SFTStage
@@ -34,6 +38,15 @@ class Recipe:
 
     foreign_keys: ClassVar[Path] = Path(__file__).parent / "foreign_keys.yaml"
     """Keys of TRL, verl and OpenRLHF with ours; `load_recipe` answers an unknown key from it."""
+
+    expanded_keys: ClassVar[Mapping[type, Mapping[str, str]]] = {
+        Objective: {
+            key: f"Argument of preset={', '.join(name for name in names if key in presets.preset_arguments(name))}."
+            for names in [presets.preset_names()]
+            for key in dict.fromkeys(argument for name in names for argument in presets.preset_arguments(name))
+        }
+    }
+    """Keys that `adjust` replaces by others, for editors: the arguments of presets."""
 
     run_dir: str
     """Directory for everything that the run writes. It must not exist yet."""
@@ -127,12 +140,12 @@ class Recipe:
 
     @classmethod
     def adjust(cls, recipe: Node) -> tuple[Node, list[str]]:
-        """Fit what a recipe inherits into a run that was made shorter, as for a smoke test, and say so.
+        """Expand `grpo.objective.preset`, and fit what a recipe inherits into a run that was made shorter.
 
         A run takes at least the optimizer steps of one batch of rollouts, and a warm-up longer than the run is
         shortened to half of it. What the user set beside the number of steps stays as it is, and is refused.
         """
-        notes: list[str] = []
+        recipe, notes = _expand_preset(recipe)
 
         def is_inherited(key: Node, beside: Node) -> bool:
             was_overridden = beside.key.override is not None and key.key.override is None
@@ -157,6 +170,40 @@ class Recipe:
                 notes.append(f"{was} is shortened to {half}, since {given}")
                 recipe = recipe.with_value(path, replace(steps, value=half))
         return recipe, notes
+
+
+def _expand_preset(recipe: Node) -> tuple[Node, list[str]]:
+    """Replace `grpo.objective.preset` and its arguments by the fields of that objective; other keys win over these.
+
+    Raises:
+        RecipeError: there is no such preset, or it refuses an argument.
+    """
+    path = ("grpo", "objective")
+    section, found = recipe.find(path)
+    if not found or not isinstance(section.value, dict):
+        return recipe, []
+    children = dict(section.value)
+    named = children.pop("preset", None)
+    if named is None or named.value is None:
+        return recipe, []
+    try:
+        arguments = presets.preset_arguments(str(named.value))
+        given = {name: children.pop(name).plain() for name in arguments if name in children}
+        made = presets.preset(str(named.value), **given)
+    except (TypeError, ValueError) as error:
+        problem = Problem(
+            key="grpo.objective.preset",
+            where=named.where,
+            message=str(error),
+            hint="`rl-algorithms explain` lists the presets, and `rl-algorithms explain NAME` prints one",
+        )
+        raise RecipeError("the recipe", [problem]) from error
+    base = node_of(to_plain(made), named.origin)
+    expanded = merge(base, replace(section, value=children))
+    note = f"grpo.objective starts from the preset {named.value} ({named.where})"
+    if children:
+        note += f", and {', '.join(f'grpo.objective.{name}' for name in children)} change it"
+    return recipe.with_value(path, expanded), [note]
 
 
 def _refuse_what_needs_rewards(recipe: Recipe) -> None:
@@ -196,6 +243,12 @@ def _check_grpo(stage: GRPOStage, env: EnvironmentConfig, policy: PolicyConfig) 
                 f"grpo.objective.advantage.reward_weights names {', '.join(unknown)}, and the rewards that count "
                 f"are {', '.join(compared)}"
             )
+    if "greedy_rewards" in advantage.piece.inputs:
+        raise ValueError(
+            f"grpo.objective.advantage.estimator={advantage.piece.name} compares with the greedy response to each "
+            f"prompt, and this stage samples none; take another estimator, or rl_algorithms.grpo.prepare in a loop of "
+            f"your own"
+        )
     if stage.max_turns > 1 and env.environment is None:
         raise ValueError(
             f"grpo.max_turns={stage.max_turns} needs an environment that replies to a response, and a reward function "

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_algorithms.contracts import EnvironmentReturn, EpisodeStart, Message
 from rl_algorithms.environments.adapters.optional import AdapterError
-from rl_algorithms.environments.deadlines import EventLoop, describe
+from rl_algorithms.environments.executor import DeadlineExecutor, describe
 from rl_algorithms.environments.tool_calls import CallFormat, MalformedCall, ToolCall, parse_tool_calls
 from rl_algorithms.environments.tools import Mistake, Toolbox, as_text, prompt_messages, tool_message
 
@@ -109,13 +109,13 @@ class TrlEpisode:
     def _wait(self, call: Callable[[], Any]) -> Any:
         if not inspect.iscoroutinefunction(call):
             return call()
-        return _event_loop().run([call], timeout_s=self._timeout_s)[0].result()
+        return _executor().run([call], timeout_s=self._timeout_s)[0].result()
 
 
 @functools.cache
-def _event_loop() -> EventLoop:
+def _executor() -> DeadlineExecutor:
     """One for all episodes of the process, so that a client that they share stays with one loop."""
-    return EventLoop(max_concurrency=1024)  # the episodes' own threads are the bound
+    return DeadlineExecutor(max_workers=1024)  # the episodes' own threads are the bound
 
 
 def _metrics(calls: int, mistakes: int, errors: int) -> dict[str, float]:
