@@ -292,7 +292,8 @@ def _assumptions(config: DTensorConfig, *, attention_calls: int) -> Iterator[str
     yield "storages of rank 0, whose shards are the largest; every token but the first of a row is trained"
     yield "the loss holds a few numbers for each token"
     chosen = {field.name: getattr(config.kernels, field.name) for field in fields(config.kernels)}
-    kernels = [f"{part}={name!r}" for part, name in chosen.items() if part != "loss_chunk_size" and name not in (*PLAIN, False)]
+    plain = (*PLAIN, False)
+    kernels = [f"{part}={name!r}" for part, name in chosen.items() if part != "loss_chunk_size" and name not in plain]
     if kernels:
         yield f"counted with the kernels that run anywhere in the place of {', '.join(kernels)}, which may hold less"
     if config.device == "cpu":
