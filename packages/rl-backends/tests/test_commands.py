@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from rl_backends import DTensorBackend, DTensorConfig, KernelsConfig, OptimizerConfig
 from rl_backends.__main__ import main
 from rl_backends.commands.config_flags import config_of, field_docs
-from rl_backends.commands.verify_compare import compare
-from rl_backends.commands.verify_plain import Plain
+from rl_backends.commands.verify_plain import Plain, compare
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_backends import DTensorConfig, LoraConfig, process_group
+from rl_backends.checkpoints import frozen_weights
 from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.lora import add_lora
 
@@ -51,6 +52,25 @@ def test_digests_of_frozen_weights_are_the_same_on_every_mesh(results, world):
     assert len(set(alone.values())) == len(alone) > 10
     for result in results:
         assert result["frozen"] == [alone] * 3
+
+
+def test_the_digest_of_a_shard_is_a_sum_over_places_of_the_whole_tensor_in_chunks_of_any_size(monkeypatch):
+    whole = torch.arange(2 * 6 * 5 * 4, dtype=torch.float32).view(2, 6, 5, 4)
+    alone = frozen_weights._digest(whole, (0, 0, 0, 0), whole.shape)
+    boxes = [(0, slice(0, 2)), (0, slice(2, 6)), (1, slice(0, 6))]
+    for chunk in (1 << 22, 7, 1):
+        monkeypatch.setattr(frozen_weights, "CHUNK", chunk)
+        assert frozen_weights._digest(whole, (0, 0, 0, 0), whole.shape) == alone
+        sums = [
+            frozen_weights._digest(whole[first : first + 1, rows, 1:], (first, rows.start, 1, 0), whole.shape)
+            + frozen_weights._digest(whole[first : first + 1, rows, :1], (first, rows.start, 0, 0), whole.shape)
+            for first, rows in boxes
+        ]
+        assert sum(sums) % 2**64 == alone
+    swapped = whole.flip(0)
+    assert frozen_weights._digest(swapped, (0, 0, 0, 0), whole.shape) != alone
+    scalar = torch.tensor(3.0, dtype=torch.bfloat16)
+    assert frozen_weights._digest(scalar, (), ()) != frozen_weights._digest(scalar + 1, (), ())
 
 
 def test_dora_on_two_ranks_takes_the_steps_of_one_process(results, world):

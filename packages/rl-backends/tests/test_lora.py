@@ -83,7 +83,14 @@ def test_patterns_are_ends_of_names(world, patterns, expected):
     [
         (("q_prj",), "'q_prj' is the end of no module's name.*self_attn.q_proj"),
         (("q_proj", "proj"), "'proj' is the end of no module's name"),
-        (("lm_head",), "lm_head, which cannot be adapted: it is outside of the decoder layers"),
+        (
+            ("lm_head",),
+            "lm_head, which cannot be adapted: it is outside of the decoder layers, .* modules_to_save trains",
+        ),
+        (
+            ("embed_tokens",),
+            "embed_tokens, which cannot be adapted: it is an Embedding, .* modules_to_save trains it whole",
+        ),
         (("input_layernorm",), "input_layernorm, which cannot be adapted: it is a Qwen3MoeRMSNorm"),
         (("mlp.gate",), "mlp.gate, which cannot be adapted: experts of a mixture, and what routes to them"),
         (("*",), "cannot be adapted"),

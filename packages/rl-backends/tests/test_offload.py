@@ -1,6 +1,7 @@
 """Claims about offloading: the memory is really gone, comes back bit for bit, and nothing runs without it meanwhile."""
 
 import copy
+import importlib.util
 import json
 import resource
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import nn
 from rl_backends.metrics import memory_by_category
 from rl_backends.offload import PARTS, Offloader
 from rl_backends.offload.stores import DiskStore, HostStore
+
+PROGRAM = Path(__file__).parent / "programs" / "offload.py"
 
 
 def trained(world, **overrides):
@@ -149,6 +152,37 @@ def test_on_a_cpu_nothing_moves_to_the_host_and_the_rules_are_the_same(world):
     assert json.loads(report.as_json())["freed_bytes"] == 0
 
 
+def test_what_is_on_a_gpu_is_freed_after_its_copies_have_ended_and_used_after_it_is_back(world):
+    """On memory that says it is a GPU's: pinned memory and streams are a GPU's own, and have a test of theirs below."""
+    spec = importlib.util.spec_from_file_location("offload_program", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    model, optimizer = trained(world)
+    before = contents(model, optimizer)
+    offloader, kept = Offloader(model), set()
+    with program.fake_gpu() as events:
+        for _ in range(2):
+            events.clear()
+            left = offloader.offload([optimizer])
+            total = sum(left.bytes_moved.values())
+            assert left.freed_bytes == total >= 4 * sum(parameter.nbytes for parameter in model.parameters())
+            assert left.notes == ()
+            assert events == [("wait", total), *[("copy", total)] * 3, ("wait", total), ("give back", 0)]
+            kept.add(left.host_bytes)
+            with pytest.raises(RuntimeError, match=r"needs weights, .*offloaded to the host; call onload\(\) first"):
+                run(model)
+            offloader.onload(("weights",))
+            run(model)
+            with pytest.raises(RuntimeError, match=r"step of AdamW needs gradients and optimizer state"):
+                optimizer.step()
+            offloader.onload()
+            assert events[-1] == ("wait", total)
+            torch.testing.assert_close(contents(model, optimizer), before, rtol=0, atol=0)
+    assert len(kept) == 1  # the same host memory, used again
+    offloader.close()
+    assert offloader.offload(parts=()).host_bytes == 0
+
+
 def test_a_full_disk_changes_nothing(world, tmp_path):
     model, optimizer = trained(world)
     before = contents(model, optimizer)
@@ -279,8 +313,7 @@ def test_wrong_requests_are_refused(tmp_path, monkeypatch):
 
 
 def test_shards_of_fsdp_leave_and_come_back_on_two_ranks(tmp_path, start_program):
-    program = Path(__file__).parent / "programs" / "offload.py"
-    processes = [start_program(program, {"rank": rank, "ranks": 2, "folder": str(tmp_path)}) for rank in range(2)]
+    processes = [start_program(PROGRAM, {"rank": rank, "ranks": 2, "folder": str(tmp_path)}) for rank in range(2)]
     try:
         assert [process.wait(timeout=600) for process in processes] == [0, 0]
     finally:
@@ -290,10 +323,12 @@ def test_shards_of_fsdp_leave_and_come_back_on_two_ranks(tmp_path, start_program
         results = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
         torch.testing.assert_close(results["disk"], results["never"], rtol=0, atol=0)
         torch.testing.assert_close(results["host"], results["never"], rtol=0, atol=0)
+        torch.testing.assert_close(results["host of a fake GPU"], results["never"], rtol=0, atol=0)
         moved, freed, back = results["disk: bytes"]
         weights = sum(tensor.nbytes for tensor in results["never"][1:])
         assert moved == freed == back >= 3 * weights  # parameters and two moments, with FSDP's padding
         assert results["host: bytes"] == [0, 0, 0]
+        assert results["host of a fake GPU: bytes"] == results["disk: bytes"]
         assert "needs weights, offloaded to the disk; call onload() first" in results["disk: refusal"]
     assert not list(tmp_path.glob("rl-backends-offload-*"))
 

@@ -32,11 +32,10 @@ from rl_backends.batching.microbatches import (
     cut_all,
     make_inputs,
 )
-from rl_backends.batching.words import require_token_ids, token_ids_of
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.choices import require_temperature
 from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.examples import BatchT, TokenBatch, require_token_ids, token_ids_of
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device

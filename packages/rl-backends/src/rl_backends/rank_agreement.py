@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backends.batching.words import token_ids_of
 from rl_backends.errors import BatchError, ModelError, RankError
-from rl_backends.examples import TokenBatch
+from rl_backends.examples import TokenBatch, token_ids_of
 from rl_parallel_plans.dtensor import has_numbers
 
 __all__ = [

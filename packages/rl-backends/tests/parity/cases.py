@@ -9,7 +9,7 @@ import itertools
 import transformers
 
 from parity.problems import Problem
-from rl_backends import KernelsConfig
+from rl_backends import KernelsConfig, LoraConfig
 
 BAR = 1e-5
 BFLOAT16_BAR = 5e-2
@@ -115,6 +115,9 @@ def table():
     ]
 
 
+LORA, DORA = LoraConfig(rank=4), LoraConfig(rank=4, use_dora=True)
+
+
 def apart():
     """What the table has no column for, one cell each."""
     pairs, cold = Problem("Qwen3", "pairs"), Problem("Qwen3", temperature=0.7)
@@ -151,7 +154,15 @@ def apart():
         cell("Qwen3", "CP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
         cell("Llama", "TP2", "padded", note="compiled", compile=True, problem=Problem("Llama", "one row")),
         cell("Qwen3", "TP2+SP", "padded", note="compiled", compile=True, problem=Problem("Qwen3", "one row")),
-        cell("Qwen3", "FSDP2×TP2+SP", "padded", note="compiled", compile=True, slow=True),
+        cell(
+            "Qwen3",
+            "FSDP2×TP2+SP",
+            "padded",
+            note="compiled",
+            compile=True,
+            slow=True,
+            problem=Problem("Qwen3", "one row"),
+        ),
         cell("Gemma-3", "TP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "FSDP2", "padded", note="compiled", compile=True, slow=True),
         cell("Qwen3-MoE", "EP2", "padded", note="compiled", compile=True, slow=True),
@@ -190,6 +201,10 @@ def apart():
         cell("Gemma-3", "PP2×FSDP2", "padded", note="reduced once", reduce_gradients="last_microbatch"),
         cell("Qwen3", "PP2×TP2+SP", "packed"),
         cell("Phi-3", "PP2×TP2+SP", "padded"),
+        cell("Qwen3", "FSDP2", "packed", note="LoRA", problem=Problem("Qwen3", adapters=LORA), lora_cfg=LORA),
+        cell("Llama", "TP2+SP", "padded", note="LoRA", problem=Problem("Llama", adapters=LORA), lora_cfg=LORA),
+        cell("Qwen3", "FSDP2", "padded", note="DoRA", problem=Problem("Qwen3", adapters=DORA), lora_cfg=DORA),
+        cell("Gemma-3", "CP2", "packed", note="DoRA", problem=Problem("Gemma-3", adapters=DORA), lora_cfg=DORA),
         cell("Llama", "EP2", "padded", refusal=NO_EXPERTS),
         cell("Llama, 1 head", "TP2", "padded", refusal="heads"),
         cell("Llama", "HSDP 2x2", "padded", note="three groups", data_parallel_replicate_size=3, refusal="3"),

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+from rl_backends import LoraConfig
+from rl_backends.lora import add_lora
+
 SIZES = {
     "vocab_size": 67,  # divides over no mesh
     "hidden_size": 32,
@@ -93,10 +96,11 @@ class Problem:
     family: str
     batch: str = "ragged"
     temperature: float = 1.0
+    adapters: LoraConfig | None = None
 
     @property
     def file(self):
-        return "".join(c if c.isalnum() else "_" for c in f"{self.family} {self.batch} {self.temperature}") + ".pt"
+        return "".join(c if c.isalnum() else "_" for c in str(self)) + ".pt"
 
     def model(self):
         import transformers
@@ -122,6 +126,8 @@ class Problem:
     def answer(self):
         """Log-probabilities, metric sums, norm and gradients of the first step, and the weights after the last."""
         model, examples, loss = self.model(), self.examples(), self.loss()
+        if self.adapters is not None:
+            add_lora(model, self.adapters)  # from here on it is peft that computes
         optimizer = torch.optim.AdamW(
             groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
         )
@@ -130,7 +136,7 @@ class Problem:
             logp = world().plain_logp(model, examples, temperature=self.temperature)
             value, sums = loss(logp, examples)
             value.backward()
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             first = first or {"logp": logp.detach(), "sums": sums, "gradients": gradients, "norm": norm.detach()}
             optimizer.step()
@@ -142,7 +148,7 @@ class Problem:
 def groups(model):
     """No decay of norms and biases, as the backend's default."""
     vectors = {name for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")}  # stacked ones too
-    named = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {"params": [named[name] for name in named if name in vectors], "weight_decay": 0.0}
     return [{"params": [named[name] for name in named if name not in vectors]}, kept]
 

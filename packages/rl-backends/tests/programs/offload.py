@@ -1,8 +1,10 @@
 """One rank of test_offload.py: train, offload, come back, train on; and the same without offloading."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,48 @@ def steps(model, optimizer, number):
     return logits
 
 
+@contextlib.contextmanager
+def fake_gpu():
+    """Memory of the host that says it is a GPU's, so that it goes the way of one; yields what happens, in order.
+
+    As ("copy" | "wait" | "give back", bytes that the tensors to be moved have at that time).
+    """
+    from rl_backends.metrics.memory import NamedStorage, named_storages
+    from rl_backends.offload import offloader
+    from rl_backends.offload.stores import HostStore
+
+    events, known = [], {}
+
+    class OnFakeGpu(NamedStorage):
+        @property
+        def bytes(self):
+            return torch.empty(0, dtype=torch.uint8).set_(self.storage)
+
+    def find(tensors, *, seen=None):
+        for held in named_storages(tensors, seen=seen):
+            known[held.storage._cdata] = held.storage
+            yield OnFakeGpu(held.name, held.storage, torch.device("cuda", 0), held.num_bytes)
+
+    def note(what):
+        events.append((what, sum(storage.nbytes() for storage in known.values())))
+
+    def copying(method):
+        def copy(store, pieces):
+            note("copy")
+            method(store, pieces)
+
+        return copy
+
+    with (
+        mock.patch.object(offloader, "named_storages", find),
+        mock.patch.object(HostStore, "put", copying(HostStore.put)),
+        mock.patch.object(HostStore, "get", copying(HostStore.get)),
+        mock.patch("torch.cuda.synchronize", side_effect=lambda _: note("wait")),
+        mock.patch("torch.cuda.empty_cache", side_effect=lambda: note("give back")),
+    ):
+        yield events
+
+
 def main(task):
     from rl_backends.offload import Offloader
     from rl_parallel_plans import apply_fsdp
@@ -53,21 +97,22 @@ def main(task):
     dist.init_process_group("gloo", init_method=rendezvous, rank=task["rank"], world_size=task["ranks"])
     mesh = init_device_mesh("cpu", (task["ranks"],), mesh_dim_names=("dp",))
     results = {}
-    for place in ("never", "disk", "host"):
+    for place in ("never", "disk", "host", "host of a fake GPU"):
         torch.manual_seed(0)
         model = apply_fsdp(Model(), mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         steps(model, optimizer, 2)
         if place != "never":
             options = {"directory": task["folder"]} if place == "disk" else {}
-            offloader = Offloader(model, to=place, **options)
-            left = offloader.offload([optimizer])
-            try:
-                model(torch.ones(1, 2, dtype=torch.int64))
-                raise AssertionError("a forward without weights was not refused")
-            except RuntimeError as error:
-                results[f"{place}: refusal"] = str(error)
-            back = offloader.onload()
+            offloader = Offloader(model, to="disk" if place == "disk" else "host", **options)
+            with fake_gpu() if place == "host of a fake GPU" else contextlib.nullcontext():
+                left = offloader.offload([optimizer])
+                try:
+                    model(torch.ones(1, 2, dtype=torch.int64))
+                    raise AssertionError("a forward without weights was not refused")
+                except RuntimeError as error:
+                    results[f"{place}: refusal"] = str(error)
+                back = offloader.onload()
             results[f"{place}: bytes"] = [sum(left.bytes_moved.values()), left.freed_bytes, -back.freed_bytes]
         logits = steps(model, optimizer, 1)
         model.reshard()

@@ -27,8 +27,7 @@ from rl_backends.commands.backend_flags import (
 from rl_backends.commands.console import CommandError, say, show, show_json
 
 if TYPE_CHECKING:
-    from rl_backends.commands.verify_compare import Check
-    from rl_backends.commands.verify_plain import SmallModel
+    from rl_backends.commands.verify_plain import Check, SmallModel
 
 __all__ = ["add_arguments", "add_chosen_arguments", "run"]
 
@@ -99,8 +98,7 @@ def _checks(
 ) -> "tuple[SmallModel, list[Check]]":
     import torch
 
-    from rl_backends.commands.verify_compare import compare
-    from rl_backends.commands.verify_plain import make_rows, plain_result
+    from rl_backends.commands.verify_plain import compare, make_rows, plain_result
     from rl_backends.commands.verify_start import run_ranks
 
     megatron = arguments.backend == "megatron"

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.console import say, show, show_json
-from rl_backends.commands.verify_compare import Check, check
-from rl_backends.commands.verify_dtensor import gradients
-from rl_backends.commands.verify_plain import Plain, loss_of, make_rows, plain_result, save_small_model
+from rl_backends.commands.verify_plain import Check, Plain, check, loss_of, make_rows, plain_result, save_small_model
+from rl_backends.commands.verify_rank import gradients
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import MissingDependencyError

@@ -8,6 +8,7 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -48,7 +49,7 @@ from rl_parallel_plans import (
 from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.structure import retie, stacked_layers, tied_names
 
-__all__ = ["ShardedModel"]
+__all__ = ["ShardedModel", "copy_of", "forget_pass"]
 
 METHOD = "read_hidden_states"
 """The method's name on the model. FSDP2 must know it, to gather parameters around it as it does around `forward`."""
@@ -358,3 +359,75 @@ def _dtype_of_computation(model: nn.Module, config: DTensorConfig) -> torch.dtyp
     asked = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     stored = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return None if stored == {asked} else asked
+
+
+# ---- A frozen copy: the reference that a policy is compared with.
+
+
+def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> ShardedModel:
+    """A second model of the same weights on the same mesh, shard by shard.
+
+    Args:
+        sharded: whose weights are taken.
+        skeleton: `without_weights` of the model that it was made of.
+        offload: keep the copy's shards in host memory; each layer visits the device when it runs.
+    """
+    config = replace(sharded.config, cpu_offload=offload or sharded.config.cpu_offload, activation_checkpointing=None)
+    with _frozen(skeleton):
+        fill = lambda model: _copy_weights(sharded, model)  # noqa: E731
+        return ShardedModel(skeleton, config, fill=fill, membership=sharded.membership)
+
+
+def _copy_weights(sharded: ShardedModel, target: nn.Module) -> None:
+    """Parameters and all buffers, also those that no file holds or that have changed since the model was made."""
+    sharded.reshard()
+    held = dict(sharded.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            to_local_if_dtensor(parameter).copy_(to_local_if_dtensor(held[name].detach()))
+    _copy_buffers(sharded.model, target)
+
+
+def _copy_buffers(model: nn.Module, target: nn.Module) -> None:
+    copies: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+            persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - no public one
+            target.get_submodule(path).register_buffer(name, copies[id(buffer)], persistent=persistent)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    model.requires_grad_(requires_grad=False)
+    yield
+
+
+# ---- After a pass that failed half-way: nothing gathered, no gradient kept, ready for the next one.
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Clear every gradient of `model`, plain or under FSDP2, wherever a failed forward or backward has left it.
+
+    torch's `reset_iter_state` leaves gradients on gathered parameters, which the next pass would add to its own.
+    """
+    if isinstance(model, FSDPModule):
+        state: Any = model._get_fsdp_state()  # noqa: SLF001 - no public one
+        if state._is_root is not None:  # noqa: SLF001 - before the first pass there is no state of one
+            model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _forget_gathered_gradients(module)
+            module.reshard()
+    model.zero_grad()
+
+
+def _forget_gathered_gradients(module: FSDPModule) -> None:
+    state: Any = module._get_fsdp_state()  # noqa: SLF001 - no public one
+    for group in state._fsdp_param_groups:  # noqa: SLF001
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None  # noqa: SLF001

@@ -19,7 +19,7 @@ from rl_backends.errors import ModelError
 from rl_backends.kernels.layers import float8_linears, replace_mlps, replace_norms, replace_rope
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
 from rl_backends.packing.attention import LARGEST_HEAD
-from rl_backends.packing.limits import attention_modules
+from rl_backends.packing.enable import attention_modules
 
 if TYPE_CHECKING:
     from rl_backends.dtensor.config import DTensorConfig

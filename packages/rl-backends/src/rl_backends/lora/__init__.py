@@ -6,10 +6,8 @@ Needs the extra `rl-backends[lora]`; importing it imports no peft.
 from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.files import load_adapter, save_adapter
 from rl_backends.lora.inject import add_lora, fill_with_adapters, initialise_adapters
-from rl_backends.lora.layers import adapter_tensors
+from rl_backends.lora.layers import AdapterSize, adapter_size, adapter_tensors, adapters_disabled, is_base
 from rl_backends.lora.merged import MergedWeights, export_merged
-from rl_backends.lora.reference import adapters_disabled, is_base
-from rl_backends.lora.size import AdapterSize, adapter_size
 
 __all__ = [
     "AdapterSize",

@@ -1,24 +1,30 @@
-"""Adapters as they lie in a model: their names, tensors and scaling, whatever wraps or shards them.
+"""Adapters as they lie in a model: their names, tensors and scaling, what they cost, and the model without them.
 
-peft puts X.base_layer, X.lora_A.default and X.lora_B.default in the place of a linear layer X. Here alone is that
-known. Moves no number, and needs no peft: a model with adapters brings it.
+peft puts X.base_layer, X.lora_A.default and X.lora_B.default in the place of a linear layer X. Only this file knows it;
+it needs no peft, which a model with adapters brings along.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
+from rl_backends.lora.config import LoraConfig
 from rl_parallel_plans.checkpoints import WRAPPERS, reshard
 
 __all__ = [
     "ADAPTER",
     "AdaptedLayer",
+    "AdapterSize",
     "adapted_layers",
+    "adapter_size",
     "adapter_tensors",
+    "adapters_disabled",
     "base_name",
+    "is_base",
     "named_places",
     "peft_name",
     "trained_whole",
@@ -133,3 +139,95 @@ def _lora_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         if {"base_layer", "lora_A", "lora_B"} <= dict(module.named_children()).keys():
             yield path, module
+
+
+# ---- What adapters cost, counted on a model on the meta device as well as on a sharded one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSize:
+    """Numbers of the whole model, before it is shared out over ranks."""
+
+    layers: int
+    """Linear layers with an adapter."""
+    trainable: int
+    """Parameters that train: adapters, and modules trained whole."""
+    total: int
+    """All parameters."""
+    trainable_bytes: int
+    """Of the parameters that train."""
+    frozen_bytes: int
+    """Of the others, in the dtype that they are stored in."""
+    merged_bytes: int
+    """What `MergedWeights` has of its own: the weights that have an adapter."""
+
+    @property
+    def training_bytes(self) -> int:
+        """Of gradients and AdamW's two moments: three times `trainable_bytes`."""
+        return 3 * self.trainable_bytes
+
+    def explain(self) -> str:
+        """The numbers in one line."""
+        return (
+            f"LoRA on {self.layers} linear layers: {self.trainable:,} of {self.total:,} parameters train "
+            f"({self.trainable / self.total:.2%}), {self.trainable_bytes / 2**20:.1f} MiB and "
+            f"{self.training_bytes / 2**20:.1f} MiB of gradients and AdamW state; frozen weights "
+            f"{self.frozen_bytes / 2**20:.1f} MiB; merged for a refit {self.merged_bytes / 2**20:.1f} MiB more"
+        )
+
+
+def adapter_size(model: nn.Module) -> AdapterSize:
+    """Count the parameters of a model with adapters; tied ones once.
+
+    Raises:
+        ModelError: it has none.
+    """
+    layers = adapted_layers(model)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return AdapterSize(
+        layers=len(layers),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        total=sum(parameter.numel() for parameter in (*trainable, *frozen)),
+        trainable_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+        frozen_bytes=sum(parameter.numel() * parameter.element_size() for parameter in frozen),
+        merged_bytes=sum(layer.base.numel() * layer.base.element_size() for layer in layers),
+    )
+
+
+# ---- The policy with its adapters off.
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards compute W x alone; after it, also after an error, what was before. May be nested.
+
+    No parameter is touched, nor whether it trains, so that it holds under FSDP2 and tensor parallelism. Both the
+    forward and, where there is one, its backward belong inside: recomputed activations would have adapters otherwise.
+
+    Raises:
+        ModelError: the model has no adapters, or trains other parameters too, whose first values are gone.
+    """
+    layers = adapted_layers(model)
+    if whole := trained_whole(model):
+        raise ModelError(
+            f"{next(iter(whole))} is trained whole (modules_to_save), so that the policy without adapters is no longer "
+            f"the model that training began with; freeze a copy as the reference instead"
+        )
+    # `enable_adapters` would also change which parameters train, which FSDP must not meet between two backwards.
+    before = [(layer.module, layer.module.disable_adapters) for layer in layers]
+    try:
+        for module, _ in before:
+            module._disable_adapters = True  # noqa: SLF001
+        yield
+    finally:
+        for module, disabled in before:
+            module._disable_adapters = disabled  # noqa: SLF001
+
+
+def is_base(adapters: LoraConfig | None, *, steps_before: int) -> bool:
+    """Whether the reference of a stage is the policy with its adapters disabled, which takes no memory.
+
+    It is where nothing was trained before: `steps_before` is the run's optimizer steps before the stage.
+    """
+    return adapters is not None and not adapters.modules_to_save and steps_before == 0

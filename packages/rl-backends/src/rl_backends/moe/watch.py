@@ -12,10 +12,10 @@ the model routes by softmax (also where it normalises over the chosen experts on
 the model, and summed over sequences; the backend divides by the step's number of sequences. Hugging Face's own
 `load_balancing_loss_func` multiplies means over all tokens of a microbatch instead, and so depends on the cut.
 
-Does not know microbatches, losses or optimizers. Axes: b rows of a microbatch, t tokens that the model reads at a time.
+Axes: b rows of a microbatch, t tokens that the model reads at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,7 +30,7 @@ from rl_backends.moe.routers import Router, find_routers
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.structure import matching_modules
 
-__all__ = ["RouterWatch"]
+__all__ = ["RouterWatch", "router_metrics"]
 
 
 class RouterWatch:
@@ -185,3 +185,23 @@ def _require_summed_gradients(model: nn.Module, routers: Sequence[Router], plan:
                     f"does not say that its gradient is summed over tensor-parallel ranks: use the built-in plan, or "
                     f"set router_aux_loss_coef to 0"
                 )
+
+
+def router_metrics(counts: Mapping[str, Float[Tensor, " experts"]]) -> dict[str, float]:
+    """What to report of a step.
+
+    counts: by router, how often each expert was chosen, added up over all rows of the step.
+
+    Returns "router_max_load", the busiest expert's share of its router's tokens over an even share, averaged over
+    routers (1 is even, the number of experts over top_k the worst), "router_worst_load", the same of the worst router,
+    and "router_idle_experts", the share of experts that got no token. Nothing is dropped: Hugging Face's mixtures
+    compute whatever is routed.
+    """
+    loads = [count / count.mean().clamp(min=1) for count in counts.values()]
+    busiest = torch.stack([load.max() for load in loads])
+    idle = torch.cat([load == 0 for load in loads])
+    return {
+        "router_max_load": busiest.mean().item(),
+        "router_worst_load": busiest.max().item(),
+        "router_idle_experts": idle.float().mean().item(),
+    }

@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from rl_backends.errors import CheckpointError, NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.groups import ParameterGroup, group_parameters
-from rl_backends.optimizers.report import explain_optimizers, state_bytes
+from rl_backends.optimizers.report import BLOCK_SIZE, explain_optimizers, state_bytes
 from rl_parallel_plans import Pipeline, clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
 from rl_parallel_plans.checkpoints import reshard
 
@@ -232,9 +232,19 @@ def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> tor
 def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr: float) -> torch.optim.Optimizer:
     parts = _as_torch_has_them(groups, config)
     if config.name == "adamw_8bit":
-        from rl_backends.optimizers.torchao import make_adamw_8bit
-
-        return make_adamw_8bit(parts, lr=lr, betas=config.betas, eps=config.eps)
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ImportError(
+                f"the optimizer 'adamw_8bit' is torchao's, which cannot be imported here ({error}): "
+                "pip install 'rl-backends[8bit]'"
+            ) from error
+        # Moments of a local shard are quantized in blocks (arXiv:2110.02861); a shard that `is_quantized` refuses keeps
+        # them in full. torchao compiles its step with torch.compile, once for each shape.
+        quantized: torch.optim.Optimizer = AdamW8bit(
+            parts, lr=lr, betas=config.betas, eps=config.eps, block_size=BLOCK_SIZE
+        )
+        return quantized
     _check_implementation(groups, config)
     return AdamW(parts, lr=lr, betas=config.betas, eps=config.eps, **_implementation(config))
 

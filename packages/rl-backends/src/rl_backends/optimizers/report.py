@@ -10,11 +10,13 @@ from torch import Tensor
 
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.groups import ParameterGroup
-from rl_backends.optimizers.torchao import BLOCK_SIZE, is_quantized
 from rl_parallel_plans import to_local_if_dtensor
 
-__all__ = ["explain_optimizers", "explain_schedule", "state_bytes"]
+__all__ = ["BLOCK_SIZE", "explain_optimizers", "explain_schedule", "is_quantized", "state_bytes"]
 
+BLOCK_SIZE = 256
+"""Elements that share a scale, where moments take 8 bits."""
+SMALLEST_QUANTIZED = 4096
 STEP_BYTES = 4
 QUANTIZATION_MAP_BYTES = 256 * 4
 NAMES = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "muon": "Muon"}
@@ -23,6 +25,11 @@ NAMES = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "muon": "Muon"}
 def state_bytes(group: ParameterGroup, config: OptimizerConfig) -> int:
     """Bytes of optimizer state that this rank will hold for a group."""
     return sum(_state_bytes(to_local_if_dtensor(each), group, config) for each in group.parameters)
+
+
+def is_quantized(num_elements: int) -> bool:
+    """Whether torchao keeps the moments of a shard of so many elements in 8 bits."""
+    return num_elements >= SMALLEST_QUANTIZED and num_elements % BLOCK_SIZE == 0
 
 
 def explain_optimizers(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, num_steps: int) -> str:
