@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.errors import ModelError
-from rl_backends.megatron.mapping.held import HeldTensor
+from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.rank_agreement import gather_text, on_every_rank, raise_together
 from rl_parallel_plans import Box
 
