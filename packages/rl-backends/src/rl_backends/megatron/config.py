@@ -1,4 +1,4 @@
-"""How the Megatron backend lays a model over ranks and cuts a batch, and how it optimizes. Imports no Megatron.
+"""Configuration of the Megatron backend: the layout over ranks, microbatches, kernels, the optimizer.
 
 Names are megatron-core's own, where it has one.
 """

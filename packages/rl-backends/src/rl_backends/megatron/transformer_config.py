@@ -56,7 +56,7 @@ def transformer_config(
 
 
 def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
-    """Refuse what cannot be cut, before Megatron does, one assertion at a time. Imports no Megatron.
+    """Refuse what cannot be sharded, with every reason at once, where Megatron asserts one at a time.
 
     Raises:
         ModelError: every reason is in the message.
