@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_backends.megatron.cpu_compat import Workaround, context, cpu_compat, entries, user_code
+from rl_backends.megatron.cpu_compat import Workaround, cpu_compat, entries, user_code
 
 pytestmark = [
     pytest.mark.usefixtures("imported"),
@@ -97,7 +97,7 @@ def test_nothing_is_replaced_where_cuda_is_available(monkeypatch):
 
 def test_an_entry_for_a_name_that_is_gone_is_an_error_and_leaves_nothing_behind(monkeypatch):
     gone = Workaround(name="gone", reason="renamed", attributes={"torch.cuda.no_such_name": None})
-    monkeypatch.setattr(context, "_ENTRIES", (*entries(), gone))
+    monkeypatch.setattr("rl_backends.megatron.cpu_compat._ENTRIES", (*entries(), gone))
     before = standing()
     with pytest.raises(AttributeError, match=r"torch\.cuda\.no_such_name is to be replaced"), cpu_compat():
         pass

@@ -14,6 +14,6 @@ ONE = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "pp": 1}
     ],
 )
 def test_axes_of_one_rank_are_left_out_and_experts_cut_no_further(imported, sizes, text):
-    from rl_backends.megatron.describing import _ranks
+    from rl_backends.megatron.backend import _ranks
 
     assert _ranks(ONE | sizes) == text

@@ -45,7 +45,7 @@ def norms_apart(held):
 
 
 def one_rank(world, layout, rank):
-    from rl_backends.megatron.mapping import Gatherer
+    from rl_backends.megatron.gathering import Gatherer
     from rl_backends.megatron.model import MegatronModel
     from rl_backends.megatron.weights import from_hugging_face
 
@@ -171,7 +171,7 @@ def test_what_no_rank_holds_is_told_by_name_on_every_rank(found):
 
 def test_parts_of_several_dtypes_are_refused_on_every_rank(world, on_ranks):
     def on_rank(rank):
-        from rl_backends.megatron.mapping import Gatherer
+        from rl_backends.megatron.gathering import Gatherer
         from rl_backends.megatron.model import MegatronModel
         from rl_backends.megatron.weights import from_hugging_face
 

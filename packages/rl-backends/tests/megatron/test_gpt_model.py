@@ -320,7 +320,6 @@ def test_a_kernel_of_transformer_engine_is_refused_by_name_without_it(name):
         ({"num_layers_in_first_pipeline_stage": 3}, [[0, 1, 2], [3, 4, 5, 6, 7]]),
         ({"num_layers_in_last_pipeline_stage": 3}, [[0, 1, 2, 3, 4], [5, 6, 7]]),
         ({"pipeline_model_parallel_layout": "Et*2|t*6L"}, [[0, 1], [2, 3, 4, 5, 6, 7]]),
-        ({"virtual_pipeline_model_parallel_size": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
     ],
 )
 def test_layers_of_stages_are_those_that_are_asked_for(fields, layers):
@@ -335,7 +334,7 @@ def test_layers_of_stages_are_those_that_are_asked_for(fields, layers):
         ({"pipeline_model_parallel_layout": "Et*2|t*5L"}, "it has 2 stages and 7 layers"),
         ({"pipeline_model_parallel_layout": "E|t*8L"}, "gives stage 0 no layer"),
         ({"pipeline_model_parallel_layout": "tE|t*7L"}, "E first, L last"),
-        ({"virtual_pipeline_model_parallel_size": 3}, "no multiple of virtual_pipeline_model_parallel_size=3"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "needs a multiple of the stages as the number of microbatches"),
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(fields, why):
@@ -348,7 +347,7 @@ def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(fields, wh
 @pytest.mark.parametrize("engine", [False, True], ids=["torch", "Transformer Engine"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_on_a_gpu_are_those_of_hugging_face(name, engine, imported):
-    from rl_backends.megatron.layer_spec import transformer_engine_available
+    from rl_backends.megatron.gpt_model import transformer_engine_available
 
     if engine and not transformer_engine_available():
         pytest.skip("Transformer Engine is not installed")

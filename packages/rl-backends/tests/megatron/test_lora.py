@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from rl_backends import DTensorBackend, DTensorConfig, ModelError, OptimizerConfig
+from rl_backends import CheckpointError, DTensorBackend, DTensorConfig, ModelError, OptimizerConfig
 from rl_backends.lora import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
@@ -134,6 +134,94 @@ def test_a_folder_gives_the_adapters_that_a_model_in_memory_gets_and_resumes(wor
         backend.load_checkpoint(tmp_path / "checkpoint")
         assert torch.equal(backend.logp(examples), logp)
         backend.close()
+
+    on_ranks(run, ranks=2)
+
+
+RESUMED = {  # ranks, configuration
+    "1": (1, {}),
+    "TP2, bfloat16": (2, {TP: 2, "precision": "bfloat16"}),
+    "DP2, distributed optimizer": (2, {"use_distributed_optimizer": True}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_checkpoint_of_adapters_holds_no_frozen_weight_and_goes_on_from_the_same_base_alone(
+    world, tmp_path, on_ranks, case
+):
+    ranks, config = RESUMED[case]
+    lora = LoraConfig(rank=4, alpha=8, base_dtype=config.get("precision", "float32"))
+
+    def run(rank):
+        from rl_backends.megatron.backend import MegatronBackend
+
+        examples = world.make_examples()
+        loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+
+        def start(*, seed):
+            model = world.make_model("Qwen3", seed=seed, pad_token_id=None)
+            backend = MegatronBackend(model, MegatronConfig(lora_cfg=lora, **config), seed=seed)
+            backend.start_training(ADAMW, num_steps=4)
+            return backend
+
+        def step(backend):
+            backend.forward_backward(examples, loss)
+            return backend.optim_step()
+
+        backend = start(seed=0)
+        step(backend)
+        backend.save_checkpoint(tmp_path / "step-1")
+        expected = step(backend), backend.logp(examples)
+        backend.close()
+
+        resumed = start(seed=0)
+        with torch.no_grad():
+            for held in resumed._distributed.adapters.trainable():
+                held.parameter.fill_(7.0)
+        resumed.load_checkpoint(tmp_path / "step-1")
+        assert (step(resumed), resumed.version) == (expected[0], 2)
+        assert torch.equal(resumed.logp(examples), expected[1])
+        resumed.close()
+
+        other = start(seed=1)
+        before = [parameter.clone() for parameter in other.model.parameters()]
+        with pytest.raises(CheckpointError, match="frozen weights that they were trained on are not those of this"):
+            other.load_checkpoint(tmp_path / "step-1")
+        assert all(map(torch.equal, other.model.parameters(), before))
+        other.close()
+
+    on_ranks(run, ranks=ranks)
+    held = "".join(path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*.safetensors"))
+    assert "weights/model.layers.0.self_attn.q_proj.lora_A.default.weight" in held
+    assert "base_layer" not in held
+    assert "weights/lm_head.weight" not in held
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_adapters_saved_by_one_backend_go_on_in_the_other(world, tmp_path, on_ranks, family):
+    config = {TP: 2} if family == "Qwen3" else {EP: 2}
+
+    def run(rank):
+        from rl_backends.megatron.backend import MegatronBackend
+
+        examples = world.make_examples()
+
+        def start(kind, *, seed):
+            if kind == "dtensor":
+                return DTensorBackend(make_model(world, family), DTensorConfig(lora_cfg=ALL), seed=seed)
+            return MegatronBackend(make_model(world, family), MegatronConfig(lora_cfg=ALL, **config), seed=seed)
+
+        for one, other in (("dtensor", "megatron"), ("megatron", "dtensor")):
+            backend = start(one, seed=5)
+            three_steps(world, backend)
+            backend.save_checkpoint(tmp_path / one)
+            logp = backend.logp(examples)
+            backend.close()
+            backend = start(other, seed=6)
+            backend.start_training(ADAMW, num_steps=3)
+            backend.load_checkpoint(tmp_path / one)
+            torch.testing.assert_close(backend.logp(examples), logp, rtol=1e-5, atol=1e-5)
+            backend.close()
 
     on_ranks(run, ranks=2)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rl_backends.megatron.norm import RMSNorm
+from rl_backends.megatron.gpt_model import RMSNorm
 
 EPS = 1e-6
 

@@ -101,7 +101,7 @@ def give_gradients(ddp, **how):
 
 
 def step(ddp, optimizers, *, seed, **how):
-    from rl_backends.megatron.gradient_step import clip_and_step
+    from rl_backends.megatron.gradients import clip_and_step
 
     give_gradients(ddp, seed=seed, **how)
     return clip_and_step(ddp, optimizers, version=optimizers.num_steps_taken)
@@ -285,8 +285,7 @@ def tied_pair(world):
 
 def trained_on_rank(config, optimizer, hugging_face, *, world, poison=None):
     """Norms of three steps of the real model on this rank, and what a poisoned gradient is answered with."""
-    from rl_backends.megatron.accumulation import GradientAccumulation
-    from rl_backends.megatron.gradient_step import clip_and_step
+    from rl_backends.megatron.gradients import GradientAccumulation, clip_and_step
     from rl_backends.megatron.model import MegatronModel
     from rl_backends.megatron.optimizer import make_optimizers
     from rl_backends.megatron.weights import from_hugging_face

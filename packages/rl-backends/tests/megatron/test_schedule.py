@@ -10,7 +10,7 @@ THEIRS = {"lr": 1.0, "min_lr": 0.1, "weight_decay": 0.2}
 
 
 def make(optimizer, *, num_steps, **scheduler):
-    from rl_backends.megatron.schedule import MegatronSchedule
+    from rl_backends.megatron.optimizer import MegatronSchedule
 
     groups = [{"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}, {"wd_mult": 0.0, "max_lr": 1.0, "min_lr": 0.1}]
     inner = types.SimpleNamespace(param_groups=groups)

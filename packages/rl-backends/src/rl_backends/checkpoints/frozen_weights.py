@@ -7,6 +7,7 @@ finds accidents (other weights, another order of them), and is no defence agains
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from rl_backends.errors import CheckpointError
 from rl_backends.rank_agreement import gather_text
-from rl_parallel_plans import NamedShard, named_shards
+from rl_parallel_plans import Box, named_shards
 
-__all__ = ["check_frozen_weights", "frozen_digests"]
+__all__ = ["check_frozen_weights", "check_same_digests", "frozen_digests", "tensor_digests"]
 
 MULTIPLIER, ADDEND = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 """Odd numbers of many bits; torch's int64 wraps, as this needs."""
@@ -25,9 +26,22 @@ CHUNK = 1 << 22
 """Elements at a time: hashing takes 8 bytes for each, a few times."""
 
 
+@runtime_checkable
+class Shard(Protocol):
+    """What a rank holds of a tensor: `NamedShard` of a PyTorch module, `HeldTensor` of a model of Megatron."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def local(self) -> Tensor: ...
+    def boxes(self) -> list[Box]: ...
+
+
 def frozen_digests(model: nn.Module, *, group: dist.ProcessGroup | None) -> dict[str, int]:
     """The digest of every parameter of `model` that does not train, by name; every rank must call it."""
-    return _digests((each for each in named_shards(model) if _is_frozen(each.tensor)), group=group)
+    return tensor_digests((each for each in named_shards(model) if _is_frozen(each.tensor)), group=group)
 
 
 def check_frozen_weights(
@@ -38,7 +52,16 @@ def check_frozen_weights(
     Raises:
         CheckpointError: on every rank; it names the first weight that differs.
     """
-    here = _digests((each for each in named_shards(model) if each.name in saved), group=group)
+    here = tensor_digests((each for each in named_shards(model) if each.name in saved), group=group)
+    check_same_digests(source, saved, here)
+
+
+def check_same_digests(source: object, saved: Mapping[str, int], here: Mapping[str, int]) -> None:
+    """Refuse a checkpoint of adapters whose frozen weights have other digests than those of the model.
+
+    Raises:
+        CheckpointError: it names the first weight that differs.
+    """
     apart = [name for name, digest in saved.items() if here.get(name) != digest]
     if apart:
         raise CheckpointError(
@@ -52,14 +75,14 @@ def _is_frozen(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _digests(shards: Iterable[NamedShard], *, group: dist.ProcessGroup | None) -> dict[str, int]:
-    own = {
-        each.name: [
+def tensor_digests(shards: Iterable[Shard], *, group: dist.ProcessGroup | None) -> dict[str, int]:
+    """The digest of each tensor that the ranks together hold, by name; every rank must call it."""
+    own: dict[str, list[list[int]]] = {}
+    for each in shards:  # of Megatron several may have one name: the experts of a stack
+        own.setdefault(each.name, []).extend(
             [*box.offsets, *box.sizes, _digest(box.of_local(each.local), box.offsets, each.shape)]
             for box in each.boxes()
-        ]
-        for each in shards
-    }
+        )
     sums: dict[str, int] = {}
     boxes: set[tuple[str, tuple[int, ...]]] = set()
     for text in gather_text(json.dumps(own), group=group):

@@ -2,7 +2,7 @@
 
 Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, with tied or untied embeddings. Every field that would change what
 such a model computes is either in `Architecture` or refused: a model that is nearly the one asked for is never built.
-Dropout is not among them: policies are evaluated and trained without it. Imports no Megatron.
+Dropout is not among them: policies are evaluated and trained without it.
 """
 
 from collections.abc import Mapping

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.checkpoints.frozen_weights import tensor_digests
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
@@ -22,22 +23,20 @@ from rl_backends.loading import open_model
 from rl_backends.lora import add_lora, load_adapter, save_adapter
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
-from rl_backends.megatron.accumulation import GradientAccumulation
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
-from rl_backends.megatron.checkpoint.masters import masters_of
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.megatron.describing import describe
-from rl_backends.megatron.freezing import require_trainable
-from rl_backends.megatron.gradient_step import clip_and_step
+from rl_backends.megatron.gathering import Gatherer
+from rl_backends.megatron.gradients import GradientAccumulation, clip_and_step
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
-from rl_backends.megatron.mapping import Gatherer, HeldTensor, names_in_hugging_face
-from rl_backends.megatron.model import Fill, MegatronModel
+from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
+from rl_backends.megatron.masters import masters_of
+from rl_backends.megatron.model import Fill, MegatronModel, require_trainable
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.proof import prove, require_own_code
 from rl_backends.megatron.weights import at_random, from_files, from_hugging_face, from_megatron
 from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.rank_agreement import on_every_rank, require_same_model
+from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
 from rl_backends.reference import ReferenceModel, without_weights
 
@@ -91,6 +90,7 @@ class MegatronBackend(Backend):
         self._meter = self._make_meter(recomputed=config.recompute_granularity == "full")
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
+        self._frozen: dict[str, int] | None = None
 
     @classmethod
     def from_pretrained(
@@ -254,10 +254,21 @@ class MegatronBackend(Backend):
             weights=weights,
             asynchronous=asynchronous,
             extra=extra,
+            frozen=self._digests_of_frozen(),
         )
+
+    def _digests_of_frozen(self) -> dict[str, int]:
+        """Of the weights under adapters, which a checkpoint leaves out; none where everything may train."""
+        if self._distributed.adapters is None:
+            return {}
+        if self._frozen is None:  # once: these weights never change
+            frozen = (each for each in self._distributed.held if not each.parameter.requires_grad)
+            self._frozen = tensor_digests(frozen, group=host_group())
+        return self._frozen
 
     def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
         self._distributed.finish_param_gather()
+        self._frozen = None
         asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
         return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
@@ -311,3 +322,62 @@ def _same_then(fill: Fill, source: nn.Module, model: MegatronModel) -> None:
     """Fill, from a source that is the same on every rank."""
     require_same_model(source)
     fill(model)
+
+
+ACCELERATIONS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "gradient_accumulation_fusion",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+
+
+def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:
+    """Several lines; the optimizer's are there once training has begun."""
+    config, architecture = model.config, model.architecture
+    numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
+    layers = [layer.layer_number - 1 for layer in model.gpt.decoder.layers]
+    head = ", and the head" if model.groups.last_stage else ""
+    lines = [
+        f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
+        f"weights in {config.precision}, gradients and optimizer in float32",
+        f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
+        f"this rank holds {numbers:,} elements, layers {layers[0]} to {layers[-1]}{head}",
+        f"weights from {origin}",
+        *([] if model.adapters is None else [model.adapters.explain()]),
+        f"microbatches of at most {config.micro_batch_size} rows"
+        + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
+        + (", packed" if config.sequence_packing else ", padded to their longest")
+        + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
+    ]
+    return "\n".join([*lines, *([] if optimizers is None else [optimizers.explain()])])
+
+
+def _implementation(model: MegatronModel) -> str:
+    """Which attention and which MLP compute, from the modules that are there."""
+    config, layer = model.config, model.gpt.decoder.layers[0]
+    attention, mlp = type(layer.self_attention.core_attention).__name__, layer.mlp
+    kind = type(mlp.experts).__name__ if hasattr(mlp, "experts") else type(mlp).__name__
+    kernels = {
+        "TorchAttention": "torch's scaled_dot_product_attention",
+        "TEDotProductAttention": "Transformer Engine's attention",
+        "SequentialMLP": "experts one after the other",
+        "TEGroupedMLP": "Transformer Engine's grouped GEMM for experts",
+    }
+    fused = [name for name in ACCELERATIONS if getattr(config, name)]
+    return f"attention {kernels.get(attention, attention)}, MLP {kernels.get(kind, kind)}" + (
+        f", with {', '.join(fused)}" if fused else ", no fusions and no overlap"
+    )
+
+
+def _ranks(sizes: Mapping[str, int]) -> str:
+    """How they are cut, by axes of more than one; experts lie across those, and are no further cut."""
+    axes = [f"{size} {axis}" for axis, size in sizes.items() if axis != "ep" and size > 1]
+    if not axes:
+        return "one rank"
+    text = f"{' x '.join(axes)} ranks"
+    return text if sizes["ep"] == 1 else f"{text}, experts shared out over {sizes['ep']}"

@@ -1,4 +1,4 @@
-"""How the Megatron backend lays a model over ranks and cuts a batch, and how it optimizes. Imports no Megatron.
+"""Configuration of the Megatron backend: the layout over ranks, microbatches, kernels, the optimizer.
 
 Names are megatron-core's own, where it has one.
 """
@@ -141,7 +141,8 @@ class MegatronConfig:
     """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
 
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks that each stage holds in turn (interleaved 1F1B): shorter pipeline bubbles for more messages."""
+    """Model chunks that each stage holds in turn (interleaved 1F1B). Refused: Megatron's schedule for it needs a
+    multiple of the stages as the number of microbatches, and rows of any length make any number."""
 
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, which also holds the embedding; None shares the layers out evenly."""
@@ -243,11 +244,7 @@ class MegatronConfig:
             "expert_model_parallel_size",
             "micro_batch_size",
         )
-        optional = (
-            "virtual_pipeline_model_parallel_size",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-        )
+        optional = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         return [
             *(f"{name}={value} must be >= 1, or None" for name, value in given.items() if value < 1),
@@ -280,17 +277,12 @@ class MegatronConfig:
         ]
 
     def _pipeline(self) -> list[str]:
-        uneven = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
-        asked = [
-            name
-            for name in (
-                "virtual_pipeline_model_parallel_size",
-                "num_layers_in_first_pipeline_stage",
-                "num_layers_in_last_pipeline_stage",
-                "pipeline_model_parallel_layout",
-            )
-            if getattr(self, name) is not None
-        ]
+        uneven = (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "pipeline_model_parallel_layout",
+        )
+        asked = [name for name in uneven if getattr(self, name) is not None]
         return [
             f"{asked[0]} needs pipeline_model_parallel_size > 1"
             if asked and self.pipeline_model_parallel_size == 1
@@ -299,9 +291,10 @@ class MegatronConfig:
             "stages out"
             if self.pipeline_model_parallel_layout is not None and len(asked) > 1
             else "",
-            f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} is not built together "
-            f"with uneven stages: leave one of the two out"
-            if self.virtual_pipeline_model_parallel_size is not None and uneven != (None, None)
+            f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: Megatron's interleaved "
+            f"schedule needs a multiple of the stages as the number of microbatches, and rows of any length make any "
+            f"number; leave it out, or use uneven stages"
+            if self.virtual_pipeline_model_parallel_size is not None
             else "",
         ]
 

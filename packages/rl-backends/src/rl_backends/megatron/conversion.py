@@ -46,7 +46,7 @@ from rl_backends.loading import ModelSource
 from rl_backends.loading.source import local_folder, weight_files
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
-from rl_backends.megatron.mapping import Gatherer
+from rl_backends.megatron.gathering import Gatherer
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.weights import from_files
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0

@@ -1,26 +1,152 @@
 """Builds Megatron's model for an architecture, on this rank. Its weights are 0 until they are loaded.
 
-Imports Megatron only when it is used.
+Layers are Megatron's own linear layers with our norm and attention, or Transformer Engine's, whose linear layers hold
+the norm before them (`linear_qkv.layer_norm_weight` for `input_layernorm.weight`). Imports Megatron only when used.
 """
 
+import copy
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 from rl_backends.megatron.architecture import Architecture
+from rl_backends.megatron.attention import TorchAttention
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.installed import require_megatron
-from rl_backends.megatron.layer_spec import block_spec, transformer_engine_available
 from rl_backends.megatron.transformer_config import padded_vocab_size, transformer_config
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
     from rl_backends.megatron.decoder import Decoder
     from rl_backends.megatron.groups import ParallelGroups
 
-__all__ = ["build_gpt_model", "uses_transformer_engine"]
+__all__ = ["RMSNorm", "build_gpt_model", "layer_spec", "transformer_engine_available", "uses_transformer_engine"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim (arXiv:1910.07467)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        """A norm of `hidden_size` features, ones for weights.
+
+        Args:
+            config: Megatron's TransformerConfig; its `params_dtype` and `sequence_parallel` are read.
+            hidden_size: features of a token, or of a head where queries and keys are normalised.
+            eps: added to the mean square.
+        """
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] to the same, in the dtype of `x` times that of the weight."""
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        exact = x.float()
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * exact.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Features and eps."""
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+def transformer_engine_available() -> bool:
+    """Whether layers can be Transformer Engine's: it is installed, and there is a GPU.
+
+    Raises:
+        MissingDependencyError: megatron-core is absent, or another release.
+    """
+    require_megatron()
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE) and torch.cuda.is_available()
+
+
+def block_spec(
+    architecture: Architecture,
+    transformer_config: "TransformerConfig",
+    *,
+    pipeline_rank: int,
+    transformer_engine: bool,
+) -> "TransformerBlockSubmodules":
+    """The layers of one pipeline stage, each with the window that it has in the whole model, and the last norm.
+
+    Args:
+        architecture: whose `sliding_windows` are read.
+        transformer_config: of `transformer_config`.
+        pipeline_rank: of the stage.
+        transformer_engine: whose layers.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    count = get_num_layers_to_build(transformer_config, pp_rank=pipeline_rank)
+    first = get_transformer_layer_offset(transformer_config, pp_rank=pipeline_rank)
+    windows = architecture.sliding_windows[first : first + count]
+    return TransformerBlockSubmodules(
+        layer_specs=[
+            layer_spec(transformer_config, sliding_window=window, transformer_engine=transformer_engine)
+            for window in windows
+        ],
+        layer_norm=_last_norm(transformer_engine=transformer_engine),
+    )
+
+
+def layer_spec(
+    transformer_config: "TransformerConfig", *, sliding_window: int | None, transformer_engine: bool
+) -> "ModuleSpec":
+    """One layer.
+
+    Args:
+        transformer_config: of `transformer_config`.
+        sliding_window: tokens that a token sees; None sees all before it. Transformer Engine's attention reads it in
+            the configuration instead.
+        transformer_engine: whose layers.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer import ModuleSpec
+
+    asked = {
+        "num_experts": transformer_config.num_moe_experts,
+        "moe_grouped_gemm": transformer_config.moe_grouped_gemm,
+        "qk_layernorm": transformer_config.qk_layernorm,
+    }
+    if transformer_engine:
+        spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**asked))
+    else:
+        spec = copy.deepcopy(get_gpt_layer_local_spec(**asked, normalization="RMSNorm"))
+    parts = spec.submodules
+    if not asked["num_experts"]:
+        parts.mlp.params["ffn_hidden_size"] = transformer_config.ffn_hidden_size  # which Megatron warns about otherwise
+    if transformer_engine:
+        return spec
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=TorchAttention, params={"sliding_window": sliding_window})
+    if transformer_config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def _last_norm(*, transformer_engine: bool) -> type:
+    if not transformer_engine:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    norm: type = TENorm
+    return norm
 
 
 def build_gpt_model(

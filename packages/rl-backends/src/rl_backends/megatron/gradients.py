@@ -1,16 +1,200 @@
-"""Gradients by Hugging Face's names, as an optimizer step would use them: for verification, not for training."""
+"""The gradient of a loss over all rows of a batch, and one step along it, on all ranks together.
 
-from collections.abc import Iterator
+    GradientAccumulation.run(rows, loss) -> ... -> clip_and_step: sum over ranks, global norm, clip, update, clear
+
+A rank whose loss raises goes on with a loss of 0, since the other stages and ranks wait for it; then all of them raise.
+What is asked of all ranks is asked of all at once: a rank that went on alone would wait for ever.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from rl_backends.megatron.checkpoint.masters import masters_of
-from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.backend import asked_of
+from rl_backends.batching.microbatches import Microbatch
+from rl_backends.errors import NonFiniteGradientError
+from rl_backends.examples import BatchT
+from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
+from rl_backends.megatron.cpu_compat import cpu_compat, user_code
+from rl_backends.megatron.masters import masters_of
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers
+from rl_backends.megatron.passes import run_passes, told_by_last_stage
+from rl_backends.optimizers import GradientStep
+from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together
+from rl_backends.readers import Reader
 
-__all__ = ["summed_gradients"]
+__all__ = ["GradientAccumulation", "clip_and_step", "summed_gradients"]
+
+
+class GradientAccumulation:
+    """Runs passes over the microbatches of this rank; the gradient adds up in the parameters' `main_grad`."""
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
+
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()
+    def run(
+        self,
+        examples: BatchT,
+        microbatches: Sequence[Microbatch],
+        loss: LossFunction[BatchT],
+        *,
+        reader: Reader,
+        output: Output,
+    ) -> Sums:
+        """Add the gradient of `loss` over all microbatches; return the sums of all ranks.
+
+        Raises:
+            RankError: another rank's loss raised; this rank's own is raised as it is.
+        """
+        model = self._model
+        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        asked = [asked_of(each, output) for each in rows]
+        inputs = [
+            model.inputs(each, places, offset=offset, words=words)
+            for each, (places, offset, words) in zip(rows, asked, strict=True)
+        ]
+        loss_of = LossOverMicrobatches(loss, device=model.config.device, around=user_code)
+
+        def read_and_ask(number: int, hidden: Tensor) -> Tensor:
+            # Also after a failure: ranks that share this row's vocabulary or tokens read and go back together.
+            shape = rows[number].tokens.shape[0], rows[number].tokens.shape[1]
+            try:
+                outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
+            except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
+                loss_of.failure = loss_of.failure or error
+                return hidden.sum() * 0.0
+            if output == "score":
+                outputs = outputs.sum(1)
+            return loss_of(outputs, rows[number], counted=microbatches[number].counted)
+
+        run_passes(model.ddp, inputs, read_and_ask)
+        raise_together(loss_of.failure)
+        return self._added_up(loss_of.sums)
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        for group in [*self._model.ddp.bucket_groups, *self._model.ddp.expert_parallel_bucket_groups]:
+            if group.grad_reduce_handle is not None:  # of a reduction that overlapped with backward
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+            if group.is_first_batch:  # from which Megatron learns what to expect; it may have failed half-way
+                group.per_param_grad_ready_counts = {}
+        self._model.ddp.zero_grad_buffer()
+        self._model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
+
+    def _added_up(self, sums: Sums) -> Sums:
+        groups, device = self._model.groups, torch.device(self._model.config.device)
+        sums = on_every_rank(lambda: add_up(sums, groups.rows, device=device) if groups.last_stage else {})
+        names = gather_text("\n".join(sums) if groups.last_stage else "", group=groups.pp)[-1]
+        values = [torch.stack(list(sums.values()))] if sums else []
+        told = told_by_last_stage(values if groups.last_stage else None, groups, device=device)
+        return dict(zip(names.split("\n"), told[0].unbind(), strict=True)) if told else {}
+
+
+NAMED = 5
+
+
+@torch.no_grad()
+def clip_and_step(
+    ddp: nn.Module, optimizers: MegatronOptimizers, *, version: int, names: Mapping[str, str] | None = None
+) -> GradientStep:
+    """Sum the gradients of all ranks, clip by the global norm, update the weights, clear the gradients.
+
+    version: steps that the weights have seen, for the message.
+    names: what messages call this rank's parameters, by Megatron's names; one that is not in it keeps its own.
+
+    Every rank must call, after the same calls of forward_backward, and all do and return the same.
+
+    Raises:
+        NonFiniteGradientError: a gradient is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights
+            and optimizers are as they were, and the gradients are cleared.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    with cpu_compat():
+        finalize_model_grads([ddp], None)
+        optimizers.inner.prepare_grads()
+        norm = _agree_on_norm(optimizers, next(ddp.parameters()).device)
+        if not math.isfinite(norm):
+            return _leave_out(optimizers, norm=norm, version=version, names=names or {})
+        clipped = _clip(optimizers, norm)
+        optimizers.step()
+        if ddp.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
+            for group in [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]:  # type: ignore[misc]
+                group.param_gather_dispatched = False  # whatever was gathered since the gradients were summed
+        optimizers.zero_grad()
+        return GradientStep(norm=norm, clipped=clipped, skipped=False)
+
+
+def _agree_on_norm(optimizers: MegatronOptimizers, device: torch.device) -> float:
+    """The global norm, the same on every rank; not finite where any gradient of any rank is not.
+
+    Replicas of a model have each reduced it, and each leaves out copies of a parameter but the first: a fault in one
+    replica or copy would have the ranks' weights part.
+    """
+    norm = optimizers.inner.get_grad_norm()
+    no_number = math.isnan(norm) or not _finite_outside_the_norm(optimizers)
+    finite = norm if math.isfinite(norm) else 0.0
+    told = torch.tensor([finite, no_number, math.isinf(norm)], dtype=torch.float64, device=device)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    agreed, no_number_anywhere, infinite_anywhere = told.tolist()
+    return math.nan if no_number_anywhere else math.inf if infinite_anywhere else agreed
+
+
+def _finite_outside_the_norm(optimizers: MegatronOptimizers) -> bool:
+    counted = {id(grad) for part in optimizers.parts for grad in part.get_main_grads_for_grad_norm()}
+    others = [grad for grad in _gradients(optimizers) if id(grad) not in counted]
+    return not others or bool(nn.utils.get_total_norm(others).isfinite())
+
+
+def _gradients(optimizers: MegatronOptimizers) -> list[Tensor]:
+    return [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
+
+
+def _clip(optimizers: MegatronOptimizers, norm: float) -> bool:
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    max_norm = optimizers.adam.max_grad_norm
+    if max_norm is None:
+        return False
+    for part in optimizers.parts:
+        clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)
+    return norm > max_norm
+
+
+def _leave_out(optimizers: MegatronOptimizers, *, norm: float, version: int, names: Mapping[str, str]) -> GradientStep:
+    found = _nonfinite_gradients(optimizers, names)
+    optimizers.zero_grad()
+    if optimizers.adam.on_nonfinite_gradient == "raise":
+        raise NonFiniteGradientError(
+            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow{_listed(found)}. "
+            f"The weights are as they were after step {version}; look at the rewards and the learning rate"
+        )
+    optimizers.num_steps_skipped += 1
+    return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
+
+
+def _nonfinite_gradients(optimizers: MegatronOptimizers, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the parameters whose gradient has a NaN or an infinity on any rank; the same on every rank."""
+    own = [
+        names.get(name, name)
+        for name, parameter in optimizers.named_parameters.items()
+        if not torch.isfinite(parameter.main_grad).all()  # type: ignore[attr-defined] # Megatron's DDP hangs it there
+    ]
+    return tuple(dict.fromkeys(name for text in gather_text(json.dumps(own)) for name in json.loads(text)))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    if not names:
+        return ", in the norm alone and in no parameter"
+    return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
 
 
 @torch.no_grad()

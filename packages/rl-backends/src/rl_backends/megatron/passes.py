@@ -3,7 +3,7 @@
     first stage  tokens -> hidden [s, b, H] -> ... -> last stage  hidden -> asked places -> reader -> [b, w, ...]
 
 Megatron's own schedules run the passes: one after the other, or 1F1B over several stages. Only the last stage reads;
-what it knows is told to the others by `told_by_last_stage`. No loss, no optimizer.
+`told_by_last_stage` broadcasts what it has read to the others.
 
 Axes: b rows of a microbatch, w tokens of its longest, s tokens that the model reads at a time, H hidden.
 """

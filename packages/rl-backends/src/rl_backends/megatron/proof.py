@@ -58,8 +58,10 @@ def prove(model: MegatronModel, *, source: Any) -> None:
     scores = model.architecture.num_labels > 0
     reader = value_reader(source) if scores else read_logp(Head.of(source), temperature=1.0)
     ours = model.read_all(rows, reader)[0][0, 1:]
-    theirs = _values(source, tokens) if scores else _logp(source, tokens)
-    apart = _largest_on_any_rank((ours - theirs).abs().max(), device=model.config.device)
+    worst = (ours - _plain(source, tokens, scores=scores)).abs().max()
+    worst = worst.nan_to_num(nan=torch.inf).to(model.config.device)  # a maximum over ranks need not keep NaN
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    apart = float(worst)
     dtypes = {parameter.dtype for parameter in (*source.parameters(), *model.gpt.parameters())}
     if not apart <= max(TOLERANCE.get(dtype, 0.25) for dtype in dtypes):
         what = "values" if scores else "log-probabilities"
@@ -77,31 +79,18 @@ def _most_tokens(model: MegatronModel) -> int:
 
 
 @torch.no_grad()
-def _logp(source: Any, tokens: Tensor) -> Tensor:
+def _plain(source: Any, tokens: Tensor, *, scores: bool) -> Tensor:
+    """Log-probabilities of all tokens but the first, or what the head says of the state before each, [n - 1]."""
     device, training = next(source.parameters()).device, source.training
+    row = tokens[None].to(device)
     source.eval()
     try:
-        logits = source(input_ids=tokens[None].to(device)).logits[0, :-1].float().cpu()
+        if scores:
+            hidden = source.base_model(input_ids=row, use_cache=False).last_hidden_state
+            values: Tensor = source.score(hidden)[0, :-1, 0].float().cpu()
+            return values
+        logits = source(input_ids=row).logits[0, :-1].float().cpu()
     finally:
         source.train(training)
     logp: Tensor = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return logp
-
-
-@torch.no_grad()
-def _values(source: Any, tokens: Tensor) -> Tensor:
-    """What the head says of the state before each token but the first."""
-    device, training = next(source.parameters()).device, source.training
-    source.eval()
-    try:
-        hidden = source.base_model(input_ids=tokens[None].to(device), use_cache=False).last_hidden_state
-        values: Tensor = source.score(hidden)[0, :-1, 0].float().cpu()
-    finally:
-        source.train(training)
-    return values
-
-
-def _largest_on_any_rank(number: Tensor, *, device: str) -> float:
-    number = number.nan_to_num(nan=torch.inf).to(device)  # a maximum over ranks need not keep NaN
-    dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    return float(number)

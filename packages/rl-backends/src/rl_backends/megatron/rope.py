@@ -1,4 +1,4 @@
-"""Rotary frequencies of a Hugging Face configuration, by `transformers` itself. Imports no Megatron.
+"""Rotary frequencies of a Hugging Face configuration, computed by `transformers` itself.
 
 Megatron's own formulas know one base and one kind of scaling with fixed constants. Here the numbers are those that the
 Hugging Face model multiplies positions by, so that no variant can be nearly right. What changes them with the length

@@ -6,6 +6,7 @@ Face model's. Dropout is 0.
 
 import re
 import warnings
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ def transformer_config(
 
 
 def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
-    """Refuse what cannot be cut, before Megatron does, one assertion at a time. Imports no Megatron.
+    """Refuse what cannot be sharded, with every reason at once, where Megatron asserts one at a time.
 
     Raises:
         ModelError: every reason is in the message.
@@ -77,11 +78,6 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
         layers_of_stages(architecture.num_layers, config)
     except ValueError as problem:
         problems.append(str(problem))
-    if config.virtual_pipeline_model_parallel_size is not None:
-        problems.append(
-            "virtual_pipeline_model_parallel_size: Megatron's interleaved schedule needs a multiple of the stages as "
-            "the number of microbatches, and rows of any length make any number; leave it out, or use uneven stages"
-        )
     if expert_ranks > 1 and not experts:
         problems.append(f"expert_model_parallel_size={expert_ranks}, and the model has no experts; set it to 1")
     if experts and tensor > 1 and not config.sequence_parallel:
@@ -103,12 +99,10 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
 def layers_of_stages(num_layers: int, config: MegatronConfig) -> list[list[int]]:
     """The numbers of the layers that each pipeline stage holds, from 0, as Megatron shares them out.
 
-    With model chunks (`virtual_pipeline_model_parallel_size`) a stage holds several runs of layers.
-
     Raises:
         ValueError: the layers cannot be shared out as asked.
     """
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    stages = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
         counts = _counts_of_layout(config.pipeline_model_parallel_layout, num_layers, stages=stages)
     else:
@@ -125,18 +119,8 @@ def layers_of_stages(num_layers: int, config: MegatronConfig) -> list[list[int]]
         share = left // between if between else 0
         counts = [share if first is None else first, *[share] * (stages - 2), share if last is None else last]
         counts = counts[-stages:]
-        if share % chunks:
-            raise ValueError(
-                f"{share} layers of a stage are no multiple of virtual_pipeline_model_parallel_size={chunks}; lower it "
-                f"to a divisor"
-            )
-        counts = [count // chunks for _ in range(chunks) for count in counts]
-    held: list[list[int]] = [[] for _ in range(stages)]
-    at = 0
-    for number, count in enumerate(counts):
-        held[number % stages] += range(at, at + count)
-        at += count
-    return held
+    ends = list(accumulate(counts))
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
 def _counts_of_layout(layout: str, num_layers: int, *, stages: int) -> list[int]:
@@ -212,7 +196,6 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
         "bias_dropout_fusion": config.bias_dropout_fusion,
         "apply_rope_fusion": config.apply_rope_fusion,
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
         "pipeline_model_parallel_layout": config.pipeline_model_parallel_layout,

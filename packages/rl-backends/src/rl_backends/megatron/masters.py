@@ -1,7 +1,7 @@
-"""What Megatron's optimizers keep on this rank of each parameter: the numbers that they step, and state beside them.
+"""What Megatron's optimizers keep on this rank of each parameter: the elements that they step, and state beside them.
 
-That is the parameter itself; or a float32 copy of one of 16 bits; or, where the optimizer is shared out to
-data-parallel ranks, a range of either, flattened. Knows how Megatron keeps them; does not know files.
+That is the parameter itself; or a float32 copy of one of 16 bits; or, where data-parallel ranks share the optimizer, a
+range of either, flattened. Checkpoints, offloading and `verify` read it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Whole tensors of Hugging Face on rank 0 out of what all ranks hold, one after the other, bit for bit.
+"""Gather the tensors of the Hugging Face model, unsharded, on rank 0, one after the other and bit for bit.
 
 Each box is taken from the lowest rank that holds it, and sent to rank 0 alone: rank 0 holds one whole tensor and one
 box of it at a time, and the others nothing but their own. Boxes cross as bytes, so that nothing is rounded and -0.0
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.errors import ModelError
-from rl_backends.megatron.mapping.held import HeldTensor
+from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.rank_agreement import gather_text, on_every_rank, raise_together
 from rl_parallel_plans import Box
 
@@ -25,7 +25,7 @@ OTHERWISE = ""
 
 
 class Gatherer:
-    """Knows which rank gives which box; made once, by all ranks together.
+    """Which rank gives which box, and the gather itself; made once, by all ranks together.
 
     Args:
         held: of this rank.

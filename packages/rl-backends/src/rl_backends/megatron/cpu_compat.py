@@ -1,0 +1,397 @@
+"""Every workaround by which megatron-core runs without CUDA, and the one place for them.
+
+`with cpu_compat():` around calls of Megatron, `with user_code():` inside it around what is not Megatron's. Where CUDA
+is available both do nothing. `entries()` lists what is worked around, why, and in which release it was seen.
+
+Attributes of modules are shared by all threads: they are replaced when the first thread enters and restored when the
+last one leaves, under a lock. In between a replaced function answers only threads that are inside `cpu_compat` and
+outside of `user_code`; to any other it is the original. Torch calls are answered per thread.
+"""
+
+import contextlib
+import functools
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rl_backends.megatron.installed import require_megatron
+
+__all__ = ["Workaround", "cpu_compat", "entries", "user_code"]
+
+CallRule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Answers a call of a torch function: rule(function, args, kwargs) -> result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workaround:
+    """One assumption of megatron-core that does not hold without CUDA."""
+
+    name: str
+    """What megatron-core does."""
+
+    reason: str
+    """Where it does it, what comes of it without CUDA, and what happens instead."""
+
+    seen_in: str = "megatron-core 0.16.1"
+    """The release in which it was seen."""
+
+    attributes: Mapping[str, object] = field(default_factory=dict)
+    """Replacements by dotted name. A function answers only where a thread is inside `cpu_compat`, else the original
+    does; anything else is put there as it is."""
+
+    absent_attributes: Mapping[str, object] = field(default_factory=dict)
+    """What is put under a dotted name that does not exist, and left alone where it does."""
+
+    calls: Mapping[Callable[..., Any], CallRule] = field(default_factory=dict)
+    """Torch functions and methods whose calls are answered by a rule, in a thread inside `cpu_compat`."""
+
+
+class _Thread(threading.local):
+    """Whether this thread sees Megatron's world (a CUDA that is the CPU) or an honest torch."""
+
+    inside = False
+    """Inside `cpu_compat`, which is entered once however often it is nested."""
+    pretending = False
+    """Inside `cpu_compat` and outside of `user_code`."""
+
+
+_thread = _Thread()
+
+
+class NullStream:
+    """Stands in for `torch.cuda.Stream`, and for the events that it records: the CPU's work is done when asked for."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A null stream inside `cpu_compat`, what torch says elsewhere."""
+        honest: Any = torch.cuda.streams.Stream
+        return super().__new__(cls) if _thread.pretending else honest(*args, **kwargs)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Device and priority mean nothing."""
+
+    def record_event(self, *_: Any) -> "NullStream":
+        """An event that has already happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def wait_event(self, *_: Any) -> None:
+        """It has happened."""
+
+    def wait_stream(self, *_: Any) -> None:
+        """It is empty."""
+
+
+def null_stream(*_: Any) -> NullStream:
+    """What `torch.cuda.current_stream()` answers: all null streams are alike."""
+    stream: NullStream = NullStream()
+    return stream
+
+
+def use_stream(_stream: Any) -> contextlib.AbstractContextManager[None]:
+    """What `torch.cuda.stream(stream)` answers."""
+    return contextlib.nullcontext()
+
+
+def _current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _synchronize(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _no_cuda_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _keep_no_rng_state(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _splits_as_on_gpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002, ARG001 - Megatron's signature
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _scatter_contiguous(
+    tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    whole = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
+    return torch.distributed.distributed_c10d.scatter(tensor, whole, *args, **kwargs)
+
+
+ATTRIBUTE_WORKAROUNDS = (
+    Workaround(
+        name="torch.cuda.current_device() as the device of new tensors",
+        reason="rotary embedding, tensor-parallel mappings, pipeline communication and gradient buffers ask for it in "
+        "every pass, and no setting avoids it. Answers the CPU.",
+        attributes={"torch.cuda.current_device": _current_device},
+    ),
+    Workaround(
+        name="torch.cuda.synchronize()",
+        reason="pipeline communication of unequal lengths and saving of checkpoints wait for the GPU. Returns at once.",
+        attributes={"torch.cuda.synchronize": _synchronize},
+    ),
+    Workaround(
+        name="torch.cuda streams and events",
+        reason="the all-to-all dispatcher of experts copies split sizes on a stream of its own: 'torch.cuda.Stream "
+        "requires CUDA support'. Streams on which nothing is ever under way.",
+        attributes={
+            "torch.cuda.Stream": NullStream,
+            "torch.cuda.current_stream": null_stream,
+            "torch.cuda.default_stream": null_stream,
+            "torch.cuda.stream": use_stream,
+        },
+    ),
+    Workaround(
+        name="CUDA's random state",
+        reason="recomputation saves and restores it: saving fails, and each restoring is queued, with a stack trace, "
+        "for a CUDA that never starts, so that memory grows with every step. An empty state; restoring does nothing.",
+        attributes={
+            "torch.cuda.get_rng_state": _no_cuda_rng_state,
+            "torch.cuda.random.get_rng_state": _no_cuda_rng_state,
+            "megatron.core.tensor_parallel.random._set_cuda_rng_state": _keep_no_rng_state,
+        },
+    ),
+    Workaround(
+        name="advice about CUDA_DEVICE_MAX_CONNECTIONS",
+        reason="linear layers under tensor parallelism warn that the variable should be 1 for the speed of a GPU. "
+        "Marked as said.",
+        attributes={
+            "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce.warned": True
+        },
+    ),
+    Workaround(
+        name="te_general_gemm of moe_utils",
+        reason="the name is bound only where Transformer Engine is installed, and the router reads it: NameError. "
+        "Bound to None, which the router takes for an absent kernel.",
+        absent_attributes={"megatron.core.transformer.moe.moe_utils.te_general_gemm": None},
+    ),
+    Workaround(
+        name="split sizes of the expert all-to-all",
+        reason="they become numbers only where they were on a GPU; on the CPU they stay tensors, for which "
+        "all_to_all_single raises TypeError. Converted as on a GPU.",
+        attributes={"megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _splits_as_on_gpu},
+    ),
+    Workaround(
+        name="torch.distributed.scatter of tensors that are not contiguous",
+        reason="gloo reads their storage from the first element on, and hands out wrong numbers without an error. Made "
+        "contiguous before.",
+        seen_in="torch 2.13.0, megatron-bridge 0.3.1",
+        attributes={"torch.distributed.scatter": _scatter_contiguous},
+    ),
+)
+
+
+class CpuCalls(TorchFunctionMode):
+    """Answers the calls that have a rule; any other goes on as it came."""
+
+    def __init__(self, rules: Mapping[Callable[..., Any], CallRule]) -> None:
+        super().__init__()
+        self._rules = rules
+
+    def __torch_function__(  # noqa: PLR0917 - torch's signature
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The protocol of torch.overrides."""
+        rule = self._rules.get(func)
+        if rule is None or not _thread.pretending:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(func, args, kwargs or {})
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _is_cuda(kwargs.get("device")):
+        kwargs = {**kwargs, "device": "cpu"}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    return func(*args, **kwargs)
+
+
+def _to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 and _is_cuda(args[1]):
+        args = (args[0], "cpu", *args[2:])
+    return _on_cpu(func, args, kwargs)
+
+
+def _itself(_func: Callable[..., Any], args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _cuda_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    answer = func(*args, **kwargs)
+    asks = len(args) == 1 and not kwargs and args[0].device.type == "cpu"
+    return answer.replace("torch.", "torch.cuda.", 1) if asks else answer
+
+
+_FACTORIES = (
+    torch.arange,
+    torch.as_tensor,
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.eye,
+    torch.full,
+    torch.full_like,
+    torch.linspace,
+    torch.ones,
+    torch.ones_like,
+    torch.rand,
+    torch.randint,
+    torch.randn,
+    torch.randn_like,
+    torch.randperm,
+    torch.rand_like,
+    torch.tensor,
+    torch.zeros,
+    torch.zeros_like,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_tensor,
+    torch.Tensor.new_zeros,
+)
+
+CALL_WORKAROUNDS = (
+    Workaround(
+        name='device="cuda" and pin_memory=True',
+        reason="the schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange "
+        'make tensors with device="cuda"; the rope of context parallelism pins memory. Made on the CPU, not pinned.',
+        calls=dict.fromkeys(_FACTORIES, _on_cpu),
+    ),
+    Workaround(
+        name="Tensor.cuda(), Tensor.to('cuda') and Tensor.pin_memory()",
+        reason="initialization of tied embeddings, the rope of context parallelism, exchange of loaded checkpoint "
+        "shards and optimizer state on its way back from offloading move tensors to the GPU. They stay where they are.",
+        calls={torch.Tensor.cuda: _itself, torch.Tensor.pin_memory: _itself, torch.Tensor.to: _to_cpu},
+    ),
+    Workaround(
+        name="Tensor.type() compared with 'torch.cuda.FloatTensor'",
+        reason="both optimizers and gradient clipping tell dtypes by that string, and raise TypeError for "
+        "'torch.FloatTensor'. A CPU tensor spells its type as a CUDA tensor would.",
+        calls={torch.Tensor.type: _cuda_type},
+    ),
+)
+
+
+_ENTRIES = (*ATTRIBUTE_WORKAROUNDS, *CALL_WORKAROUNDS)
+_RULES: dict[Callable[..., Any], CallRule] = {
+    function: rule for entry in _ENTRIES for function, rule in entry.calls.items()
+}
+_ABSENT = object()
+
+_lock = threading.Lock()
+_threads_inside = 0
+_replaced: list[tuple[Any, str, object]] = []
+
+
+def entries() -> tuple[Workaround, ...]:
+    """All that is worked around where CUDA is absent, whether it is at this moment or not."""
+    return _ENTRIES
+
+
+@contextlib.contextmanager
+def cpu_compat() -> Iterator[None]:
+    """Let Megatron run on the CPU inside; where CUDA is available, do nothing.
+
+    It may be nested, in itself and in `user_code`, and holds for the thread that entered it, in which torch runs
+    backward passes on the CPU too. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
+
+    Raises:
+        MissingDependencyError: see `require_megatron`.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    require_megatron()
+    with contextlib.nullcontext() if _thread.inside else _applied(), _pretend(True):
+        yield
+
+
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Inside `cpu_compat`: show an honest torch to code that is not Megatron's. Elsewhere: nothing."""
+    with _pretend(False):
+        yield
+
+
+@contextlib.contextmanager
+def _pretend(value: bool) -> Iterator[None]:  # noqa: FBT001 - the one argument is the state
+    before, _thread.pretending = _thread.pretending, value
+    try:
+        yield
+    finally:
+        _thread.pretending = before
+
+
+@contextlib.contextmanager
+def _applied() -> Iterator[None]:
+    global _threads_inside  # noqa: PLW0603 - the attributes are global too
+    with _lock:
+        if _threads_inside == 0:
+            _replace_all()
+        _threads_inside += 1
+    try:
+        with CpuCalls(_RULES):
+            _thread.inside = True
+            yield
+    finally:
+        _thread.inside = False
+        with _lock:
+            _threads_inside -= 1
+            if _threads_inside == 0:
+                _restore_all()
+
+
+def _replace_all() -> None:
+    try:
+        for entry in _ENTRIES:
+            for name, value in entry.attributes.items():
+                _replace(name, value, only_absent=False)
+            for name, value in entry.absent_attributes.items():
+                _replace(name, value, only_absent=True)
+    except BaseException:
+        _restore_all()
+        raise
+
+
+def _replace(name: str, value: object, *, only_absent: bool) -> None:
+    module_name, _, attribute = name.rpartition(".")
+    module = pkgutil.resolve_name(module_name)
+    original = getattr(module, attribute, _ABSENT)
+    if only_absent and original is not _ABSENT:
+        return
+    if original is _ABSENT and not only_absent:
+        raise AttributeError(f"{name} is to be replaced on a machine without CUDA, and does not exist")
+    _replaced.append((module, attribute, original))
+    setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
+
+
+def _only_inside(replacement: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs) if _thread.pretending else original(*args, **kwargs)
+
+    return answer
+
+
+def _restore_all() -> None:
+    while _replaced:
+        module, attribute, original = _replaced.pop()
+        if original is _ABSENT:
+            delattr(module, attribute)
+        else:
+            setattr(module, attribute, original)
