@@ -25,8 +25,8 @@ from torch import Tensor
 from rl_algorithms import offline
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.preferences.answers import answer_logp, with_reference
-from rl_algorithms.preferences.losses import PairLossConfig, formula, known_reference, pair_delta, pair_loss
+from rl_algorithms.preferences.answers import answer_logp, match_ranks, with_reference
+from rl_algorithms.preferences.losses import SORTED, PairLossConfig, formula, known_reference, pair_delta, pair_loss
 from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers
 
 __all__ = ["DPOConfig", "Examples", "explain", "margins", "prepare", "step", "train", "with_reference"]
@@ -108,6 +108,8 @@ def step(policy: Policy, examples: Examples, config: DPOConfig) -> dict[str, flo
     """
     require_answers(examples.trainable)
     examples = replace(examples, logp_ref=known_reference(examples.logp_ref, config))
+    if config.loss in SORTED:
+        examples = match_ranks(examples, policy.logp(examples), paired=config.loss == "aot")
     num_pairs, num_tokens = len(examples.tokens) // 2, int(examples.trainable[0::2].sum())
     loss = functools.partial(_loss, config=config, num_pairs=num_pairs, num_chosen_tokens=num_tokens)
     metrics = offline.take_step(policy, examples, loss, mean_over=num_pairs, divisors={"nll": num_tokens})

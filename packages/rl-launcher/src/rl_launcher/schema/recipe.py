@@ -243,12 +243,6 @@ def _check_grpo(stage: GRPOStage, env: EnvironmentConfig, policy: PolicyConfig) 
                 f"grpo.objective.advantage.reward_weights names {', '.join(unknown)}, and the rewards that count "
                 f"are {', '.join(compared)}"
             )
-    if "greedy_rewards" in advantage.piece.inputs:
-        raise ValueError(
-            f"grpo.objective.advantage.estimator={advantage.piece.name} compares with the greedy response to each "
-            f"prompt, and this stage samples none; take another estimator, or rl_algorithms.grpo.prepare in a loop of "
-            f"your own"
-        )
     if stage.max_turns > 1 and env.environment is None:
         raise ValueError(
             f"grpo.max_turns={stage.max_turns} needs an environment that replies to a response, and a reward function "
