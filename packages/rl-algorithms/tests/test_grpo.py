@@ -254,7 +254,7 @@ def test_remax_samples_a_greedy_response_to_each_prompt_and_compares_with_its_re
     log = run(table, engine, chat, rows, config=config, greedy=-3, on_rollouts=seen.append)
     assert engine.asked[:2] == [(8, 3), (4, -3)]
     first = seen[0]
-    by_group = {group: value for group, value in zip(first.groups.tolist(), first.greedy_rewards.tolist())}
+    by_group = dict(zip(first.groups.tolist(), first.greedy_rewards.tolist(), strict=True))
     assert first.greedy_rewards.tolist() == [by_group[group] for group in first.groups.tolist()]
     advantage = grpo.prepare(first, config.objective).advantage
     compared = (first.rewards - first.greedy_rewards).float()
@@ -295,7 +295,7 @@ def test_rows_whose_greedy_response_cannot_be_judged_have_no_baseline_and_fail(m
 def test_remax_without_greedy_responses_is_refused(make_table, make_engine, chat, rows):
     config = grpo.GRPOConfig(max_num_steps=1, num_prompts=4, num_generations_per_prompt=1, objective=grpo.remax())
     table = make_table()
-    with pytest.raises(ValueError, match="estimator='remax' compares with the greedy response.*give.*greedy="):
+    with pytest.raises(ValueError, match=r"estimator='remax' compares with the greedy response.*give.*greedy="):
         run(table, make_engine(table), chat, rows, config=config)
     with pytest.raises(ValueError, match="this loop samples none"):
         AsyncGRPOConfig(max_num_steps=1, num_generations_per_prompt=2, objective=grpo.remax(), max_staleness=2)

@@ -100,7 +100,7 @@ def train(
     """Train for `max_num_steps`; after each batch of rollouts, yield what to log, the new `version` included.
 
     The engine must hold the weights, which have seen `version` steps, as it does whenever a dict is yielded. `prompts`
-    yields `num_prompts` at a time. A resumed run gives the `steps_taken` so far, and prompts from there on. `on_rollouts`
+    yields `num_prompts` at a time. A resumed run gives the `steps_taken` so far and prompts from there. `on_rollouts`
     gets each batch before it is trained on. `greedy`: `sampling` at temperature 0, for advantages that need it (ReMax).
     """
     timer = PhaseTimer()

@@ -18,9 +18,9 @@ penalty and KL. `loss` is then, of some rows of a step:
     L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   losses
 
 H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the module named, or one of
-yours in its place (`pieces`). Tokens off the mask contribute nothing, whatever their values are, NaN included, and every
-divisor is counted over the whole step, so the parts add up to the same sum however the step is cut into microbatches,
-ranks or packs.
+yours in its place (`pieces`). Tokens off the mask contribute nothing, whatever their values are, NaN included, and
+every divisor is counted over the whole step, so the parts add up to the same sum however the step is cut into
+microbatches, ranks or packs.
 
 Axes: B rows, T tokens.
 """
@@ -110,7 +110,8 @@ def prepare(
 
     Raises:
         ValueError: the objective needs a policy or a reference that was not given, greedy responses that were not
-            sampled, or named rewards that the environment did not name; a log-probability that is needed, a reward or an advantage is not finite.
+            sampled, or named rewards that the environment did not name; a log-probability that is needed, a reward or
+            an advantage is not finite.
     """
     kept, examples, token_rewards = reward_tokens(rollouts, objective, policy=policy, reference=reference)
     if not len(kept.lengths):
