@@ -26,7 +26,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("rl-algorithms")
 
 if "NOX_CURRENT_SESSION" in os.environ and importlib.util.find_spec("trl") is None:
-    raise pytest.UsageError("this session installs the test group, and trl is missing: its comparisons would be skipped")
+    raise pytest.UsageError("this session installs the test group, and trl, which it compares with, is missing")
 
 STOP = 1
 VOCABULARY = 6

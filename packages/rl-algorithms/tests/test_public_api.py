@@ -92,6 +92,24 @@ def test_importing_a_loss_costs_torch_and_nothing_else(page):
     assert packages_after(f"import rl_algorithms.{page}") <= ALLOWED
 
 
+@pytest.mark.parametrize(
+    ("page", "without"),
+    [
+        ("losses", {"advantages", "contracts", "objective", "chat", "rows"}),
+        ("policy_gradient", {"presets", "data", "environments", "evaluation"}),
+        ("grpo", {"data", "environments", "evaluation", "preferences", "dpo", "async_grpo", "tokenized_data"}),
+    ],
+)
+def test_a_page_loads_only_what_it_needs(page, without):
+    program = (
+        f"import sys, rl_algorithms.{page}; print(*(name for name in sys.modules if name[:14] == 'rl_algorithms.'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    loaded = {name.split(".")[1] for name in done.stdout.split()}
+    assert page in loaded
+    assert not loaded & without
+
+
 def test_importing_all_of_it_does_too():
     """The extras (datasets, pyarrow, math-verify, gymnasium and the like) are imported where they are used."""
     program = "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in every_module())
