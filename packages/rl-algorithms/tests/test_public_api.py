@@ -10,7 +10,7 @@ import pytest
 
 import rl_algorithms
 
-PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "kto", "orpo", "reward_model", "distill")
+PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "online_dpo", "kto", "orpo", "reward_model", "distill")
 """Each algorithm whole, from what it is given to the step it takes, for somebody who reads it once."""
 
 MODULES = {
@@ -42,6 +42,7 @@ MODULES = {
     "async_grpo": {"AsyncGRPOConfig", "train"},
     "sft": {"Examples", "SFTConfig", "explain", "prepare", "step", "train"},
     "dpo": {"DPOConfig", "Examples", "explain", "margins", "prepare", "step", "train", "with_reference"},
+    "online_dpo": {"train"},
     "kto": {"KTOConfig", "train"},
     "orpo": {"ORPOConfig", "train"},
     "reward_model": {"RewardModelConfig", "train"},

@@ -46,7 +46,7 @@ class DPOConfig(PairLossConfig):
     """Alpha, of the chosen answers' NLL, which keeps them likely while the margin grows. 0 is DPO as published."""
 
     num_prompts: int = 512
-    """Prompts that pairs are made from."""
+    """Prompts that pairs are made from: of the whole run, or online of each step."""
 
     num_generations_per_prompt: int = 8
     """Answers sampled to each of those prompts; right ones become chosen, wrong ones rejected."""
@@ -54,10 +54,16 @@ class DPOConfig(PairLossConfig):
     pairs_per_prompt: int = 2
     """At most so many pairs from one prompt."""
 
+    max_turns: int = 1
+    """Answers in one conversation at most, where the environment goes on after the first."""
+
+    max_length: int | None = None
+    """Tokens that a conversation may have before it is answered again. Null is no bound but the engine's context."""
+
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        counts = dict.fromkeys(("max_num_steps", "batch_size", "num_prompts", "pairs_per_prompt"), 1)
-        least = {**counts, "num_generations_per_prompt": 2, "nll_weight": 0}  # a pair is two answers
+        counts = dict.fromkeys(("max_num_steps", "batch_size", "num_prompts", "pairs_per_prompt", "max_turns"), 1)
+        least = {**counts, "num_generations_per_prompt": 2, "max_length": 2, "nll_weight": 0}  # a pair is two answers
         check_fields(self, at_least=least)
 
 

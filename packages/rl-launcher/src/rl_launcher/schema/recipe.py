@@ -208,7 +208,7 @@ def _expand_preset(recipe: Node) -> tuple[Node, list[str]]:
 
 def _refuse_what_needs_rewards(recipe: Recipe) -> None:
     needs = {"grpo": "learns from rewards", "distill": "logs the rewards of its rollouts"}
-    if recipe.dpo is not None and recipe.dpo.pairs == "sampled":
+    if recipe.dpo is not None and recipe.dpo.pairs != "data":
         needs["dpo"] = "pairs its own responses by their rewards (dpo.pairs=data takes given pairs)"
     for name in recipe.stages:
         if name in needs:

@@ -25,7 +25,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         parts=parts,
         recorder=recorder,
         temperature=generation.temperature,
-        with_reference=stage.objective.kl.weight > 0,
+        with_reference=stage.keeps_reference,
     )
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     latest: list[Rollouts] = []
