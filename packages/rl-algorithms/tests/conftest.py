@@ -7,6 +7,7 @@ install_import_hook(
 )  # shapes are checked in tests and only there; before the first import
 
 import dataclasses
+import importlib.util
 import os
 
 import hypothesis
@@ -23,6 +24,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("rl-algorithms")
+
+if "NOX_CURRENT_SESSION" in os.environ and importlib.util.find_spec("trl") is None:
+    raise pytest.UsageError("this session installs the test group, and trl, which it compares with, is missing")
 
 STOP = 1
 VOCABULARY = 6

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms.chat import Chat, TextError
-from rl_algorithms.chat.encoding import Encoded, SpecialTokens
+from rl_algorithms.chat.tokenizer import Encoded, SpecialTokens
 from rl_algorithms.contracts import EnvironmentReturn, EpisodeStart
 from rl_algorithms.data import DataError, make_row
 from rl_algorithms.rollouts import collect

@@ -8,7 +8,7 @@ import torch
 
 from rl_algorithms import dpo
 from rl_algorithms.data import DataError, PreferenceRow
-from rl_algorithms.preferences.losses import pair_loss
+from rl_algorithms.preferences.losses import aot, pair_loss
 from rl_algorithms.preferences.pairs import Pair, pad_pairs, pairs_from_rollouts, pairs_from_rows
 from rl_algorithms.rollouts import Rollouts
 from rl_algorithms.stepping import take_rows
@@ -53,6 +53,30 @@ def test_the_gradient_is_the_closed_form(make_table):
     weight = PLAIN.beta * torch.sigmoid(-PLAIN.beta * (logratio[0::2] - logratio[1::2])) / len(PAIRS)
     (answers[0::2] * -weight + answers[1::2] * weight).sum().backward()
     torch.testing.assert_close(table.grad, other.logits.grad)
+
+
+@pytest.mark.parametrize("cut", [2, 4, 10**9])
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_optimal_transport_sorts_the_whole_step_however_it_is_cut(make_table, loss, cut):
+    table, other, reference = make_table(seed=0, cut=cut), make_table(seed=0), make_table(seed=5)
+    reference.logits = 30 * reference.logits.detach()
+    pairs = [*PAIRS, Pair(chosen=(2, 2, 2, 1), rejected=(2, 3, 3, 1), prompt_length=1)]
+    config = dataclasses.replace(PLAIN, loss=loss, label_smoothing=0.1)
+    metrics = dpo.step(table, referenced(reference, pairs), config)
+
+    examples = dpo.prepare(pairs)
+    logp, logp_ref = (each.token_logp(examples).sum(dim=1) for each in (other, reference))
+    logp_ref = logp_ref.detach()
+    if loss == "aot":
+        better, worse = logp[0::2] - logp[1::2], logp_ref[0::2] - logp_ref[1::2]
+        assert not better.argsort().equal(worse.argsort())  # or this would be DPO
+    else:
+        better, worse = (logp - logp_ref)[0::2], (logp - logp_ref)[1::2]
+    expected = aot(better, worse, beta=0.3, label_smoothing=0.1).mean()
+    expected.backward()
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(table.grad, other.logits.grad, rtol=1e-5, atol=1e-9)
+    assert metrics["margin"] == pytest.approx(0.3 * (better - worse).mean().item(), abs=1e-7)
 
 
 LENGTH_DECIDES_NOTHING, NO_REFERENCE = {"sigmoid_norm", "ipo", "simpo"}, {"simpo"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, ResettingEnvironment
 from rl_algorithms.data import make_row
 from rl_algorithms.environments.episodes import EpisodeEnvironment, EpisodeError
-from rl_algorithms.environments.executor import BlockedLoopError, DeadlineExecutor, Outcome
+from rl_algorithms.environments.executor import BlockedLoopError, DeadlineExecutor, Outcome, wait_for_all
 from rl_algorithms.environments.games import GuessNumber
 from rl_algorithms.rollouts import collect
 
@@ -392,6 +392,8 @@ def test_what_hangs_when_ctrl_c_comes_keeps_no_place():
     workers, hung = DeadlineExecutor(max_workers=1), threading.Event()
 
     def interrupted():
+        while len(workers._pending) < 2:  # the caller submits the second call, and then waits for both
+            time.sleep(0.001)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
         hung.wait()
 
@@ -402,6 +404,20 @@ def test_what_hangs_when_ctrl_c_comes_keeps_no_place():
             workers.run(calls, timeout_s=100.0)
     finally:
         signal.signal(signal.SIGALRM, before)
+    assert workers.run([lambda: 3], timeout_s=60.0) == [Outcome(value=3)]
+    hung.set()
+    workers.close()
+
+
+def test_what_was_begun_when_ctrl_c_comes_between_two_calls_keeps_no_place():
+    workers, hung = DeadlineExecutor(max_workers=1), threading.Event()
+
+    def calls():
+        yield workers.submit(hung.wait, timeout_s=100.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_all(calls())
     assert workers.run([lambda: 3], timeout_s=60.0) == [Outcome(value=3)]
     hung.set()
     workers.close()

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from rl_algorithms import grpo
+from rl_algorithms.async_grpo import AsyncGRPOConfig
+from rl_algorithms.contracts import EnvironmentReturn
 from rl_algorithms.corrections import CorrectionConfig
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.objective import KLConfig, Objective, RatioConfig, SelectionConfig
@@ -221,3 +223,79 @@ def test_the_kl_to_the_reference_is_reported_wherever_it_stands(make_table, make
         figures = [line["kl_reference"] for line in log]
         assert figures[0] == pytest.approx(0.0, abs=1e-12)
         assert figures[2] > figures[1] > 0
+
+
+class EngineWithGreedy:
+    """A table's engine whose sampling options are a number of tokens, negative for greedy responses."""
+
+    def __init__(self, engine):
+        self.engine, self.asked = engine, []
+
+    def __call__(self, *, version):
+        return self.engine(version=version)
+
+    def generate(self, prompts, sampling):
+        self.asked.append((len(prompts), sampling))
+        if sampling > 0:
+            return self.engine.generate(prompts, sampling)
+        sampled, self.engine.logits = self.engine.logits, 1e3 * self.engine.logits
+        try:
+            return self.engine.generate(prompts, -sampling)
+        finally:
+            self.engine.logits = sampled
+
+
+def test_remax_samples_a_greedy_response_to_each_prompt_and_compares_with_its_reward(
+    make_table, make_engine, chat, rows
+):
+    table, seen = make_table(lr=1.0), []
+    engine = EngineWithGreedy(make_engine(table))
+    config = grpo.GRPOConfig(max_num_steps=60, num_prompts=4, num_generations_per_prompt=2, objective=grpo.remax())
+    log = run(table, engine, chat, rows, config=config, greedy=-3, on_rollouts=seen.append)
+    assert engine.asked[:2] == [(8, 3), (4, -3)]
+    first = seen[0]
+    by_group = dict(zip(first.groups.tolist(), first.greedy_rewards.tolist(), strict=True))
+    assert first.greedy_rewards.tolist() == [by_group[group] for group in first.groups.tolist()]
+    advantage = grpo.prepare(first, config.objective).advantage
+    compared = (first.rewards - first.greedy_rewards).float()
+    torch.testing.assert_close(advantage, compared[:, None].expand(advantage.shape))
+    assert log[0]["reward_greedy"] == pytest.approx(first.greedy_rewards.mean().item())
+    assert sum(line["reward"] for line in log[-5:]) / 5 > 0.75
+
+
+def test_rows_whose_greedy_response_cannot_be_judged_have_no_baseline_and_fail(make_table, make_engine, chat, rows):
+    class FailsWithGreedy:
+        def step(self, conversations):
+            greedy = len(conversations) == len(rows)
+            return [
+                EnvironmentReturn(reward=0.5, terminated=True, failed="no judge" if greedy and index == 1 else None)
+                for index in range(len(conversations))
+            ]
+
+    seen = []
+    engine = EngineWithGreedy(make_engine(make_table()))
+    config = grpo.GRPOConfig(max_num_steps=1, num_prompts=4, num_generations_per_prompt=3, objective=grpo.remax())
+    loop = grpo.train(
+        policy=make_table(),
+        engine=engine,
+        weight_sync=engine,
+        environment=FailsWithGreedy(),
+        prompts=itertools.repeat([chat.prompt(row) for row in rows]),
+        chat=chat,
+        sampling=3,
+        config=config,
+        greedy=-3,
+        on_rollouts=seen.append,
+    )
+    assert next(loop)["failed"] == pytest.approx(3 / 12)
+    assert seen[0].groups[seen[0].failed].tolist() == [1, 1, 1]
+    assert seen[0].failures[3] == "the greedy response to its prompt failed: no judge"
+
+
+def test_remax_without_greedy_responses_is_refused(make_table, make_engine, chat, rows):
+    config = grpo.GRPOConfig(max_num_steps=1, num_prompts=4, num_generations_per_prompt=1, objective=grpo.remax())
+    table = make_table()
+    with pytest.raises(ValueError, match=r"estimator='remax' compares with the greedy response.*give.*greedy="):
+        run(table, make_engine(table), chat, rows, config=config)
+    with pytest.raises(ValueError, match="this loop samples none"):
+        AsyncGRPOConfig(max_num_steps=1, num_generations_per_prompt=2, objective=grpo.remax(), max_staleness=2)

@@ -20,7 +20,7 @@ from rl_algorithms.policy_gradient import Examples, loss
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
-pytest.importorskip("trl", reason="of the test group")
+pytest.importorskip("trl", reason="trl is of the test group, and not installed here; the sessions of nox install it")
 
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer

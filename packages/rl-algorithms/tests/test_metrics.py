@@ -63,7 +63,8 @@ def test_rollouts_are_described_as_they_are():
 
 def test_rewards_that_are_equal_have_no_signal_even_where_rounding_gives_them_a_std():
     assert describe(make_rollouts([0.1] * 3, [0] * 3), version=0)["groups_with_signal"] == 0.0
-    assert describe(make_rollouts([0.1, 0.1, 0.1 + 1e-16], [0] * 3), version=0)["groups_with_signal"] == 1.0
+    assert describe(make_rollouts([0.1, 0.1, 0.1 + 1e-16], [0] * 3), version=0)["groups_with_signal"] == 0.0
+    assert describe(make_rollouts([0.1, 0.1, 0.101], [0] * 3), version=0)["groups_with_signal"] == 1.0
 
 
 @given(

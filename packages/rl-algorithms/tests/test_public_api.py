@@ -10,7 +10,7 @@ import pytest
 
 import rl_algorithms
 
-PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "kto", "orpo", "reward_model", "distill")
+PAGES = ("grpo", "async_grpo", "ppo", "sft", "dpo", "online_dpo", "kto", "orpo", "reward_model", "distill")
 """Each algorithm whole, from what it is given to the step it takes, for somebody who reads it once."""
 
 MODULES = {
@@ -42,6 +42,7 @@ MODULES = {
     "async_grpo": {"AsyncGRPOConfig", "train"},
     "sft": {"Examples", "SFTConfig", "explain", "prepare", "step", "train"},
     "dpo": {"DPOConfig", "Examples", "explain", "margins", "prepare", "step", "train", "with_reference"},
+    "online_dpo": {"train"},
     "kto": {"KTOConfig", "train"},
     "orpo": {"ORPOConfig", "train"},
     "reward_model": {"RewardModelConfig", "train"},
@@ -90,6 +91,24 @@ def packages_after(code):
 @pytest.mark.parametrize("page", ["losses", "policy_gradient", "grpo", "dpo"])
 def test_importing_a_loss_costs_torch_and_nothing_else(page):
     assert packages_after(f"import rl_algorithms.{page}") <= ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("page", "without"),
+    [
+        ("losses", {"advantages", "contracts", "objective", "chat", "rows"}),
+        ("policy_gradient", {"presets", "data", "environments", "evaluation"}),
+        ("grpo", {"data", "environments", "evaluation", "preferences", "dpo", "async_grpo", "tokenized_data"}),
+    ],
+)
+def test_a_page_loads_only_what_it_needs(page, without):
+    program = (
+        f"import sys, rl_algorithms.{page}; print(*(name for name in sys.modules if name[:14] == 'rl_algorithms.'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    loaded = {name.split(".")[1] for name in done.stdout.split()}
+    assert page in loaded
+    assert not loaded & without
 
 
 def test_importing_all_of_it_does_too():

@@ -24,7 +24,7 @@ def rewards(reward, *conversations, **options):
 
 
 def trl_rewards():
-    return pytest.importorskip("trl.rewards", reason="trl is not installed")
+    return pytest.importorskip("trl.rewards", reason="trl is of the test group, and not installed here")
 
 
 def test_trls_accuracy_reward_is_what_trl_computes():

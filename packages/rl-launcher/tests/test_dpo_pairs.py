@@ -283,6 +283,46 @@ def test_pairs_of_a_function_and_sampled_pairs_without_a_reward_are_refused(pref
         load(preferences, "dpo.pairs=sampled")
 
 
+ONLINE = ["dpo.pairs=online", "dpo.num_prompts=4", "dpo.num_generations_per_prompt=4", "dpo.max_num_steps=4"]
+
+
+@pytest.fixture
+def online(preferences, tmp_path):
+    """The same recipe, whose pairs are sampled before each step and judged by length."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{digit}+0="}) for digit in range(8)))
+    (tmp_path / "length.py").write_text("def score(completions, **_): return [len(each) / 4 for each in completions]\n")
+    text = preferences.read_text().replace("      batch_size: 4\n", "").replace("  batch_size: 4\n", "")
+    preferences.write_text(text.replace("pairs.jsonl", "rows.jsonl"))
+    return [preferences, *ONLINE, f"env.reward={tmp_path}/length.py:score"]
+
+
+def test_online_pairs_are_sampled_before_each_step_and_go_on_bit_for_bit(
+    online, tmp_path, monkeypatch, curve, stop_after, newest
+):
+    file, *overrides = online
+    assert load(file, *overrides).value.dpo.keeps_reference
+    run(load(file, *overrides, f"run_dir={tmp_path}/whole"))
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["stage"] == "dpo" and "pairs" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(line["staleness_max"] == 0.0 for line in steps)
+    assert sum(line["pairs"] for line in steps) > 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(RunStoppedError):
+            run(load(file, *overrides, f"run_dir={tmp_path}/parts"))
+    resume(tmp_path / "parts")
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+
+
+def test_online_pairs_have_no_batch_size_and_need_a_reward(online):
+    file, *overrides = online
+    with pytest.raises(RecipeError, match=r"batch_size=5 .* leave batch_size out"):
+        load(file, *overrides, "dpo.batch_size=5")
+    with pytest.raises(RecipeError, match=r"dpo\.pairs=data takes given pairs"):
+        load(file, *ONLINE)
+
+
 def test_they_are_explained(preferences):
     text = explain(load(preferences)).text()
     assert "pairs to train on" in text

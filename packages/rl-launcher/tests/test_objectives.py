@@ -38,8 +38,8 @@ def load(objective, **overrides):
     return load_recipe(find_recipe("grpo"), schema=Recipe, overrides={"grpo.objective": objective, **overrides})
 
 
-NEEDS_MORE = {"gdpo", "remax"}
-"""Presets that this recipe cannot have: of named rewards, and of greedy responses, which the stage does not sample."""
+NEEDS_MORE = {"gdpo"}
+"""A preset that this recipe cannot have: it compares named rewards."""
 
 
 @pytest.mark.parametrize("name", [name for name in presets.preset_names() if name not in NEEDS_MORE])
@@ -70,7 +70,6 @@ def test_the_recorded_recipe_of_a_preset_loads_as_the_same_objective(folder):
         ({"preset": "gspoo"}, "there is no preset 'gspoo'; did you mean 'gspo'"),
         ({"preset": "gspo", "clip_low": -1.0}, "clip_low=-1.0 must be between 0 and 1"),
         ({"preset": "gspo", "clip_lo": 1.0}, "clip_lo: unknown key"),
-        ({"preset": "remax"}, "compares with the greedy response.*a loop of your own"),
         ({"preset": "dr_grpo"}, "preset 'dr_grpo' needs max_length"),
         ({"ratio": {"surrogate": "gmpo.py:gmp"}}, "no function 'gmp'; did you mean 'gmpo'"),
         ({"ratio": {"surrogate": "gmop.py:gmpo"}}, "there is no file gmop.py in .*; did you mean gmpo.py"),
@@ -100,7 +99,8 @@ def test_editors_know_the_presets_and_their_arguments():
     assert {"preset", "clip_high", "tau_negative", "aggregation"} <= set(properties)
 
 
-def test_a_run_trains_with_a_loss_of_the_users_file(folder):
+@pytest.mark.parametrize("objective", [OWN, {"preset": "remax"}], ids=["a loss of the user's file", "remax"])
+def test_a_run_trains_with_any_objective_of_a_recipe(folder, objective):
     model, tokenizer = build(0)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
     result = rl_launcher.train(
@@ -117,8 +117,9 @@ def test_a_run_trains_with_a_loss_of_the_users_file(folder):
             "max_num_steps": 2,
             "num_prompts": 8,
             "optimizer": {"lr": 1e-3, "warmup_steps": 1},
-            "objective": OWN,
+            "objective": objective,
         },
     )
     assert [line["step"] for line in result.metrics if "loss" in line] == [1, 2]
-    assert "gmpo.py:gmpo" in (result.run_dir / "recipe.yaml").read_text()
+    assert ("reward_greedy" in result.metrics[-1]) == (objective != OWN)
+    assert ("gmpo.py:gmpo" in (result.run_dir / "recipe.yaml").read_text()) == (objective == OWN)

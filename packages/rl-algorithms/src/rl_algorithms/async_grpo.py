@@ -45,6 +45,8 @@ class AsyncGRPOConfig(GRPOConfig, AsyncConfig):
         AsyncConfig.__post_init__(self)
         if (asked := self.objective.selection.max_generation_batches) > 1:
             raise ValueError(f"selection.max_generation_batches={asked} must be 1: this loop asks no more for signal")
+        if self.objective.advantage.compares_greedy:
+            raise ValueError("advantage.estimator compares with greedy responses: this loop samples none; use grpo")
         if self.batches_ahead:
             refuse_uncorrected(self.objective, max_staleness=self.max_staleness)
 

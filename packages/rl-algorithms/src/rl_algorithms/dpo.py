@@ -25,8 +25,8 @@ from torch import Tensor
 from rl_algorithms import offline
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
-from rl_algorithms.preferences.answers import answer_logp, with_reference
-from rl_algorithms.preferences.losses import PairLossConfig, formula, known_reference, pair_delta, pair_loss
+from rl_algorithms.preferences.answers import answer_logp, match_ranks, with_reference
+from rl_algorithms.preferences.losses import SORTED, PairLossConfig, formula, known_reference, pair_delta, pair_loss
 from rl_algorithms.preferences.pairs import Pair, pad_pairs, require_answers
 
 __all__ = ["DPOConfig", "Examples", "explain", "margins", "prepare", "step", "train", "with_reference"]
@@ -46,7 +46,7 @@ class DPOConfig(PairLossConfig):
     """Alpha, of the chosen answers' NLL, which keeps them likely while the margin grows. 0 is DPO as published."""
 
     num_prompts: int = 512
-    """Prompts that pairs are made from."""
+    """Prompts that pairs are made from: of the whole run, or online of each step."""
 
     num_generations_per_prompt: int = 8
     """Answers sampled to each of those prompts; right ones become chosen, wrong ones rejected."""
@@ -54,10 +54,16 @@ class DPOConfig(PairLossConfig):
     pairs_per_prompt: int = 2
     """At most so many pairs from one prompt."""
 
+    max_turns: int = 1
+    """Answers in one conversation at most, where the environment goes on after the first."""
+
+    max_length: int | None = None
+    """Tokens that a conversation may have before it is answered again. Null is no bound but the engine's context."""
+
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        counts = dict.fromkeys(("max_num_steps", "batch_size", "num_prompts", "pairs_per_prompt"), 1)
-        least = {**counts, "num_generations_per_prompt": 2, "nll_weight": 0}  # a pair is two answers
+        counts = dict.fromkeys(("max_num_steps", "batch_size", "num_prompts", "pairs_per_prompt", "max_turns"), 1)
+        least = {**counts, "num_generations_per_prompt": 2, "max_length": 2, "nll_weight": 0}  # a pair is two answers
         check_fields(self, at_least=least)
 
 
@@ -108,6 +114,8 @@ def step(policy: Policy, examples: Examples, config: DPOConfig) -> dict[str, flo
     """
     require_answers(examples.trainable)
     examples = replace(examples, logp_ref=known_reference(examples.logp_ref, config))
+    if config.loss in SORTED:
+        examples = match_ranks(examples, policy.logp(examples), paired=config.loss == "aot")
     num_pairs, num_tokens = len(examples.tokens) // 2, int(examples.trainable[0::2].sum())
     loss = functools.partial(_loss, config=config, num_pairs=num_pairs, num_chosen_tokens=num_tokens)
     metrics = offline.take_step(policy, examples, loss, mean_over=num_pairs, divisors={"nll": num_tokens})

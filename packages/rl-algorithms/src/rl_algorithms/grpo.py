@@ -5,9 +5,8 @@
     L      = -sum_t min(rho A, clip(rho, 1 - low, 1 + high) A) / N                                    policy_gradient
 
 N counts the trainable tokens of the whole optimizer step, over every microbatch and every rank, so the gradient does
-not depend on how the batch was cut. A batch of rollouts may serve several steps. Which advantage, ratio, clip,
-correction, KL and mean are taken is an `Objective`: `grpo.dapo()` and its kin are the published ones; see `explain()`.
-Axes: P prompts, G rollouts per prompt, B rows, T tokens. Reference: arXiv:2402.03300; `presets` has those of its kin.
+not depend on how the batch was cut. Which advantage, ratio, clip, correction, KL and mean are taken is an `Objective`:
+the published ones are in `presets`. Axes: P prompts, G rollouts of each, B rows, T tokens. Paper: arXiv:2402.03300.
 """
 
 import functools
@@ -39,7 +38,6 @@ from rl_algorithms.stepping import (
 
 __all__ = ["Examples", "GRPOConfig", "minibatches", "prepare", "step", "train"]
 __all__ += presets.__all__
-
 SamplingT = TypeVar("SamplingT")
 
 
@@ -93,6 +91,7 @@ def train(
     sampling: SamplingT,
     config: GRPOConfig,
     reference: Reference | None = None,
+    greedy: SamplingT | None = None,
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
@@ -100,13 +99,14 @@ def train(
 ) -> Iterator[dict[str, float]]:
     """Train for `max_num_steps`; after each batch of rollouts, yield what to log, the new `version` included.
 
-    `version` is how many steps the weights have seen at the start, and the engine must already hold them. `prompts`
-    yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights. To go on with a run,
-    give the `steps_taken` so far, and prompts from there on. `on_rollouts` gets each batch before it is trained on.
+    The engine must hold the weights, which have seen `version` steps, as it does whenever a dict is yielded. `prompts`
+    yields `num_prompts` at a time. A resumed run gives the `steps_taken` so far and prompts from there. `on_rollouts`
+    gets each batch before it is trained on. `greedy`: `sampling` at temperature 0, for advantages that need it (ReMax).
     """
     timer = PhaseTimer()
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "environment": environment}
     ask |= {"timer": timer, "max_batches": config.objective.selection.max_generation_batches}
+    ask["greedy"] = greedy if config.objective.advantage.compares_greedy else None
     left = batches_left(config, steps_taken=steps_taken)
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:

@@ -131,6 +131,11 @@ class AdvantageConfig:
         """Whether a response is compared with others of its group, which then must have some."""
         return "groups" in self.piece.inputs
 
+    @property
+    def compares_greedy(self) -> bool:
+        """Whether a response is compared with the greedy one to the same prompt, which then must be sampled too."""
+        return "greedy_rewards" in self.piece.inputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioConfig:

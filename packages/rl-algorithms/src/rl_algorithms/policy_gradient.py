@@ -18,9 +18,9 @@ penalty and KL. `loss` is then, of some rows of a step:
     L    = sum_t weight[t] l[t] - eta sum_t H[t] / N  weight sums to the mode's mean over the step   losses
 
 H is the policy's entropy, N the step's trainable tokens. Every line is a pure function of the module named, or one of
-yours in its place (`pieces`). Tokens off
-the mask contribute nothing, whatever their values are, NaN included, and every divisor is counted over the whole step,
-so the parts add up to the same sum however the step is cut into microbatches, ranks or packs.
+yours in its place (`pieces`). Tokens off the mask contribute nothing, whatever their values are, NaN included, and
+every divisor is counted over the whole step, so the parts add up to the same sum however the step is cut into
+microbatches, ranks or packs.
 
 Axes: B rows, T tokens.
 """
@@ -99,7 +99,6 @@ def prepare(
     *,
     policy: Reference | None = None,
     reference: Reference | None = None,
-    greedy_rewards: Float[Tensor, " B"] | None = None,
 ) -> Examples:
     """Make the rollouts of one batch ready for steps on them. May have no rows, where none has a signal.
 
@@ -108,19 +107,17 @@ def prepare(
         objective: what is minimised.
         policy: whose log-probabilities now are the proximal ones; needed where `ratio.proximal` is `recomputed`.
         reference: needed for a KL.
-        greedy_rewards: of each rollout, the reward of the greedy response to its prompt; needed by `remax`.
 
     Raises:
-        ValueError: the objective needs a policy, a reference or greedy rewards that were not given, or named rewards
-            that the environment did not name; a log-probability that is needed, a reward or an advantage is not finite.
+        ValueError: the objective needs a policy or a reference that was not given, greedy responses that were not
+            sampled, or named rewards that the environment did not name; a log-probability that is needed, a reward or
+            an advantage is not finite.
     """
     kept, examples, token_rewards = reward_tokens(rollouts, objective, policy=policy, reference=reference)
     if not len(kept.lengths):
         return examples
     config = objective.advantage
-    if greedy_rewards is not None:
-        greedy_rewards = greedy_rewards[_kept_rows(rollouts, objective)]
-    advantage = estimate_advantage(kept, token_rewards, config, greedy_rewards=greedy_rewards)
+    advantage = estimate_advantage(kept, token_rewards, config)
     if advantage.ndim == 1:
         if config.whiten == "sequences":
             advantage = advantages.whiten(advantage, examples.trainable.any(dim=1))
@@ -134,11 +131,7 @@ def prepare(
 
 
 def estimate_advantage(
-    kept: Rollouts,
-    token_rewards: Float[Tensor, "B T"],
-    config: AdvantageConfig,
-    *,
-    greedy_rewards: Float[Tensor, " B"] | None = None,
+    kept: Rollouts, token_rewards: Float[Tensor, "B T"], config: AdvantageConfig
 ) -> Float[Tensor, "..."]:
     """What `config` makes of rewards, before anything is whitened: one number a response [B], or a token [B, T].
 
@@ -146,15 +139,14 @@ def estimate_advantage(
         kept: rollouts that did not fail.
         token_rewards: of each token, with penalties and the KL in the reward.
         config: how rewards become advantages.
-        greedy_rewards: as for `prepare`.
 
     Raises:
-        ValueError: greedy or named rewards are needed and were not given, or a reward is not finite.
+        ValueError: greedy or named rewards are needed and there are none, or a reward is not finite.
     """
-    if "greedy_rewards" in config.piece.inputs and greedy_rewards is None:
+    if config.compares_greedy and kept.greedy_rewards is None:
         raise ValueError(
-            f"advantage.estimator={config.piece.name!r} compares with the greedy response to each prompt, and no "
-            f"greedy_rewards were given; sample those in a loop of your own, and give their rewards to prepare"
+            f"advantage.estimator={config.piece.name!r} compares with the greedy response to each prompt, and these "
+            f"rollouts have no greedy_rewards; give collect_batch, or grpo.train, greedy= sampling options"
         )
     rewards = token_rewards.sum(dim=1)
     available: dict[str, Any] = {
@@ -164,7 +156,7 @@ def estimate_advantage(
         "num_tokens": kept.response.sum(dim=1),
         "mask": kept.response,
         "logp_old": torch.where(kept.response, kept.logp_old, 0.0),
-        "greedy_rewards": greedy_rewards,
+        "greedy_rewards": kept.greedy_rewards,
     }
     if config.normalize_each_reward:
         available |= {"components": kept.components, "weights": _weights(kept.component_names, config)}
@@ -191,7 +183,11 @@ def reward_tokens(
     Raises:
         ValueError: see `prepare`.
     """
-    kept = rollouts.take(_kept_rows(rollouts, objective))
+    rows = ~rollouts.failed
+    if objective.selection.groups_without_signal == "drop":
+        valid = rows.clone()
+        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
+    kept = rollouts.take(rows)
 
     unknown = torch.full(kept.tokens.shape, math.nan)
     examples = Examples(
@@ -233,15 +229,6 @@ def reward_tokens(
     if objective.selection.mask_truncated:
         examples = replace(examples, trainable=examples.trainable & ~kept.truncated[:, None])
     return kept, examples, rewards
-
-
-def _kept_rows(rollouts: Rollouts, objective: Objective) -> Bool[Tensor, " B"]:
-    """Those that did not fail, and whose group has a signal if the objective asks for that."""
-    rows = ~rollouts.failed
-    if objective.selection.groups_without_signal == "drop":
-        valid = rows.clone()
-        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
-    return rows
 
 
 def select_tokens(examples: Examples, objective: Objective) -> Examples:

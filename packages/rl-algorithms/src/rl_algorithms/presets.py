@@ -321,9 +321,9 @@ def best_minus_second() -> Objective:
 
 
 def remax(*, kl_weight: float = 0.0) -> Objective:
-    """ReMax (arXiv:2310.10505): REINFORCE whose baseline is the reward of the greedy response.
+    """ReMax (arXiv:2310.10505): REINFORCE whose baseline is the reward of the greedy response to the same prompt.
 
-    `grpo.train` samples no greedy responses: a loop of your own does, and gives their rewards to `grpo.prepare`.
+    It is sampled beside the others, so that `num_generations_per_prompt: 1`, as in the paper, costs two of them.
     """
     return Objective(
         advantage=AdvantageConfig(estimator="remax"),

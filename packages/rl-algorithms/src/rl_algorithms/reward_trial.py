@@ -9,7 +9,7 @@ from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.contracts import Engine, Environment
 from rl_algorithms.objective import AdvantageConfig
 from rl_algorithms.policy_gradient import estimate_advantage
-from rl_algorithms.rollouts import collect
+from rl_algorithms.rollouts import collect, with_greedy_rewards
 from rl_algorithms.stepping import PhaseTimer
 
 __all__ = ["TrialResult", "TrialRollout", "try_reward"]
@@ -94,6 +94,7 @@ def try_reward(
     max_turns: int = 1,
     max_length: int | None = None,
     seed: int = 0,
+    greedy: SamplingT | None = None,
 ) -> TrialResult:
     """Sample `group_size` responses to each prompt, score them, and compute their advantages; nothing is trained.
 
@@ -108,6 +109,7 @@ def try_reward(
         max_turns: responses that the policy may give in one conversation.
         max_length: tokens that a conversation may have, as for `collect`.
         seed: of the environment's episodes.
+        greedy: `sampling` at temperature 0, for an advantage that compares with greedy responses.
 
     Raises:
         ValueError: there is no prompt, or `group_size` is below 2. What the reward raises is raised as in training.
@@ -117,18 +119,11 @@ def try_reward(
             f"prompts={len(prompts)} must be >= 1 and rollouts={group_size} >= 2: a group of one has no advantage"
         )
     timer, config = PhaseTimer(), advantage or AdvantageConfig()
-    found = collect(
-        prompts,
-        group_size=group_size,
-        engine=engine,
-        sampling=sampling,
-        environment=environment,
-        chat=chat,
-        timer=timer,
-        max_turns=max_turns,
-        max_length=max_length,
-        seed=seed,
-    )
+    ask: dict[str, Any] = {"engine": engine, "environment": environment, "chat": chat, "seed": seed}
+    ask |= {"max_turns": max_turns, "max_length": max_length}
+    found = collect(prompts, group_size=group_size, sampling=sampling, timer=timer, **ask)
+    if config.compares_greedy and greedy is not None:
+        found = with_greedy_rewards(found, collect(prompts, group_size=1, sampling=greedy, **ask))
     judged = ~found.failed
     rewards, groups = found.rewards[judged], found.groups[judged]
     advantages = found.rewards.new_zeros(len(found.rewards))

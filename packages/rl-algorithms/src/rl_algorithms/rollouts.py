@@ -53,6 +53,7 @@ __all__ = [
     "describe",
     "episode_seed",
     "require_some_judged",
+    "with_greedy_rewards",
 ]
 
 SamplingT = TypeVar("SamplingT")
@@ -117,6 +118,9 @@ class Rollouts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's numbers for the log, averaged over the conversations that it judged."""
 
+    greedy_rewards: Float64[Tensor, " B"] | None = None
+    """The reward of the greedy response to each row's prompt; None where none was sampled."""
+
     def __len__(self) -> int:
         """How many rows there are: B."""
         return len(self.lengths)
@@ -133,6 +137,7 @@ class Rollouts:
             answers=tuple(self.answers[row] for row in kept),
             failures=tuple(self.failures[row] for row in kept),
             metrics=self.metrics,
+            greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[rows],
         )
 
 
@@ -165,6 +170,7 @@ def collect_batch(
     version: int,
     seed: int,
     max_batches: int = 1,
+    greedy: Any = None,
     **asked: Any,
 ) -> Rollouts:
     """Collect the rollouts of one batch, all sampled by the weights that are about to be trained on it.
@@ -183,6 +189,8 @@ def collect_batch(
         version: of the policy's weights, which the engine must hold.
         seed: of the run.
         max_batches: batches of prompts to sample at most; 1 samples once, whatever comes.
+        greedy: the engine's sampling options at temperature 0; with them one more response to each prompt is sampled,
+            whose reward is `greedy_rewards` of the rows of its group. Where it failed, they have no baseline and fail.
         **asked: the other arguments of `collect`.
 
     Returns:
@@ -197,14 +205,15 @@ def collect_batch(
     for again in range(max_batches):
         batch = next(prompts)
         tickets = range(number * config.num_prompts, number * config.num_prompts + len(batch))
-        part = collect(
-            batch,
-            group_size=config.num_generations_per_prompt,
-            max_turns=config.max_turns,
-            max_length=config.max_length,
-            seeds=[episode_seed(seed, ticket, again) for ticket in tickets],
+        episodes: dict[str, Any] = {
             **asked,
-        )
+            "max_turns": config.max_turns,
+            "max_length": config.max_length,
+            "seeds": [episode_seed(seed, ticket, again) for ticket in tickets],
+        }
+        part = collect(batch, group_size=config.num_generations_per_prompt, **episodes)
+        if greedy is not None:
+            part = with_greedy_rewards(part, collect(batch, group_size=1, **{**episodes, "sampling": greedy}))
         parts.append(part)
         rollouts = concatenate(parts) if len(parts) > 1 else part
         if max_batches > 1:
@@ -230,6 +239,20 @@ def collect_batch(
             f"weights when a batch is begun, and count the same optimizer steps. For older weights there is async_grpo"
         )
     return rollouts
+
+
+def with_greedy_rewards(rollouts: Rollouts, greedy: Rollouts) -> Rollouts:
+    """`rollouts` with the reward of the greedy response to each row's prompt; row p of `greedy` is that of group p."""
+    failures = [
+        own if own is not None or reason is None else f"the greedy response to its prompt failed: {reason}"
+        for own, reason in zip(rollouts.failures, (greedy.failures[group] for group in rollouts.groups), strict=True)
+    ]
+    return replace(
+        rollouts,
+        greedy_rewards=greedy.rewards[rollouts.groups],
+        failed=rollouts.failed | greedy.failed[rollouts.groups],
+        failures=tuple(failures),
+    )
 
 
 def collect(
@@ -710,7 +733,8 @@ def describe(rollouts: Rollouts, *, version: int) -> dict[str, float]:
         version: of the weights that are about to be trained on it; `staleness` counts from there.
 
     Returns:
-        `reward`, `reward_std` (Bessel's; over rows) and `reward/<component>`, in the units of the reward;
+        `reward`, `reward_std` (Bessel's; over rows), `reward/<component>`, and `reward_greedy` where such responses
+        were sampled, in the units of the reward;
         `groups_with_signal`, the share of groups whose rewards differ, found exactly; `response_tokens` and
         `response_tokens_max`, of a row; `turns`, answers a row; `truncated`, a share of rows; `staleness` and
         `staleness_max`, optimizer steps, over response tokens; `failed`, a share of rows; `sampled_tokens` of all rows;
@@ -740,6 +764,8 @@ def describe(rollouts: Rollouts, *, version: int) -> dict[str, float]:
         "turns": (turns.amax(dim=1) + 1).double().mean().item(),
         "truncated": truncated.double().mean().item(),
     }
+    if rollouts.greedy_rewards is not None:
+        figures["reward_greedy"] = rollouts.greedy_rewards[kept].mean().item()
     if len(age):
         figures |= {"staleness": age.mean().item(), "staleness_max": age.max().item()}
     return figures
@@ -766,6 +792,7 @@ def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_ROW}
     for name in PER_TOKEN:
         tensors[name] = torch.cat([_widen(getattr(part, name), width, PADDING.get(name, 0)) for part in parts])
+    greedy: list[Any] = [part.greedy_rewards for part in parts]
     return Rollouts(
         **tensors,
         component_names=names,
@@ -773,6 +800,7 @@ def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
         answers=tuple(itertools.chain.from_iterable(part.answers for part in parts)),
         failures=tuple(itertools.chain.from_iterable(part.failures for part in parts)),
         metrics=_average(parts),
+        greedy_rewards=None if any(each is None for each in greedy) else torch.cat(greedy),
     )
 
 

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from rl_algorithms.chat.encoding import SpecialTokens
 from rl_algorithms.chat.plain import Plain
 from rl_algorithms.chat.templated import Templated
-from rl_algorithms.chat.tokenizer import Tokenizer
+from rl_algorithms.chat.tokenizer import SpecialTokens, Tokenizer
 from rl_algorithms.chat.transcript import Source, TrainOn, Transcript, learnt_messages
 from rl_algorithms.choices import check_choice
 from rl_algorithms.contracts import EpisodeStart, Message
-from rl_algorithms.data import DataError, Row
+from rl_algorithms.rows import DataError, Row
 
 __all__ = ["Chat", "Demonstration", "Prompt", "PromptFormat", "TokenizedConversation"]
 

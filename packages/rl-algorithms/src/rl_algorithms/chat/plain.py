@@ -6,11 +6,10 @@ has the same tokens in SFT as when it is sampled.
 
 from collections.abc import Sequence
 
-from rl_algorithms.chat.encoding import SpecialTokens
-from rl_algorithms.chat.tokenizer import Tokenizer, encode
+from rl_algorithms.chat.tokenizer import SpecialTokens, Tokenizer, encode
 from rl_algorithms.chat.transcript import Answered, Span, Transcript, content_of
 from rl_algorithms.contracts import Message
-from rl_algorithms.data import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["Plain"]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rl_algorithms.chat.transcript import Transcript
 from rl_algorithms.contracts import Message
-from rl_algorithms.data import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["Shown", "unused"]
 

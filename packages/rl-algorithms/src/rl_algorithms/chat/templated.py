@@ -18,12 +18,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_algorithms.chat.encoding import Encoded, SpecialTokens, shared_length
 from rl_algorithms.chat.showing import Shown, unused
-from rl_algorithms.chat.tokenizer import TextError, Tokenizer, encode
+from rl_algorithms.chat.tokenizer import Encoded, SpecialTokens, TextError, Tokenizer, encode, shared_length
 from rl_algorithms.chat.transcript import Answered, Span, Transcript
 from rl_algorithms.contracts import Message
-from rl_algorithms.data import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["Templated"]
 

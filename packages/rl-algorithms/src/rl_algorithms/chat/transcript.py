@@ -6,7 +6,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from rl_algorithms.choices import check_choice
 from rl_algorithms.contracts import Message
-from rl_algorithms.data import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["Answered", "Source", "Span", "TrainOn", "Transcript", "content_of", "learnt_messages"]
 

@@ -3,7 +3,7 @@
 A bad row is refused by file, line and field; every column that no kind of row asks for is kept and handed to the reward
 function as it is.
 
-    rows.py, making.py, fields.py         the kinds of row, and what makes them
+    making.py, fields.py                  what makes rows; their kinds are in `rl_algorithms.rows`
     sources.py, reading.py, adapters.py   JSON Lines, JSON, Parquet, Hugging Face, rows of other systems
     datasets.py                           a data set in the form that training needs, some of its prompts held out
     order.py, mixing.py                   shuffled batches, several sets as one
@@ -25,8 +25,8 @@ from rl_algorithms.data.mixing import Mixed, Mixture
 from rl_algorithms.data.order import ShuffledBatches, StreamedBatches, batches
 from rl_algorithms.data.packing import PackedRows, lay_out, pack
 from rl_algorithms.data.reading import Adapter, PromptTemplate, SkippedRows, read_jsonl, read_rows, stream_rows
-from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, unpaired
 from rl_algorithms.data.sources import Source
+from rl_algorithms.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, unpaired
 
 __all__ = [
     "VERL_COLUMNS",

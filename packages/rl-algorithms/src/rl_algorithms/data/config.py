@@ -11,8 +11,8 @@ from rl_algorithms.chat import PromptFormat
 from rl_algorithms.choices import check_fields
 from rl_algorithms.data.datasets import Dataset, Form, MixedSource, RowSource, are_conversations, load_dataset
 from rl_algorithms.data.reading import PromptTemplate, SkippedRows
-from rl_algorithms.data.rows import DataError
 from rl_algorithms.data.sources import Source
+from rl_algorithms.rows import DataError
 
 __all__ = ["DataConfig", "read_configured"]
 

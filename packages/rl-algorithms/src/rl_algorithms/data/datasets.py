@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 from rl_algorithms.choices import check_choice, check_fields
 from rl_algorithms.data.mixing import Mixture
 from rl_algorithms.data.reading import PromptTemplate, SkippedRows, read_rows, stream_rows
-from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Question, Row
 from rl_algorithms.data.sources import Source
+from rl_algorithms.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Question, Row
 
 __all__ = [
     "ConversationData",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from rl_algorithms.contracts import Message
-from rl_algorithms.data.rows import DataError, Tools
+from rl_algorithms.rows import DataError, Tools
 
 __all__ = [
     "ROLES",

@@ -25,7 +25,7 @@ from rl_algorithms.data.fields import (
     read_number,
     read_tools,
 )
-from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, answer_text
+from rl_algorithms.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row, answer_text
 
 __all__ = ["NAMES", "make", "make_row"]
 

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, Generic, SupportsFloat, TypeVar
 
 from rl_algorithms.data.order import ShuffledPasses, check_state
-from rl_algorithms.data.rows import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["Mixed", "Mixture"]
 

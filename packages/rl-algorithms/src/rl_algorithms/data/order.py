@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from rl_algorithms.data.rows import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["ShuffledBatches", "ShuffledPasses", "StreamedBatches", "batches", "check_state"]
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_algorithms.data.rows import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["PackedRows", "lay_out", "pack"]
 

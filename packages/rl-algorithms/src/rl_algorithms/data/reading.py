@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 from rl_algorithms.contracts import Message
 from rl_algorithms.data.fields import RawRow, nearest
 from rl_algorithms.data.making import NAMES, make
-from rl_algorithms.data.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row
 from rl_algorithms.data.sources import Records, Source, open_lines, open_records, parse_record
+from rl_algorithms.rows import ConversationRow, DataError, LabelledRow, PreferenceRow, Row
 
 __all__ = ["Adapter", "PromptTemplate", "SkippedRows", "read_jsonl", "read_rows", "stream_rows"]
 

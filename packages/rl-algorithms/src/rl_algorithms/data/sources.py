@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from rl_algorithms.data.fields import nearest, parse_json
-from rl_algorithms.data.rows import DataError
+from rl_algorithms.rows import DataError
 
 __all__ = ["Records", "Source", "open_records", "parse_record"]
 

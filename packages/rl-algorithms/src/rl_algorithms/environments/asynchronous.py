@@ -91,7 +91,7 @@ class ConcurrentEnvironment:
                 `on_error` is `"stop"`.
             BlockedLoopError: it blocks the event loop.
         """
-        return wait_for_all([self.submit(conversation) for conversation in conversations])
+        return wait_for_all(self.submit(conversation) for conversation in conversations)
 
     def submit(self, conversation: Conversation) -> Future[EnvironmentReturn]:
         """Begin to judge one newest answer; the future raises what `step` raises."""
@@ -137,7 +137,7 @@ class ConcurrentResettingEnvironment:
 
     def step(self, conversations: Sequence[Conversation]) -> list[EnvironmentReturn]:
         """As `ConcurrentEnvironment.step`."""
-        return wait_for_all([self.submit(conversation) for conversation in conversations])
+        return wait_for_all(self.submit(conversation) for conversation in conversations)
 
     def submit(self, conversation: Conversation) -> Future[EnvironmentReturn]:
         """Begin to judge one newest answer; the future raises what `step` raises."""

@@ -145,7 +145,7 @@ class EpisodeEnvironment:
         running = [state for state in states if isinstance(state, _Running)]
         if len({*map(id, running)}) < len(running):
             raise EpisodeError("two conversations of one batch share an episode; each must have a reset of its own")
-        return wait_for_all([self._step(*pair) for pair in zip(states, conversations, strict=True)])
+        return wait_for_all(self._step(*pair) for pair in zip(states, conversations, strict=True))
 
     def submit(self, conversation: Conversation) -> Future[EnvironmentReturn]:
         """Hand one episode its answer, and wait for none; the future raises what `step` raises."""

@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -147,7 +147,7 @@ class DeadlineExecutor:
         Raises:
             BlockedLoopError, ClosedLoopError: as `submit`.
         """
-        return wait_for_all([self.submit(call, timeout_s=timeout_s) for call in calls])
+        return wait_for_all(self.submit(call, timeout_s=timeout_s) for call in calls)
 
     async def call(self, call: Call, *, timeout_s: float) -> Outcome:
         """The outcome of a call, for what runs on this executor's event loop by `spawn`."""
@@ -236,15 +236,21 @@ class DeadlineExecutor:
         return True
 
 
-def wait_for_all(futures: "Sequence[Future[ResultT]]") -> list[ResultT]:
-    """The results, once all are there; raises the first error in their order. Ctrl-C gives them all up."""
+def wait_for_all(futures: "Iterable[Future[ResultT]]") -> list[ResultT]:
+    """The results, once all are there; raises the first error in their order.
+
+    Ctrl-C gives them all up, also when it comes while an iterator is still submitting them.
+    """
+    begun: list[Future[ResultT]] = []
     try:
-        concurrent.futures.wait(futures)
+        for future in futures:
+            begun.append(future)  # noqa: PERF402 - a list() would lose those that were begun before it raised
+        concurrent.futures.wait(begun)
     except BaseException:
-        for future in reversed(futures):  # those that wait for a place first: they must not get it now
+        for future in reversed(begun):  # those that wait for a place first: they must not get it now
             future.cancel()
         raise
-    return [future.result() for future in futures]
+    return [future.result() for future in begun]
 
 
 def _watch(executor: "weakref.ref[DeadlineExecutor]", loop: asyncio.AbstractEventLoop) -> None:

@@ -196,7 +196,7 @@ class ToolEnvironment:
         """
         turns = [self._turn(conversation) for conversation in conversations]
         final = [self._is_final(*pair) for pair in zip(turns, conversations, strict=True)]
-        called = iter(wait_for_all([self._call(turn) for turn, ends in zip(turns, final, strict=True) if not ends]))
+        called = iter(wait_for_all(self._call(turn) for turn, ends in zip(turns, final, strict=True) if not ends))
         last = [index for index, ends in enumerate(final) if ends]
         judged = iter(self._judge([conversations[index] for index in last], [turns[index] for index in last]))
         return [next(judged) if ends else next(called) for ends in final]

@@ -98,6 +98,7 @@ def sample_pairs(
         DataError: all responses to each training prompt got the same reward, so there is nothing to prefer.
     """
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "environment": environment, "chat": chat}
+    ask |= {"max_turns": config.max_turns, "max_length": config.max_length}
 
     def sample(some: Sequence[Prompt]) -> list[Pair]:
         rollouts = collect(some, group_size=config.num_generations_per_prompt, timer=PhaseTimer(), **ask)

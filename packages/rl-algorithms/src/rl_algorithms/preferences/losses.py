@@ -20,7 +20,9 @@ c and r are a of the chosen and the rejected answer, sums over tokens:
     sppo            (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2
     apo_zero        1 - s(b c) + s(b r)                     chosen answers better than the policy's own: c up, r down
     apo_down        s(b c) + 1 - s(b (c - r))               worse than the policy's own: both down, r further
-    aot             of sorted values, over all pairs of the step: see `aot`
+    aot             sigmoid of the k-th smallest m less the k-th smallest n of the step's pairs,
+                    m = logp_c - logp_r, n = logp_ref_c - logp_ref_r
+    aot_unpaired    sigmoid of the k-th smallest c less the k-th smallest r
 
 All equal TRL's of these names (`exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard` there). BCO's paper subtracts from b c
 and b r a running mean of both, which TRL's pair form leaves out, as does this one; SPPO's uses probabilities of a
@@ -82,11 +84,15 @@ PairLoss: TypeAlias = Literal[
     "sppo",
     "apo_zero",
     "apo_down",
+    "aot",
+    "aot_unpaired",
 ]
 
 PER_TOKEN = frozenset({"sigmoid_norm", "ipo", "simpo"})
 REFERENCE_FREE = frozenset({"simpo"})
-SMOOTHED = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "exo"})
+SMOOTHED = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "exo", "aot", "aot_unpaired"})
+SORTED = frozenset({"aot", "aot_unpaired"})
+"""Losses that compare values of equal rank among all pairs of the step; see `answers.match_ranks`."""
 OF_EACH_ANSWER = frozenset({"bco", "nca", "sppo", "apo_zero", "apo_down"})
 """Losses of the two log-ratios, not of their difference alone."""
 
@@ -100,7 +106,8 @@ class PairLossConfig:
     loss: PairLoss = "sigmoid"
     """What is made of a pair's margin: `sigmoid` is DPO; `sigmoid_norm`, `ipo` and `simpo` look at means per token, so
     that longer answers weigh no more; `robust` corrects for swapped labels; `simpo` needs no reference. `apo_zero`,
-    `apo_down`, `bco`, `nca`, `sppo` look at each answer by itself; `exo`, `discopop` are other functions of the margin.
+    `apo_down`, `bco`, `nca`, `sppo` look at each answer by itself; `exo`, `discopop` are other functions of the margin;
+    `aot`, `aot_unpaired` compare the distributions of the step, value by value in sorted order, for one more forward.
     """
 
     beta: float = 0.1
@@ -298,7 +305,8 @@ def aot(
 
     Paired: `better` are the policy's margins logp_c - logp_r and `worse` the reference's. Unpaired: the log-ratios of
     chosen and of rejected answers, which then need not be of the same prompts. The k-th smallest depends on all pairs
-    of the step, so no page trains with it: a loss is asked for some rows, and would sort those alone.
+    of the step, and a loss is asked for some rows: `dpo` trains with `answers.match_ranks`, which sorts before the step
+    is cut, and is this in value and gradient.
     """
     return sigmoid(better.sort().values - worse.sort().values, beta=beta, label_smoothing=label_smoothing)
 
@@ -332,6 +340,14 @@ def formula(config: PairLossConfig) -> str:
         pair = f"-{1.0 - share:g} {right} - {share:g} {wrong}"
     else:
         pair = f"-{right}"
+    if config.loss == "aot":
+        return (
+            f"{pair}\ndelta = k-th smallest logp margin, chosen less rejected, less the k-th smallest logp_ref margin"
+        )
+    if config.loss == "aot_unpaired":
+        return (
+            f"{pair}\ndelta = k-th smallest sum of (logp - logp_ref) over chosen answers, less that over rejected ones"
+        )
     logratio = "logp" if config.reference_free else "(logp - logp_ref)"
     each = "mean" if config.per_token else "sum"
     return f"{pair}\ndelta = {each} of {logratio} over the chosen answer's tokens, less that over the rejected one's"

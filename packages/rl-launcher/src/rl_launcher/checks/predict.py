@@ -99,7 +99,8 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     if adapters is None or peak is None:
         return text, peak
     lines = [adapters.explain()]
-    if recipe.grpo is not None and recipe.grpo.objective.kl.weight > 0 and not copies_reference(recipe):
+    stage = recipe.grpo or recipe.dpo
+    if stage is not None and stage.keeps_reference and not copies_reference(recipe):
         lines.append("the reference is the policy with its adapters off, and takes no memory of its own")
     if hint := learning_rate_hint(recipe):
         lines.append(hint)

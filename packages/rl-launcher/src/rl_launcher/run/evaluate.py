@@ -139,7 +139,7 @@ class Evaluator:
 
 def turn_limits(recipe: Recipe) -> dict[str, Any]:
     """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
-    stage = recipe.grpo or recipe.distill
+    stage = recipe.grpo or recipe.dpo or recipe.distill
     return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
 
 

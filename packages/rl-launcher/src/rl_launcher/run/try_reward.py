@@ -43,6 +43,7 @@ def try_reward(
                 group_size=rollouts,
                 advantage=None if recipe.grpo is None else recipe.grpo.objective.advantage,
                 seed=recipe.seed,
+                greedy=recipe.policy.generation.sampling(greedy=True),
                 **turn_limits(recipe),
             )
         finally:

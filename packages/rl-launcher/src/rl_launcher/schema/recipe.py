@@ -208,7 +208,7 @@ def _expand_preset(recipe: Node) -> tuple[Node, list[str]]:
 
 def _refuse_what_needs_rewards(recipe: Recipe) -> None:
     needs = {"grpo": "learns from rewards", "distill": "logs the rewards of its rollouts"}
-    if recipe.dpo is not None and recipe.dpo.pairs == "sampled":
+    if recipe.dpo is not None and recipe.dpo.pairs != "data":
         needs["dpo"] = "pairs its own responses by their rewards (dpo.pairs=data takes given pairs)"
     for name in recipe.stages:
         if name in needs:
@@ -243,12 +243,6 @@ def _check_grpo(stage: GRPOStage, env: EnvironmentConfig, policy: PolicyConfig) 
                 f"grpo.objective.advantage.reward_weights names {', '.join(unknown)}, and the rewards that count "
                 f"are {', '.join(compared)}"
             )
-    if "greedy_rewards" in advantage.piece.inputs:
-        raise ValueError(
-            f"grpo.objective.advantage.estimator={advantage.piece.name} compares with the greedy response to each "
-            f"prompt, and this stage samples none; take another estimator, or rl_algorithms.grpo.prepare in a loop of "
-            f"your own"
-        )
     if stage.max_turns > 1 and env.environment is None:
         raise ValueError(
             f"grpo.max_turns={stage.max_turns} needs an environment that replies to a response, and a reward function "

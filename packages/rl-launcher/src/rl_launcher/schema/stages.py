@@ -13,7 +13,7 @@ from rl_algorithms.staleness import AsyncConfig
 from rl_backends import OptimizerConfig
 from rl_launcher.recipe_files.dataclass_schema import STRICT
 
-SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_prompt"})
+SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_prompt", "max_turns", "max_length"})
 """Keys of DPO that have no effect on given pairs."""
 
 
@@ -45,6 +45,11 @@ class GRPOStage(GRPOConfig):
         if self.async_grpo is not None:
             self.asynchronous()
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether steps compare with the policy as it was when the stage began."""
+        return self.objective.kl.weight > 0
+
     def asynchronous(self) -> AsyncGRPOConfig:
         """Return the configuration of `rl_algorithms.async_grpo.train`.
 
@@ -61,19 +66,30 @@ class GRPOStage(GRPOConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOStage(DPOConfig):
-    """Preference learning on pairs of responses, either sampled from the policy or given."""
+    """Preference learning on pairs of responses: given, or the policy's own, sampled once or before each step."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
 
-    pairs: Literal["sampled", "data"] = "sampled"
-    """Where the pairs come from. `sampled`: the policy's responses, paired by their rewards. `data`: the columns
+    pairs: Literal["sampled", "online", "data"] = "sampled"
+    """Where the pairs come from. `sampled`: the policy's responses before its first step, paired by their rewards.
+    `online`: new responses to `num_prompts` prompts before each step, which is on all their pairs. `data`: the columns
     `chosen` and `rejected` of `data.source`, at temperature 1; needs no reward."""
 
     def __post_init__(self) -> None:
         DPOConfig.__post_init__(self)
         if self.pairs == "data":
             _refuse_what_only_sampling_has(self)
+        if self.pairs == "online" and self.batch_size != DPOConfig.__dataclass_fields__["batch_size"].default:
+            raise ValueError(
+                f"batch_size={self.batch_size} is of pairs that are there before the first step, and pairs=online "
+                f"steps on all that are found among num_prompts={self.num_prompts}; leave batch_size out"
+            )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether steps compare with the policy as it was when the stage began; other pairs were compared before."""
+        return self.pairs == "online" and not self.reference_free
 
 
 def _refuse_what_only_sampling_has(stage: DPOStage) -> None:

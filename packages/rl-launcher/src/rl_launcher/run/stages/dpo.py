@@ -1,6 +1,7 @@
-"""The DPO stage, with sampled or given preference pairs: `rl_algorithms.dpo` and `rl_algorithms.preferences`."""
+"""The DPO stage, on pairs that are given, sampled once, or sampled before each step: `dpo` and `online_dpo`."""
 
-from rl_algorithms import dpo
+from rl_algorithms import dpo, online_dpo
+from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.preferences.dpo_pairs import DPOPairs, sample_pairs
 from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
@@ -18,8 +19,12 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         num_steps=stage.max_num_steps,
         parts=parts,
         recorder=recorder,
-        temperature=recipe.policy.generation.temperature if stage.pairs == "sampled" else 1.0,
+        temperature=1.0 if stage.pairs == "data" else recipe.policy.generation.temperature,
+        with_reference=stage.keeps_reference,
     )
+    if stage.pairs == "online":
+        _train_online(stage, started, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
+        return
     taken = started.taken
     pairs = find_pairs(stage, started, recipe=recipe, parts=parts, recorder=recorder)
     recorder.message(f"dpo: {pairs.describe()}")
@@ -50,6 +55,37 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick() | margins()
         recorder.step("dpo", index, {**metrics, **extra})
+        learning_rate = policy.learning_rate
+
+
+def _train_online(
+    stage: DPOStage, started: StageStart, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, recorder: Recorder
+) -> None:
+    policy, taken = parts.policy, started.taken
+    prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
+    if taken and recorder.progress.order is not None:
+        prompts.load_state(recorder.progress.order)
+    learning_rate = policy.learning_rate
+    for metrics in online_dpo.train(
+        policy=policy,
+        engine=parts.engine,
+        weight_sync=parts.weight_sync,
+        environment=parts.environment,
+        prompts=prompts,
+        chat=parts.data.chat,
+        sampling=recipe.policy.generation.sampling(),
+        config=stage,
+        reference=started.reference,
+        version=policy.version,
+        steps_taken=taken,
+        seed=recipe.seed,
+    ):
+        taken += 1
+        extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
+        if recipe.evaluation.due(taken - 1, taken):
+            with recorder.phase("evaluate"):
+                extra |= evaluator.quick()
+        recorder.step("dpo", taken, {**metrics, **extra}, order=prompts.state())
         learning_rate = policy.learning_rate
 
 

@@ -25,7 +25,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         parts=parts,
         recorder=recorder,
         temperature=generation.temperature,
-        with_reference=stage.objective.kl.weight > 0,
+        with_reference=stage.keeps_reference,
     )
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     latest: list[Rollouts] = []
@@ -46,7 +46,8 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     if stage.async_grpo is None:
         if started.taken and recorder.progress.order is not None:
             prompts.load_state(recorder.progress.order)  # a step may have taken several batches of prompts
-        steps = grpo.train(engine=engine, config=stage, **shared)
+        greedy = generation.sampling(greedy=True)
+        steps = grpo.train(engine=engine, config=stage, greedy=greedy, **shared)
     else:
         config = stage.asynchronous()
         if recipe.cluster.runtime == "ray":  # these engines take weights while they generate, and need not pause
