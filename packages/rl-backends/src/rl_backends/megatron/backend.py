@@ -43,6 +43,19 @@ from rl_backends.reference import ReferenceModel, without_weights
 __all__ = ["MegatronBackend"]
 
 
+ACCELERATIONS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "gradient_accumulation_fusion",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+"""Fields of `MegatronConfig` that `explain` names where they are set."""
+
+
 class MegatronBackend(Backend):
     """A policy that trains `model`, laid over the ranks of this run by megatron-core.
 
@@ -322,18 +335,6 @@ def _same_then(fill: Fill, source: nn.Module, model: MegatronModel) -> None:
     """Fill, from a source that is the same on every rank."""
     require_same_model(source)
     fill(model)
-
-
-ACCELERATIONS = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "gradient_accumulation_fusion",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-)
 
 
 def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:

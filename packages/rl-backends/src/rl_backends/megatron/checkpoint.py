@@ -52,6 +52,12 @@ ADAMW_WITH_MASTERS = f"{ADAMW} with float32 masters"
 """The same where the weights lie elsewhere, in 16 bits, and the checkpoint holds the numbers that are stepped."""
 MASTER = "master"
 """Their name in a parameter's state."""
+MIXED = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes in which one weight may be kept here and in a checkpoint: masters are rounded for the model, or begin from
+it."""
+
+
+# -- what all ranks hold -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +173,9 @@ def _specification(value: Tensor) -> dict[str, Any]:
     return {"dtype": dtype_name(value.dtype), "sharded": value.ndim > 0}
 
 
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
 @other_ranks_failures()
 def save_checkpoint(
     held: Sequence[HeldTensor],
@@ -251,9 +260,7 @@ def _pieces(
     return rng_shards(device_of(own)) | steps | numbered
 
 
-MIXED = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Dtypes in which one weight may be kept here and in a checkpoint: masters are rounded for the model, or begin from
-it."""
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 @other_ranks_failures()

@@ -31,6 +31,10 @@ from rl_backends.readers import Reader
 __all__ = ["GradientAccumulation", "clip_and_step", "summed_gradients"]
 
 
+NAMED = 5
+"""Parameters that a message names, of those whose gradient is not finite."""
+
+
 class GradientAccumulation:
     """Runs passes over the microbatches of this rank; the gradient adds up in the parameters' `main_grad`."""
 
@@ -96,9 +100,6 @@ class GradientAccumulation:
         values = [torch.stack(list(sums.values()))] if sums else []
         told = told_by_last_stage(values if groups.last_stage else None, groups, device=device)
         return dict(zip(names.split("\n"), told[0].unbind(), strict=True)) if told else {}
-
-
-NAMED = 5
 
 
 @torch.no_grad()

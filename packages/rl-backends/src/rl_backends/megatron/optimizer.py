@@ -24,6 +24,9 @@ from rl_backends.optimizers.report import explain_schedule
 __all__ = ["Adam", "MegatronOptimizers", "MegatronSchedule", "make_optimizers"]
 
 
+STEP_BYTES = 4
+
+
 @final
 class NeutralSchedule:
     """The schedule of `OptimizerConfig`.
@@ -132,9 +135,6 @@ def _check_megatron_schedule(
     ]
     if found := [problem for problem in problems if problem]:
         raise ValueError("; ".join(found))
-
-
-STEP_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
