@@ -55,7 +55,7 @@ def found(tmp_path_factory, start_program):
         for rank in range(ranks):
             task = {"folder": str(folder), "rank": rank, "ranks": ranks, "cases": cases}
             processes.append(start_program(PROGRAM, task))
-    until = time.monotonic() + 600
+    until = time.monotonic() + 1800  # a rank that hangs is killed by it; a slow machine must not be
     try:
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             assert time.monotonic() < until, "the ranks are not done"

@@ -1,7 +1,7 @@
 """Training backends: examples and a loss over log-probabilities in, optimizer steps out.
 
-Knows how a model is loaded, cut over ranks and microbatches, trained and saved. Does not know what the loss means,
-where rollouts come from, or which engine takes the weights.
+A model is loaded, sharded over ranks, trained on microbatches and saved; what the loss means, where rollouts come from
+and which engine takes the weights is the caller's.
 """
 
 from importlib import import_module

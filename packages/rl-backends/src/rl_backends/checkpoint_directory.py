@@ -1,4 +1,4 @@
-"""Where `rl-backends convert` keeps Megatron checkpoints of Hugging Face models. Reads the environment, and no file."""
+"""Where `rl-backends convert` keeps Megatron checkpoints of Hugging Face models: the environment says it."""
 
 import os
 from collections.abc import Mapping

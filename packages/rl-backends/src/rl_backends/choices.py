@@ -1,7 +1,4 @@
-"""Checks that every configuration makes: text that must be one of a few values, numbers that must be finite.
-
-Knows dataclasses and their annotations; does not know what any field means.
-"""
+"""Checks that every configuration makes: text that must be one of a few values, numbers that must be finite."""
 
 import math
 from collections.abc import Iterator

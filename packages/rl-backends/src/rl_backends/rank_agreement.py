@@ -144,7 +144,7 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
 
     Args:
         examples: of this rank.
-        with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same words.
+        with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same tokens.
 
     Raises:
         BatchError: on every rank; the ranks have other batches.

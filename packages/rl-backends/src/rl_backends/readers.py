@@ -3,7 +3,7 @@
 A reader is called inside the model's forward, where FSDP has gathered the head, on the hidden states of the asked
 places alone.
 
-Axes: n asked places, H hidden, V vocabulary, k words.
+Axes: n asked places, H hidden, V vocabulary, k tokens of it.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
     """Reads the `output` of a language model that a loss asks for, float32 of each asked token.
 
     "logp" [n], its log-probability; "logp_and_entropy" [n, 2], with the entropy in nats of the distribution that it was
-    drawn from; "logp_of_token_ids" [n, k], the log-probabilities of the k words asked about in its place.
+    drawn from; "logp_of_token_ids" [n, k], the log-probabilities of the k tokens asked about in its place.
 
     Raises:
         ValueError: it is no output of a language model.
@@ -142,7 +142,7 @@ def read_entropy(head: Head, temperature: float) -> Reader:
 
 
 def read_top_k(head: Head, temperature: float, k: int) -> Reader:
-    """The k most probable words in each asked token's place: `TopKLogp` of [n, k]."""
+    """The k most probable tokens in each asked token's place: `TopKLogp` of [n, k]."""
 
     def read(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> TopKLogp:
         return top_k_logp(hidden, model.get_output_embeddings(), k, **head.options(temperature))

@@ -27,7 +27,7 @@ class Readable(Protocol):
 
 
 class ReferenceModel:
-    """Log-probabilities, and the most probable words, of a model that nothing trains."""
+    """Log-probabilities, and the most probable tokens, of a model that nothing trains."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Which training backend a policy gets: Megatron where it is enabled, otherwise DTensor.
 
-Knows the two configurations; imports neither backend until one is made, so that only a policy that Megatron trains
-needs megatron-core.
+Neither backend is imported until one is made, so that only a policy that Megatron trains needs megatron-core.
 """
 
 from dataclasses import dataclass, fields, replace

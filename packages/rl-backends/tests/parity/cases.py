@@ -115,7 +115,7 @@ def table():
     ]
 
 
-LORA, DORA = LoraConfig(rank=4), LoraConfig(rank=4, use_dora=True)
+LORA, DORA = LoraConfig(rank=4, alpha=8), LoraConfig(rank=4, alpha=8, use_dora=True)
 
 
 def apart():

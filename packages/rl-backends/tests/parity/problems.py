@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+import zlib
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -127,7 +129,8 @@ class Problem:
         """Log-probabilities, metric sums, norm and gradients of the first step, and the weights after the last."""
         model, examples, loss = self.model(), self.examples(), self.loss()
         if self.adapters is not None:
-            add_lora(model, self.adapters)  # from here on it is peft that computes
+            with trained_adapters():
+                add_lora(model, self.adapters)  # from here on it is peft that computes
         optimizer = torch.optim.AdamW(
             groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
         )
@@ -143,6 +146,16 @@ class Problem:
             optimizer.zero_grad()
         assert first["norm"] > MAX_GRAD_NORM, f"{self}: norm {first['norm']} is not clipped"
         return {**first, "weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def trained_adapters():
+    """Inside, adapters begin with an A and a B as if they had been trained: from a B of zeros, A gets no gradient."""
+
+    def value(name, shape, *, seed):
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        return torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)  # s B A is a few percent of W
+
+    return mock.patch("rl_backends.lora.inject.first_value", value)
 
 
 def groups(model):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parity import cases
-from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY
+from parity.problems import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY, trained_adapters
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig  # before conftest, which would check all shapes
 from rl_backends.dtensor import sharded_model
 
@@ -38,7 +38,8 @@ def run_cell(cell, folder):
     """The outcome of a cell: the error of each quantity, or the words of the refusal. Other errors are raised."""
     started = time.process_time()
     try:
-        backend = DTensorBackend(cell.problem.model(), DTensorConfig(**cell.config))
+        with trained_adapters():
+            backend = DTensorBackend(cell.problem.model(), DTensorConfig(**cell.config))
     except ValueError as error:
         return {"cell": cell.name, "refused": f"{type(error).__name__}: {error}"}
     optimizer = OptimizerConfig(

@@ -245,7 +245,7 @@ class ModelInputs:
     """Places of the asked tokens in the flattened examples `[b * w]`."""
 
     words: Int[Tensor, "n k"] | None = None
-    """Ids of words whose log-probabilities are wanted in each asked token's place, where a loss asks for them."""
+    """Ids of tokens whose log-probabilities are wanted in each asked token's place, where a loss asks for them."""
 
     row_lengths: tuple[int, ...] | None = None
     """Tokens of each packed row, the differences of `cu_seq_lens`, as numbers of the host; None where rows are padded.

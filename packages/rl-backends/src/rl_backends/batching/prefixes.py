@@ -8,7 +8,7 @@ attention needs rows, and unfolds them: it alone costs what it costs without sha
               1 5 4 7                                      places of its rows: 0 1 2 3, 0 1 4 5, 0 1 4
               1 5 4
 
-Host arithmetic alone; knows no model.
+All of it is arithmetic on the host.
 
 Axes: b rows of a microbatch, w tokens of its longest, t tokens that are left to read, N tokens of all rows.
 """

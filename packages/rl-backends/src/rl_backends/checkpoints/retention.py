@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which of them may be removed. Reads markers, never tensors."""
+"""Which checkpoints a folder holds, and which of them may be removed."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which backend a command is about, and a flag for each field of its configuration. Knows the configurations alone."""
+"""Which backend a command is about, and a flag for each field of its configuration."""
 
 import argparse
 import dataclasses

@@ -1,7 +1,4 @@
-"""Flags of a configuration's fields, each with the field's docstring as its help, and the configuration from them.
-
-Knows dataclasses, and nothing of what their fields mean.
-"""
+"""Flags of a configuration's fields, each with the field's docstring as its help, and the configuration from them."""
 
 import argparse
 import ast

@@ -45,6 +45,7 @@ from rl_parallel_plans import (
     named_shards,
     pipeline_stages,
     plan_for,
+    to_local_if_dtensor,
 )
 from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.structure import retie, stacked_layers, tied_names

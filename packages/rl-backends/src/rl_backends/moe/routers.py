@@ -1,4 +1,4 @@
-"""The routers of a Hugging Face model, and how to read what each decides. Reads names and source, no numbers.
+"""The routers of a Hugging Face model, and how to read what each decides: from names and the source of forwards.
 
 A router is the child `gate` or `router` of a block that has `experts`. Since transformers 5 it is a module that returns
 logits and the chosen experts; before, mostly an nn.Linear whose logits the block itself turns into a choice.

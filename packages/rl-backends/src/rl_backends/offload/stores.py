@@ -1,6 +1,6 @@
 """Where bytes go that leave a device: host memory that is used again, or files in a folder of this process alone.
 
-Knows bytes in an order; not what they are, nor whose. `put` copies and changes nothing at the source.
+A store keeps one sequence of bytes; `put` copies and changes nothing at the source.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Optimizers, schedules and the gradient step. Knows parameters and their shards; does not know losses or batches."""
+"""Optimizers, schedules and the gradient step."""
 
 from rl_backends.optimizers.config import MuonConfig, OptimizerConfig
 from rl_backends.optimizers.optimizers import (

@@ -1,6 +1,6 @@
 """What an optimizer was made of, in words and bytes: which parameters, decaying or not, and the state they will need.
 
-Pure, from shapes: the state itself comes with the first step.
+Bytes are computed from shapes, since the state itself comes with the first step.
 """
 
 import math
