@@ -223,7 +223,7 @@ def test_a_function_itself_is_a_piece_and_its_options_are_set_by_name(file):
     mask = examples.trainable
     ratio = (logp - examples.logp_old)[mask].exp()
     torch.testing.assert_close(total, -(ratio**3 * examples.advantage[mask]).mean())
-    assert "mine(ratio, advantage): -rho^power A" in objective.explain()
+    assert "mine(ratio, advantage, power=3): -rho^power A" in objective.explain()
 
 
 def test_a_decorated_piece_has_a_name_a_formula_with_its_numbers_and_refusals():
