@@ -112,6 +112,8 @@ def test_bubblewrap_runs_programs_that_see_neither_network_nor_files(bubblewrap)
     assert "Error" in seen.stderr
     assert bubblewrap("while True: pass", stdin="", limits=Limits(wall_s=1.0)).ending in ("timeout", "signal")
     full = bubblewrap(
-        "open('/tmp/x', 'wb').write(b'x' * (4 << 20))", stdin="", limits=Limits(wall_s=30.0, disk_bytes=1 << 20)
+        "import os; open(os.path.join('/tmp', 'x'), 'wb').write(b'x' * (4 << 20))",
+        stdin="",
+        limits=Limits(wall_s=30.0, disk_bytes=1 << 20),
     )
     assert "No space left" in full.stderr
