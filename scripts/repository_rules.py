@@ -37,7 +37,7 @@ SYNONYMS = {
     r"mesh_dim": "mesh axis",
 }
 # Names that other projects chose and users of this one know.
-KEPT = {"get_logprobs_from_vocab_parallel_logits", "global_step", "mesh_dim_names"}
+KEPT = {"get_logprobs_from_vocab_parallel_logits", "mesh_dim_names"}
 # The sections of a changelog, as in the root pyproject.toml.
 KINDS = ("added", "changed", "deprecated", "removed", "fixed")
 

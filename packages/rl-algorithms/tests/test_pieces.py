@@ -186,7 +186,8 @@ def test_a_surrogate_of_the_users_file_is_computed_explained_and_recorded(file):
         strict=True,
     ):
         torch.testing.assert_close(one, other)
-    assert "l = gmpo(log_ratio, advantage, mask): -A times the geometric mean of the clipped ratio" in own.explain()
+    said = "l = gmpo(log_ratio, advantage, mask, clip_low=0.4, clip_high=0.4, power=1): -A times the geometric mean"
+    assert said in own.explain()
     assert own.named_code() == {"ratio.surrogate": f"{file}:gmpo"}
     assert source_digest(f"{file}:gmpo") == hashlib.sha256(GMPO.encode()).hexdigest()
 
@@ -222,7 +223,7 @@ def test_a_function_itself_is_a_piece_and_its_options_are_set_by_name(file):
     mask = examples.trainable
     ratio = (logp - examples.logp_old)[mask].exp()
     torch.testing.assert_close(total, -(ratio**3 * examples.advantage[mask]).mean())
-    assert "mine(ratio, advantage): -rho^power A" in objective.explain()
+    assert "mine(ratio, advantage, power=3): -rho^power A" in objective.explain()
 
 
 def test_a_decorated_piece_has_a_name_a_formula_with_its_numbers_and_refusals():
@@ -442,6 +443,27 @@ def test_the_optimal_baseline_has_the_least_variance_of_the_first_tokens_gradien
     )
     baseline = 0.1 * 1.0 / (0.1 + 0.5)
     assert found[:, 0].tolist() == pytest.approx([1 - baseline, -baseline], abs=1e-6)
+
+
+def test_a_piece_that_returns_another_shape_is_refused_and_not_broadcast():
+    def summed(ratio, advantage):
+        """sum"""
+        return (ratio * advantage).sum()
+
+    logp, entropy, examples = make_step(0)
+    objective = Objective(ratio=RatioConfig(surrogate=summed))
+    with pytest.raises(ValueError, match=r"surrogate 'summed' returned a tensor of shape \[\]; .* rows by tokens"):
+        evaluate(objective, logp, entropy, examples, Counts.of(examples.trainable))
+
+
+def test_another_surrogate_of_a_preset_keeps_only_the_numbers_that_it_has():
+    def soft(ratio, advantage, *, delta=0.2):
+        """-A min(rho, 1 + delta)"""
+        return -advantage * ratio.clamp(max=1 + delta)
+
+    made = presets.preset("gspo", ratio={"surrogate": soft, "options": {"delta": 0.3}}).ratio
+    assert (made.level, made.clip_low, made.options) == ("sequence", RatioConfig().clip_low, {"delta": 0.3})
+    assert presets.preset("gspo", ratio={"surrogate": "cispo"}).ratio.clip_high == 4e-4
 
 
 def test_remax_compares_with_the_greedy_response():

@@ -58,6 +58,13 @@ def test_a_presets_arguments_and_other_keys_change_it_and_the_notes_say_which():
     assert again.value.grpo.objective != objective
 
 
+@pytest.mark.parametrize("surrogate", ["reinforce", "sapo", "gmpo.py:gmpo"])
+def test_another_surrogate_leaves_the_presets_numbers_behind_that_it_does_not_have(surrogate, folder):
+    objective = load({"preset": "gspo", "ratio": {"surrogate": surrogate}}).value.grpo.objective
+    assert objective == presets.preset("gspo", ratio={"surrogate": surrogate})
+    assert objective.ratio.clip_low == (3e-4 if surrogate == "gmpo.py:gmpo" else 0.2)
+
+
 def test_the_recorded_recipe_of_a_preset_loads_as_the_same_objective(folder):
     resolved = load({"preset": "vespo", "k_positive": 1.5})
     (folder / "recipe.yaml").write_text(resolved.to_yaml())
@@ -83,7 +90,10 @@ def test_what_a_recipe_misspells_is_refused_with_the_nearest(objective, words, f
 
 def test_a_loss_of_the_users_file_is_explained_and_its_digest_is_recorded(folder):
     recipe = load(OWN).value
-    assert "l = gmpo(log_ratio, advantage, mask): -A times the geometric mean" in recipe.grpo.objective.explain()
+    assert (
+        "l = gmpo(log_ratio, advantage, mask, clip_low=0.4, clip_high=0.4): -A times the geometric mean"
+        in recipe.grpo.objective.explain()
+    )
     key = "grpo.objective.ratio.surrogate"
     assert named_code(recipe)[key] == "gmpo.py:gmpo"
     digests = code_digests(recipe)

@@ -43,7 +43,7 @@ def train(
     steps_taken: int = 0,
     seed: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Take at most `max_num_steps` steps, one on each batch of `num_prompts`; arguments and resuming are `grpo.train`'s.
+    """Take at most `max_num_steps` steps, one on each batch of `num_prompts`; the arguments are `grpo.train`'s.
 
     Yields:
         After each batch what describes its rollouts, `pairs`, what `dpo.step` returns if there are pairs, the new

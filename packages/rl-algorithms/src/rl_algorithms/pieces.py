@@ -101,8 +101,19 @@ class Piece:
     """Its own numbers, with their defaults."""
 
     def __call__(self, available: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
-        """The function on what it asks for; `numbers` as `bound` returned them."""
-        return self.function(**{name: available[name] for name in self.inputs}, **numbers)
+        """The function on what it asks for; `numbers` as `bound` returned them.
+
+        Raises:
+            ValueError: it returned something of another shape, which would be broadcast to another loss.
+        """
+        returned = self.function(**{name: available[name] for name in self.inputs}, **numbers)
+        shape = getattr(returned[0] if isinstance(returned, tuple) else returned, "shape", None)
+        wanted = available["mask"].shape
+        if shape != wanted and not (self.kind == "advantage" and shape == wanted[:1]):
+            kinds = f"{[*wanted]}, rows by tokens" + (f", or {[*wanted[:1]]}" if self.kind == "advantage" else "")
+            found = type(returned).__name__ if shape is None else f"a tensor of shape {[*shape]}"
+            raise ValueError(f"{self.kind} {self.name!r} returned {found}; what it returns has the shape {kinds}")
+        return returned
 
     def bound(self, *, options: Mapping[str, Any], **numbers: Any) -> dict[str, Any]:
         """All numbers that the function is called with.
@@ -233,9 +244,13 @@ def _of_function(kind: str, function: Callable[..., Any], *, name: str | None = 
         return Piece(**{**_fields(decorated[0]), "name": name})
     short = getattr(function, "__name__", type(function).__name__)
     made = _made(kind, name or short, function, source=name or "")
-    # The text is only what its author says: name the function that is called.
-    said = f"{short}({', '.join(made.inputs)}): {made.explain({})}"
-    return Piece(**{**_fields(made), "formula": lambda **_: said})
+    text = made.explain({})
+
+    def said(**numbers: Any) -> str:  # the text is only what its author says: name the function as it is called
+        given = [*made.inputs, *(f"{key}={value:g}" for key, value in numbers.items() if value is not None)]
+        return f"{short}({', '.join(given)}): {text}"
+
+    return Piece(**{**_fields(made), "formula": said})
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from rl_algorithms.objective import (
     RatioConfig,
     SelectionConfig,
 )
+from rl_algorithms.pieces import PieceName, find
 
 __all__ = [
     "best_minus_second",
@@ -365,6 +366,7 @@ def preset(name: str, /, **settings: Any) -> Objective:
     Args:
         name: of a function above.
         settings: arguments of that function, else fields of `Objective`; a mapping replaces some fields of a section.
+            Another surrogate leaves those numbers of the preset's behind that it does not have.
 
     Raises:
         ValueError: there is no such preset, argument or field, or the fields do not go together.
@@ -385,9 +387,23 @@ def preset(name: str, /, **settings: Any) -> Objective:
         key for key, default in arguments.items() if default is inspect.Parameter.empty and key not in given
     ]:
         raise ValueError(f"preset {name!r} needs {', '.join(missing)}")
-    made: Objective = _PRESETS[name](**given)
-    changed: Objective = _with(made, {key: value for key, value in settings.items() if key not in arguments})
+    rest = {key: value for key, value in settings.items() if key not in arguments}
+    ratio = rest.get("ratio")
+    surrogate = ratio.get("surrogate") if isinstance(ratio, Mapping) else None
+    changed: Objective = _with(with_surrogate(_PRESETS[name](**given), surrogate), rest)
     return changed
+
+
+def with_surrogate(made: Objective, surrogate: PieceName | None) -> Objective:
+    """`made` with another surrogate, if there is one; numbers that this one does not have go back to their defaults."""
+    if surrogate is None:
+        return made
+    piece = find("surrogate", surrogate)
+    kept = {name: getattr(made.ratio, name) for name in ("clip_low", "clip_high", "dual_clip") if name in piece.numbers}
+    options = {name: value for name, value in made.ratio.options.items() if name in piece.options}
+    level = made.ratio.level if "ratio" in piece.inputs else "token"
+    ratio = RatioConfig(surrogate=surrogate, options=options, level=level, proximal=made.ratio.proximal, **kept)
+    return replace(made, ratio=ratio)
 
 
 def preset_arguments(name: str) -> dict[str, Any]:

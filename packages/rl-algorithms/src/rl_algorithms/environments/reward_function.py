@@ -46,7 +46,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
@@ -330,7 +330,7 @@ def call_all(
     columns: dict[str, list[object]] = {
         name: [conversation.row.get(name) for conversation in conversations] for name in names
     }
-    state = TrainerState(global_step=max(conversation.version for conversation in conversations))
+    state = SimpleNamespace(global_step=max(conversation.version for conversation in conversations))
     given: dict[str, Any] = {
         **columns,
         "completion_ids": [list(conversation.tokens) for conversation in conversations],
@@ -383,14 +383,6 @@ def call_all(
             returned[index] = _listed(item, len(conversations))
             seconds[index] += time.monotonic() - begun
     return list(zip(returned, seconds, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
-    """What is known here of what a reward function of TRL's may read of its trainer's state."""
-
-    global_step: int
-    """Optimizer steps that the weights had seen which sampled the newest of the answers."""
 
 
 def _takes_text(function: RewardFunction) -> bool:

@@ -189,7 +189,9 @@ def _expand_preset(recipe: Node) -> tuple[Node, list[str]]:
     try:
         arguments = presets.preset_arguments(str(named.value))
         given = {name: children.pop(name).plain() for name in arguments if name in children}
+        surrogate, is_another = section.find(("ratio", "surrogate"))
         made = presets.preset(str(named.value), **given)
+        made = presets.with_surrogate(made, str(surrogate.value) if is_another else None)
     except (TypeError, ValueError) as error:
         problem = Problem(
             key="grpo.objective.preset",
