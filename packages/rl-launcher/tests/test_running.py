@@ -281,6 +281,17 @@ def test_a_run_that_never_stepped_fails_and_names_the_likely_causes(recipe, tmp_
     assert not (tmp_path / "run" / "error.txt").exists()  # nothing was raised that a traceback would explain
 
 
+def test_online_dpo_that_never_finds_a_pair_fails_in_the_same_way(recipe, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(completions):\n    return [0.5] * len(completions)\n")
+    online = (
+        "dpo={pairs: online, max_num_steps: 2, num_prompts: 2, num_generations_per_prompt: 2, optimizer: {lr: 0.01}}"
+    )
+    with pytest.raises(RunStoppedError, match="dpo took no optimizer step: no two responses to a prompt had different"):
+        run_recipe(recipe, "sft=null", "grpo=null", online)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["ended_by"], summary["batches"], summary["steps"]) == ("no_signal", 2, 0)
+
+
 def test_batches_and_optimizer_steps_are_counted_apart(recipe, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
         "calls = []\n"

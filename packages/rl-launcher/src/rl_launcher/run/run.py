@@ -76,11 +76,16 @@ from rl_observe.health import Reporter, Watch, is_disk_full
 ERROR_FILE = "error.txt"
 """In the run directory: the whole traceback of what ended the run."""
 STAGES: dict[str, Callable[..., None]] = {"sft": sft.run, "grpo": grpo.run, "dpo": dpo.run, "distill": distill.run}
-NEVER_STEPPED = (
-    "grpo took no optimizer step: the rewards were equal within every group of every batch, so the weights are "
-    "unchanged. Likely causes: the reward never recognises a right response (its format, its parser); the task is too "
-    "hard or too easy for this policy; the sft stage was left out. `rl-launcher try-reward RECIPE` shows a few "
-    "responses with their rewards before you train again"
+NEVER_STEPPED = {
+    "grpo": "the rewards were equal within every group of every batch",
+    "dpo": "no two responses to a prompt had different rewards in any batch, so no pair was found",
+    "distill": "no response of any batch had another that succeeded for its teacher to be shown",
+}
+"""Why a stage that learns from its own responses ended without a step."""
+LIKELY_CAUSES = (
+    "so the weights are unchanged. Likely causes: the reward never recognises a right response (its format, its "
+    "parser); the task is too hard or too easy for this policy; the sft stage was left out. `rl-launcher try-reward "
+    "RECIPE` shows a few responses with their rewards before you train again"
 )
 NOT_EXACT = "; which rollout meets which weights depends on timing (grpo.async_grpo), so the curve is not bitwise equal"
 
@@ -286,8 +291,8 @@ class Run:
                 recorder.check()
             recorder.start()
             STAGES[name](stage, recipe=recipe, parts=parts, evaluator=evaluator, recorder=recorder)
-        if recipe.grpo is not None and not has_trained(self.directory, "grpo"):
-            raise ConditionError("no_signal", NEVER_STEPPED)
+        if (why := NEVER_STEPPED.get(headline)) and not has_trained(self.directory, headline):
+            raise ConditionError("no_signal", f"{headline} took no optimizer step: {why}, {LIKELY_CAUSES}")
         after = evaluator.outcome()
         if after.metrics():
             recorder.message(f"held out after {headline}: {after.describe()}")
