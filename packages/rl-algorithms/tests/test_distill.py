@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from rl_algorithms import distill, policy_gradient, sft
 from rl_algorithms.contracts import EnvironmentReturn, Student, Teacher
 from rl_algorithms.distill import DistillConfig, NoReward, Rows
+from rl_algorithms.distillation.self_distillation import of_rollouts
 from rl_algorithms.objective import AdvantageConfig, Objective, RatioConfig, SelectionConfig
+from rl_algorithms.rollouts import collect
+from rl_algorithms.rows import DataError
 
 LENGTH, VOCABULARY, MAX_NEW_TOKENS = 8, 6, 4
 
@@ -203,7 +206,6 @@ def test_the_steps_gradient_is_that_of_finite_differences(make_table, way):
 
 def test_the_advantage_of_one_word_a_token_distils_through_the_loss_of_grpo(make_table, make_engine, chat, rows):
     from rl_algorithms.policy_gradient import prepare
-    from rl_algorithms.rollouts import collect
 
     table, teacher = make_table(lr=2.0), TableTeacher()
     engine = make_engine(table, seed=1)
@@ -296,6 +298,8 @@ def test_a_teacher_that_says_no_log_probability_is_refused_by_row_and_token(valu
         ({"tail": "ignore"}, "tail='ignore' and beta=1.0: without its tail the reverse KL"),
         ({"tail": "renormalize", "k": 1}, "tail='renormalize' makes the one word of k=1 certain"),
         ({"num_prompts": 0}, "num_prompts=0 must be >= 1"),
+        ({"teacher_prompt_template": "{prompt}"}, "at least one more name in braces"),
+        ({"teacher_prompt_template": "{prompt}{successful_response}"}, "num_generations_per_prompt=1 samples one"),
         ({"steps_per_generation": 4}, "max_num_steps=6 must be a multiple of steps_per_generation=4"),
     ],
 )
@@ -319,6 +323,73 @@ def test_a_configuration_explains_itself(way, line):
     assert "the 20 words" in text
     assert text == distill.explain(DistillConfig(max_num_steps=1, k=20, **way))
     assert ("one more" in text) == (way.get("tail") is None)
+
+
+def shifted_kl(teacher, student, positions, shift):
+    """The mean over `positions` of KL(Q || P), where the teacher has read `shift` tokens more than the student."""
+    log_q = student.logits.detach().log_softmax(-1)[positions]
+    log_p = teacher.log_p[[place + shift for place in positions]]
+    return (log_q.exp() * (log_q - log_p)).sum(-1).mean().item()
+
+
+def test_a_teacher_that_reads_the_answer_is_compared_at_the_same_tokens_of_the_response(
+    make_table, make_engine, prompts, chat
+):
+    table, teacher = make_table(), TableTeacher()
+    config = DistillConfig(
+        max_num_steps=1, num_prompts=4, k=VOCABULARY, tail="renormalize", teacher_prompt_template="{prompt}{answer}"
+    )
+    expected = make_table()
+    (metrics,) = run(table, teacher, make_engine, prompts, chat, config)
+    rollouts = collect(
+        next(prompts), group_size=1, engine=make_engine(expected, seed=1), sampling=4, environment=NoReward(), chat=chat
+    )
+    places = rollouts.response.nonzero()[:, 1].tolist()
+    assert metrics["loss"] == pytest.approx(shifted_kl(teacher, expected, places, 1), rel=1e-9)
+    assert metrics["trained_tokens"] == len(places)
+
+
+def test_demonstrations_are_learnt_from_a_teacher_that_reads_more(make_table, chat, rows):
+    table, teacher = make_table(lr=0.0), TableTeacher()
+    config = DistillConfig(max_num_steps=1, k=VOCABULARY, tail="renormalize")
+    given = distill.demonstrations(rows, chat, template="{prompt}00{answer}")  # three tokens more
+    (metrics,) = distill.train_offline(policy=table, teacher=teacher, batches=iter([given]), config=config)
+    assert metrics["loss"] == pytest.approx(shifted_kl(teacher, table, [1, 2], 3), rel=1e-9)
+    assert given.teacher_tokens[2].tolist() == [4, 2, 2, 5, 5, 1]
+    with pytest.raises(DataError, match="row 0: teacher_prompt_template names the column 'hint'"):
+        distill.demonstrations(rows, chat, template="{prompt}{hint}")
+    with pytest.raises(ValueError, match="demonstrations are given: name a column"):
+        distill.demonstrations(rows, chat, template="{prompt}{successful_response}")
+
+
+def test_a_response_is_shown_the_first_other_that_succeeded_and_without_one_trains_nothing(
+    make_table, make_engine, prompts, chat
+):
+    world = {"engine": make_engine(make_table()), "sampling": 2, "environment": NoReward(), "chat": chat}
+    batch = next(prompts)
+    rollouts = dataclasses.replace(
+        collect(batch, group_size=4, **world),
+        answers=tuple(str(row % 4) for row in range(16)),
+        rewards=torch.tensor([0.0, 1.0, 0.0, 1.0] + [0.0, 0.0, 1.0, 0.0] + 8 * [0.0], dtype=torch.float64),
+    )
+    made = of_rollouts(rollouts, batch, chat, template="{prompt}{successful_response}", success_reward=1.0)
+    shown = [row for row in range(16) if made.trainable[row].any()]
+    assert shown == [0, 1, 2, 3, 4, 5, 7]  # row 6 alone succeeded in its group
+    assert [made.teacher_tokens[row, 1].item() - 2 for row in shown] == [1, 3, 1, 1, 2, 2, 2]
+    assert made.shift[shown].tolist() == [1] * 7
+
+
+def test_a_batch_without_a_success_takes_no_step(make_table, make_engine, prompts, chat):
+    table, teacher = make_table(), TableTeacher()
+    config = DistillConfig(
+        max_num_steps=1,
+        num_prompts=4,
+        num_generations_per_prompt=2,
+        teacher_prompt_template="{prompt}{successful_response}",
+    )
+    (metrics,) = run(table, teacher, make_engine, prompts, chat, config, environment=NoReward())
+    assert [metrics["version"], metrics["rows_without_tokens"], teacher.asked] == [0, 8.0, 0]
+    assert "loss" not in metrics
 
 
 class Tokenizer:

@@ -8,6 +8,9 @@ On-policy the rows are the student's own answers, so that it learns where its ow
 Off-policy they are conversations that are given. N counts the trainable tokens of the whole optimizer step. A state is
 compared with the teacher as it is, not as it was sampled: several steps on one batch need no importance ratio.
 
+With `teacher_prompt_template` the teacher reads another prompt before the same response, and may be the policy itself:
+`distillation.self_distillation`.
+
 The models must share a tokenizer. Both are asked at the temperatures that they were set to: let them be equal.
 `advantage` is the other form: one word a token as the advantage of GRPO's loss, from `teacher.logp` alone.
 
@@ -23,10 +26,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rl_algorithms.chat import Chat, Prompt
-from rl_algorithms.contracts import Engine, Environment, Student, Sums, Teacher, TokenBatch, WeightSync
+from rl_algorithms.contracts import (
+    Engine,
+    Environment,
+    ResettingEnvironment,
+    Student,
+    Sums,
+    Teacher,
+    TokenBatch,
+    WeightSync,
+)
 from rl_algorithms.distillation.config import DistillConfig, explain, require_same_tokenizer
-from rl_algorithms.distillation.examples import Examples, NoReward, Rows, prepare
+from rl_algorithms.distillation.examples import Examples, NoReward, Rows, RowsOfBoth, prepare
 from rl_algorithms.distillation.losses import advantage, divergence
+from rl_algorithms.distillation.self_distillation import demonstrations, of_rollouts
 from rl_algorithms.rollouts import collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
     PhaseTimer,
@@ -39,8 +52,8 @@ from rl_algorithms.stepping import (
     take_rows,
 )
 
-__all__ = ["DistillConfig", "Examples", "NoReward", "Rows", "advantage", "divergence", "explain", "loss", "prepare"]
-__all__ += ["require_same_tokenizer", "step", "train", "train_offline"]
+__all__ = ["DistillConfig", "Examples", "NoReward", "Rows", "RowsOfBoth", "advantage", "demonstrations", "divergence"]
+__all__ += ["explain", "loss", "prepare", "require_same_tokenizer", "step", "train", "train_offline"]
 
 SamplingT = TypeVar("SamplingT")
 
@@ -62,24 +75,42 @@ def train(
 ) -> Iterator[dict[str, float]]:
     """Distil on the student's own answers; arguments, what is yielded and resuming are those of `grpo.train`.
 
-    An environment only adds turns, failures and a reward to the log: nothing learns from its rewards.
+    An environment adds turns, failures and a reward to the log. Its rewards only say which responses succeeded, where
+    `teacher_prompt_template` shows one to the teacher; a batch without any takes no step.
+
+    Raises:
+        ValueError: with `teacher_prompt_template`, an environment that begins episodes by itself; or as `collect_batch`
+            and `step`.
+        DataError: a row lacks a column that the template names.
     """
+    template = config.teacher_prompt_template
+    if template is not None and isinstance(environment, ResettingEnvironment):
+        raise ValueError(
+            f"teacher_prompt_template={template!r} is put in place of the row's prompt, and this environment begins "
+            f"episodes with another; take one without a reset, or set the template to null"
+        )
     timer = PhaseTimer()
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "timer": timer}
     ask |= {"environment": NoReward() if environment is None else environment}
     left = batches_left(config, steps_taken=steps_taken)
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:
-        rollouts = collect_batch(given, config, number=number, version=version, seed=seed, **ask)
+        batch = next(given)
+        rollouts = collect_batch(iter([batch]), config, number=number, version=version, seed=seed, **ask)
         metrics = describe(rollouts, version=version)
         if environment is None:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("reward", "groups"))}
         kept = rollouts.take(~rollouts.failed)
-        rows = Rows(tokens=kept.tokens, lengths=kept.lengths, trainable=kept.response)
-        steps = _take_steps(policy, rows, teacher, config=config, timer=timer, seed=episode_seed(seed, number))
-        version += len(steps)
-        bring_weights(weight_sync, version=version, timer=timer)
-        yield {**metrics, **mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
+        rows: TokenBatch = Rows(tokens=kept.tokens, lengths=kept.lengths, trainable=kept.response)
+        if template is not None:
+            rows = of_rollouts(kept, batch, chat, template=template, success_reward=config.success_reward)
+            metrics["rows_without_tokens"] = float((~rows.trainable.any(dim=1)).sum())
+        if template is None or rows.trainable.any():  # else no step, and nothing new to transfer
+            steps = _take_steps(policy, rows, teacher, config=config, timer=timer, seed=episode_seed(seed, number))
+            version += len(steps)
+            bring_weights(weight_sync, version=version, timer=timer)
+            metrics |= mean_of_steps(steps)
+        yield {**metrics, "version": version, "steps_taken": taken, **timer.lap()}
 
 
 def train_offline(
@@ -92,7 +123,10 @@ def train_offline(
     steps_taken: int = 0,
     seed: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Distil on given conversations, such as `sft.prepare` makes of demonstrations: `steps_per_generation` a batch."""
+    """Distil on given conversations: `steps_per_generation` a batch.
+
+    `sft.prepare` makes batches of demonstrations; `demonstrations` makes those whose teacher reads another prompt.
+    """
     timer = PhaseTimer()
     left = batches_left(config, steps_taken=steps_taken)
     given = checked_batches(batches, name="batches", wanted=len(left))

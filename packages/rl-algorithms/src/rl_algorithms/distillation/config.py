@@ -6,6 +6,7 @@ from typing import ClassVar
 from rl_algorithms.chat import Tokenizer
 from rl_algorithms.choices import check_fields
 from rl_algorithms.distillation.losses import Interpolation, Tail
+from rl_algorithms.distillation.self_distillation import SUCCESSFUL_RESPONSE, check_template
 
 __all__ = ["DistillConfig", "explain", "require_same_tokenizer"]
 
@@ -52,6 +53,13 @@ class DistillConfig:
     """What becomes of the probability outside of the `k` words: one more word, nothing, or both are scaled to have
     none. Only `bucket` is exact at k = V; see `rl_algorithms.distillation.losses`."""
 
+    teacher_prompt_template: str | None = None
+    """Self-distillation: the teacher's prompt, `{prompt}` and columns of the data in braces, such as `{answer}`, or
+    `{successful_response}`, another response that succeeded. Null shows the teacher what the student sees."""
+
+    success_reward: float = 1.0
+    """The reward that makes a response a `{successful_response}`."""
+
     def __post_init__(self) -> None:
         counts = ("max_num_steps", "num_prompts", "num_generations_per_prompt", "steps_per_generation", "max_turns")
         check_fields(self, at_least={**dict.fromkeys(counts, 1), "max_length": 2})
@@ -70,6 +78,13 @@ class DistillConfig:
             )
         if self.tail == "renormalize" and self.k == 1:
             raise ValueError("tail='renormalize' makes the one word of k=1 certain for both, and every loss 0")
+        if self.teacher_prompt_template is not None:
+            names = check_template(self.teacher_prompt_template)
+            if SUCCESSFUL_RESPONSE in names and self.num_generations_per_prompt == 1:
+                raise ValueError(
+                    f"{{{SUCCESSFUL_RESPONSE}}} is another response to the same prompt, and "
+                    f"num_generations_per_prompt=1 samples one; set it to 2 or more"
+                )
 
     def explain(self) -> str:
         """The formula that this configuration amounts to, and what is normalised by what. For people."""
@@ -78,7 +93,9 @@ class DistillConfig:
 
 def explain(config: DistillConfig) -> str:
     """One line for each part of the loss, in the order in which it is computed."""
-    parts = {
+    template = config.teacher_prompt_template
+    shown = {} if template is None else {"teacher": f"reads the prompt as {template!r}, the student as it is"}
+    parts = shown | {
         "words": f"S = the {config.k} words that the teacher finds most probable in each token's place",
         "tail": {
             "bucket": "all words outside of S are one more, of P and of Q",
