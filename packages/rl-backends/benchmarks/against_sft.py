@@ -4,14 +4,14 @@ Same model, same rows, same AdamW and clipping, in one process, one after the ot
 A round is one epoch over the rows, in optimizer steps of 64 rows:
 
 * `sorted`: rows sorted by length, microbatches padded to their longest, labels and Hugging Face's own loss;
-* `trl`: SFTTrainer on tokenized rows, microbatches of as many rows grouped by length, no gradient checkpointing or logging;
+* `trl`: SFTTrainer on tokenized rows, as large microbatches grouped by length, no gradient checkpointing, no logging;
 * `padded` and `packed`: this backend, cut by rows or by tokens.
 
     python benchmarks/against_sft.py [--rounds 5]
 
 The last line is JSON with every figure, as multiples of the CPU seconds of this backend, and whether the bars hold:
-against the faster of the two, packed at least 1.6 times as fast on ragged rows, and the better layout 1.05 times on even
-ones. It needs `trl`.
+against the faster of the two, packed at least 1.6 times as fast on ragged rows, and the better layout 1.05 times on
+even ones. It needs `trl`.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def sft_trainer(model: torch.nn.Module, batches: list[Examples], microbatch: int
         processing_class=plain_tokenizer(),
     )
     trainer.pop_callback(transformers.PrinterCallback)
-    return lambda: trainer.train()
+    return trainer.train
 
 
 def plain_tokenizer() -> transformers.PreTrainedTokenizerBase:
