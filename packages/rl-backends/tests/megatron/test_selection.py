@@ -75,7 +75,7 @@ def test_settings_of_the_backend_that_does_not_train_are_named():
 
 
 DTENSOR_COMBINATIONS = {
-    "compile=True cannot": {"compile": True, "tensor_parallel_size": 2},
+    "compile=True: stages are not compiled": {"compile": True, "pipeline_parallel_size": 2},
     "cannot be combined with share_prefixes": {
         "context_parallel_size": 2,
         "sequence_packing": True,
