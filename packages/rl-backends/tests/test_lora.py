@@ -24,7 +24,7 @@ from rl_backends.lora import (
     load_adapter,
     save_adapter,
 )
-from rl_parallel_plans import to_local_if_dtensor
+from rl_parallel_plans import PlanError, plan_for, to_local_if_dtensor
 
 # peft 0.21 asks transformers 5.23 by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -83,14 +83,6 @@ def test_patterns_are_ends_of_names(world, patterns, expected):
     [
         (("q_prj",), "'q_prj' is the end of no module's name.*self_attn.q_proj"),
         (("q_proj", "proj"), "'proj' is the end of no module's name"),
-        (
-            ("lm_head",),
-            "lm_head, which cannot be adapted: it is outside of the decoder layers, .* modules_to_save trains",
-        ),
-        (
-            ("embed_tokens",),
-            "embed_tokens, which cannot be adapted: it is an Embedding, .* modules_to_save trains it whole",
-        ),
         (("input_layernorm",), "input_layernorm, which cannot be adapted: it is a Qwen3MoeRMSNorm"),
         (("mlp.gate",), "mlp.gate, which cannot be adapted: experts of a mixture, and what routes to them"),
         (("*",), "cannot be adapted"),
@@ -547,3 +539,82 @@ def test_dora_has_the_numbers_of_peft(world, tmp_path):
 def test_dora_under_tensor_parallelism_is_refused():
     with pytest.raises(ValueError, match="use_dora=True cannot be combined with tensor_parallel_size > 1"):
         DTensorConfig(lora_cfg=DORA, tensor_parallel_size=2)
+
+
+ENDS = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "embed_tokens", "lm_head"))
+
+
+def with_values_of_training(model):
+    """Neither A nor B is zero, so that both have a gradient."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                to_local_if_dtensor(parameter).normal_(std=0.1, generator=generator)
+
+
+def test_adapters_on_the_embeddings_and_the_head_have_the_numbers_of_peft(world, tmp_path):
+    import peft
+
+    backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=ENDS))
+    examples = world.make_examples()
+    bare = world.plain_logp(world.make_model("Qwen3").eval(), examples).detach()
+    torch.testing.assert_close(backend.logp(examples), bare, rtol=1e-5, atol=1e-5)  # nothing at first
+    with_values_of_training(backend.model)
+
+    asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "embed_tokens", "lm_head"])
+    theirs = peft.inject_adapter_in_model(asked, world.make_model("Qwen3").eval())
+    values = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, parameter in backend.model.named_parameters():
+            values[name].copy_(parameter)
+    expected = world.plain_logp(theirs, examples)
+    torch.testing.assert_close(backend.logp(examples), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert (expected - bare).abs().max() > 0.01
+
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    backend.start_training(OptimizerConfig(lr=1e-2), num_steps=1)
+    backend.forward_backward(examples, loss)
+    loss(expected, examples)[0].backward()
+    trained = {name: each for name, each in backend.model.named_parameters() if each.requires_grad}
+    assert len([name for name in trained if "embed_tokens" in name or "lm_head" in name]) == 4
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter.grad, values[name].grad, rtol=1e-5, atol=1e-5)
+
+    # The reference, what engines get, a saved folder and a saved adapter.
+    reference = backend.freeze_reference(without_adapters=True)
+    torch.testing.assert_close(reference.logp(examples), bare, rtol=1e-5, atol=1e-5)
+    merged = world.make_model("Qwen3").eval()
+    merged.load_state_dict({shard.name: shard.local.detach() for shard in backend.shards()})
+    torch.testing.assert_close(world.plain_logp(merged, examples).detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+    backend.save_pretrained(tmp_path / "merged")
+    saved = load_file(tmp_path / "merged" / "model.safetensors")
+    torch.testing.assert_close(saved, {name: merged.state_dict()[name] for name in saved})
+    backend.save_adapter(tmp_path / "adapter", base_model_name="base")
+    loaded = peft.PeftModel.from_pretrained(world.make_model("Qwen3").eval(), tmp_path / "adapter").eval()
+    torch.testing.assert_close(world.plain_logp(loaded, examples).detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+    again = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=ENDS), seed=3)
+    again.load_adapter(tmp_path / "adapter")
+    assert torch.equal(again.logp(examples), backend.logp(examples))
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_end_of_a_tie_is_refused(world, end):
+    model = world.make_model("Qwen3", tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=f"{end}, which cannot be adapted: .* are one weight"):
+        add_lora(model, LoraConfig(target_modules=(end,)))
+
+
+def test_an_adapter_on_the_embeddings_or_the_head_with_dora_or_on_megatron_is_refused(world):
+    dora = LoraConfig(target_modules=("lm_head",), use_dora=True)
+    with pytest.raises(ModelError, match="lm_head, and use_dora=True is for linear layers of the decoder"):
+        add_lora(world.make_model("Qwen3"), dora)
+    with pytest.raises(ModelError, match="on the embeddings and the head are the DTensor backend's"):
+        add_lora(world.make_model("Qwen3"), ENDS, layers_only=True)
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_the_embeddings_or_the_head_under_tensor_parallelism_is_refused(world, end):
+    model = add_lora(world.make_model("Qwen3"), LoraConfig(target_modules=(end,)))
+    with pytest.raises(PlanError, match=f"{end} has an adapter, and is sharded by .*, which has no rule for one"):
+        plan_for(model, tp=2)

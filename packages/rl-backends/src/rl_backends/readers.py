@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
 from rl_backends.kernels import KernelsConfig
+from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
 
@@ -101,7 +102,7 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
     options = head.options(temperature)
 
     def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Tensor:
-        lm_head = model.get_output_embeddings()
+        lm_head, hidden = adapted_head(model.get_output_embeddings(), hidden)
         if output == "logp_of_token_ids":
             assert inputs.words is not None
             logp: Tensor = logp_of_token_ids(hidden, lm_head, inputs.words, **options)
@@ -126,15 +127,10 @@ def read_entropy(head: Head, temperature: float) -> Reader:
     """Entropy in nats of the distribution that each asked token was drawn from: float32 [n]."""
 
     def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
+        lm_head, hidden = adapted_head(model.get_output_embeddings(), hidden)
         options = head.options(temperature)
         _, entropy = linear_logp(
-            hidden,
-            model.get_output_embeddings(),
-            inputs.targets,
-            ignore_index=None,
-            entropy=True,
-            kernel=head.kernel,
-            **options,
+            hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, kernel=head.kernel, **options
         )
         return entropy
 
@@ -145,7 +141,8 @@ def read_top_k(head: Head, temperature: float, k: int) -> Reader:
     """The k most probable tokens in each asked token's place: `TopKLogp` of [n, k]."""
 
     def read(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> TopKLogp:
-        return top_k_logp(hidden, model.get_output_embeddings(), k, **head.options(temperature))
+        lm_head, hidden = adapted_head(model.get_output_embeddings(), hidden)
+        return top_k_logp(hidden, lm_head, k, **head.options(temperature))
 
     return read
 

@@ -103,7 +103,7 @@ def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[in
         from rl_backends.lora import add_lora
         from rl_backends.reference import without_weights
 
-        skeleton = add_lora(without_weights(skeleton), config.lora_cfg)
+        skeleton = add_lora(without_weights(skeleton), config.lora_cfg, layers_only=True)
     names = first_names(skeleton)
     shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
     return {base_name(name): shape for name, shape in shapes.items()}

@@ -29,7 +29,8 @@ class LoraConfig:
 
     target_modules: str | tuple[str, ...] = "all-linear"
     """`all-linear`: every linear layer of the decoder layers, but for experts and what routes to them. Or the ends of
-    dotted names, whose tokens may hold `*`: `q_proj`, `self_attn.*_proj`, `layers.1*.mlp.down_proj`."""
+    dotted names, whose tokens may hold `*`: `q_proj`, `self_attn.*_proj`, `layers.1*.mlp.down_proj`; also `embed_tokens`
+    and `lm_head` where they are not tied to each other, on DTensor without tensor parallelism."""
 
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that the rank can be raised without a new learning rate."""

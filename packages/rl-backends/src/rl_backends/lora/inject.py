@@ -15,7 +15,14 @@ from torch import nn
 
 from rl_backends.errors import ModelError
 from rl_backends.lora.config import LoraConfig
-from rl_backends.lora.layers import A_TAIL, ADAPTER, B_TAIL, adapted_layers
+from rl_backends.lora.layers import (
+    A_TAIL,
+    ADAPTER,
+    B_TAIL,
+    EMBEDDING_A_TAIL,
+    EMBEDDING_B_TAIL,
+    adapted_layers,
+)
 from rl_parallel_plans import named_shards, to_local_if_dtensor
 from rl_parallel_plans.sharding.fsdp import FP32_PARAMETERS, kept_in_fp32
 from rl_parallel_plans.structure import collapsed, text_layers, tied_names
@@ -31,13 +38,14 @@ __all__ = [
 ]
 
 
-def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Module:
+def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only: bool = False) -> nn.Module:
     """Freeze `model` and put adapters into it; before it is sharded. The model is changed in place and returned.
 
     Args:
         model: with weights, or on the meta device: then call `initialise_adapters` when its parameters have memory.
         config: where adapters go, their size, and the dtype that the frozen weights get.
         seed: of `initialise_adapters`.
+        layers_only: refuse adapters on the embeddings and the head, which a backend has no place for.
 
     Raises:
         ModelError: peft is not installed, the model has adapters already, or `config` names what cannot be adapted.
@@ -46,15 +54,21 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Modul
     require_peft()
     if getattr(model, "peft_config", None):
         raise ModelError(f"{type(model).__name__} has adapters already; give the model without them")
-    targets = find_targets(model, config.target_modules)
+    targets = find_targets(model, config.target_modules, layers_only=layers_only)
+    ends = find_ends(model)
+    if config.use_dora and (outside := [name for name in targets if name in ends]):
+        raise ModelError(
+            f"target_modules names {outside[0]}, and use_dora=True is for linear layers of the decoder: leave it out, or "
+            f"set use_dora=False"
+        )
     whole = find_trained_whole(model, config.modules_to_save, targets=targets)
     _inject(model, config, list(targets))
     _set_dtypes(model, config, whole)
     if all(parameter.is_meta for parameter in model.parameters()):
         return model
     for layer in adapted_layers(model):
-        for adapter in (layer.module.lora_A, layer.module.lora_B, layer.module.lora_magnitude_vector):
-            adapter.to_empty(device=layer.base.device)
+        for adapter in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
+            getattr(layer.module, adapter).to_empty(device=layer.base.device)
     initialise_adapters(model, seed=seed)
     return model
 
@@ -63,7 +77,8 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> nn.Modul
 def initialise_adapters(model: nn.Module, *, seed: int) -> None:
     """Give adapters their first values, in place, as peft has them; the model computes what it did before.
 
-    B is zero, A uniform within 1 / sqrt(in), and the magnitudes of DoRA are the lengths of the rows of W.
+    B is zero, A uniform within 1 / sqrt(in), and the magnitudes of DoRA are the lengths of the rows of W. Of an embedding
+    A is zero and B normal.
 
     The values depend on `seed` and on the layer's name alone: not on the mesh, the order, the device or torch's own
     random state, which is left alone. Moves nothing between ranks.
@@ -76,7 +91,7 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
             rows = to_local_if_dtensor(layer.base.detach()).float()
             to_local_if_dtensor(layer.magnitude).copy_(torch.linalg.vector_norm(rows, dim=1))
     for shard in named_shards(model):
-        if shard.name.endswith((A_TAIL, B_TAIL)):
+        if shard.name.endswith((A_TAIL, B_TAIL, EMBEDDING_A_TAIL, EMBEDDING_B_TAIL)):
             whole = first_value(shard.name, shard.shape, seed=seed)
             for box in shard.boxes():
                 box.of_local(shard.local).copy_(box.of_whole(whole))
@@ -84,10 +99,12 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
 
 def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
     """The first value of the A or the B of this name, unsharded: see `initialise_adapters`."""
-    if name.endswith(B_TAIL):
+    if name.endswith((B_TAIL, EMBEDDING_A_TAIL)):
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    if name.endswith(EMBEDDING_B_TAIL):
+        return torch.empty(shape).normal_(generator=generator)
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
@@ -138,16 +155,22 @@ def _set_dtypes(model: nn.Module, config: LoraConfig, whole: dict[str, nn.Module
 # ---- Which modules: names in, modules out, or a refusal.
 
 
-def find_targets(model: nn.Module, target_modules: str | tuple[str, ...]) -> dict[str, nn.Linear]:
-    """The linear layers that `LoraConfig.target_modules` means, by name, in the model's order.
+def find_targets(
+    model: nn.Module, target_modules: str | tuple[str, ...], *, layers_only: bool = False
+) -> dict[str, nn.Module]:
+    """The layers that `LoraConfig.target_modules` means, by name, in the model's order.
+
+    layers_only: refuse the embeddings and the head.
 
     Raises:
-        ModelError: the model has no decoder layers, is quantized, or a pattern fits none of their linear layers, or
-            also what cannot be adapted.
+        ModelError: the model has no decoder layers, is quantized, or a pattern fits none of its layers, or also what
+            cannot be adapted.
     """
     linears = _adaptable_linears(model)
     if target_modules == "all-linear":
-        return linears
+        return dict(linears)
+    ends = {} if layers_only else find_ends(model)
+    adaptable: dict[str, nn.Module] = {**linears, **ends}
     wanted: set[str] = set()
     for pattern in target_modules:
         matches = _ending_in(model, pattern)
@@ -156,13 +179,27 @@ def find_targets(model: nn.Module, target_modules: str | tuple[str, ...]) -> dic
                 f"target_modules: {pattern!r} is the end of no module's name in {type(model).__name__}; its linear "
                 f"layers end in {_ends(linears)}"
             )
-        if loose := [name for name in matches if name not in linears]:
+        if loose := [name for name in matches if name not in adaptable]:
             raise ModelError(
                 f"target_modules: {pattern!r} also fits {loose[0]}, which cannot be adapted: "
-                f"{_why_not(model, loose[0])}; name linear layers of the decoder alone, which end in {_ends(linears)}"
+                f"{_why_not(model, loose[0], layers_only=layers_only)}; name linear layers of the decoder alone, which end in {_ends(linears)}"
             )
         wanted |= set(matches)
-    return {name: linear for name, linear in linears.items() if name in wanted}
+    return {name: module for name, module in model.named_modules() if name in wanted}
+
+
+def find_ends(model: nn.Module) -> dict[str, nn.Module]:
+    """The embeddings of tokens and the language-model head, by name, where they can have an adapter: untied."""
+    tied = {name for names in tied_names(model) for name in names}
+    found = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(module is each for each in found)
+        and isinstance(module, nn.Embedding | nn.Linear)
+        and module.weight.is_floating_point()
+        and f"{name}.weight" not in tied
+    }
 
 
 def find_trained_whole(
@@ -218,18 +255,18 @@ def _in_mixture(model: nn.Module, name: str) -> bool:
     return "experts" in name.split(".") or "experts" in dict(parent.named_children())
 
 
-def _why_not(model: nn.Module, name: str) -> str:
+def _why_not(model: nn.Module, name: str, *, layers_only: bool) -> str:
     module = model.get_submodule(name)
     if name and _in_mixture(model, name):
         return "experts of a mixture, and what routes to them, stay frozen, also where they are stacked in one tensor"
-    if isinstance(module, nn.Embedding):
-        return "it is an Embedding, whose rows are looked up; modules_to_save trains it whole, if nothing is tied to it"
+    tied = next((names for names in tied_names(model) if f"{name}.weight" in names), None)
+    if tied is not None:
+        return f"{' and '.join(tied)} are one weight, and an adapter of one of them would make two of it"
+    if layers_only and name in find_ends(model):
+        return "adapters on the embeddings and the head are the DTensor backend's (policy.dtensor_cfg)"
     if not isinstance(module, nn.Linear):
         return f"it is a {type(module).__name__}"
-    return (
-        "it is outside of the decoder layers, and its weight alone is read, in chunks and without whole logits; "
-        "modules_to_save trains it whole, if nothing is tied to it"
-    )
+    return "it is neither in the decoder layers nor the head of a language model; modules_to_save trains it whole"
 
 
 def _ending_in(model: nn.Module, pattern: str) -> list[str]:

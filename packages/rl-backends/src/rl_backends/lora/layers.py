@@ -1,7 +1,8 @@
 """Adapters as they lie in a model: their names, tensors and scaling, what they cost, and the model without them.
 
-peft puts X.base_layer, X.lora_A.default and X.lora_B.default in the place of a linear layer X. Only this file knows it;
-it needs no peft, which a model with adapters brings along.
+peft puts X.base_layer, X.lora_A.default and X.lora_B.default in the place of a linear layer X, and the parameters
+X.lora_embedding_A.default and X.lora_embedding_B.default beside X.base_layer in that of an embedding. Only this file
+knows it; it needs no peft, which a model with adapters brings along.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
@@ -19,6 +21,7 @@ __all__ = [
     "ADAPTER",
     "AdaptedLayer",
     "AdapterSize",
+    "adapted_head",
     "adapted_layers",
     "adapter_size",
     "adapter_tensors",
@@ -35,23 +38,28 @@ ADAPTER = "default"
 """peft's name of the one adapter of a layer."""
 
 A_TAIL, B_TAIL = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+EMBEDDING_A_TAIL, EMBEDDING_B_TAIL = f".lora_embedding_A.{ADAPTER}", f".lora_embedding_B.{ADAPTER}"
 MAGNITUDE_TAIL = f".lora_magnitude_vector.{ADAPTER}.weight"
+TAILS = (A_TAIL, B_TAIL, EMBEDDING_A_TAIL, EMBEDDING_B_TAIL, MAGNITUDE_TAIL)
+"""How the names of all parameters of adapters end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """A linear layer with an adapter."""
+    """A linear layer or an embedding with an adapter."""
 
     name: str
-    """Of the linear layer in the model without adapters."""
+    """Of the layer in the model without adapters."""
     module: Any
     """peft's layer around it."""
     base: Tensor
-    """W [out, in], frozen."""
+    """W [out, in], frozen; of an embedding [words, hidden]."""
     lora_a: Tensor
-    """[rank, in]."""
+    """[rank, in]; of an embedding [rank, words]."""
     lora_b: Tensor
-    """[out, rank]."""
+    """[out, rank]; of an embedding [hidden, rank]."""
+    is_embedding: bool
+    """Whether its rows are looked up; B A is then added to W transposed."""
     scaling: float
     """What B A is multiplied by."""
     magnitude: Tensor | None
@@ -70,8 +78,9 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayer]:
             name=unwrapped(path),
             module=module,
             base=module.base_layer.weight,
-            lora_a=module.lora_A[ADAPTER].weight,
-            lora_b=module.lora_B[ADAPTER].weight,
+            lora_a=module.lora_embedding_A[ADAPTER] if _is_embedding(module) else module.lora_A[ADAPTER].weight,
+            lora_b=module.lora_embedding_B[ADAPTER] if _is_embedding(module) else module.lora_B[ADAPTER].weight,
+            is_embedding=_is_embedding(module),
             scaling=float(module.scaling[ADAPTER]),
             magnitude=module.lora_magnitude_vector[ADAPTER].weight if module.use_dora[ADAPTER] else None,
         )
@@ -127,18 +136,54 @@ def peft_name(name: str) -> str:
     """The name in peft's files of a parameter with this name in the model."""
     for matrix in ("lora_A", "lora_B"):
         name = name.replace(f".{matrix}.{ADAPTER}.weight", f".{matrix}.weight")
+        name = name.replace(f".lora_embedding_{matrix[-1]}.{ADAPTER}", f".lora_embedding_{matrix[-1]}")
     name = name.replace(MAGNITUDE_TAIL, ".lora_magnitude_vector")
     return f"base_model.model.{name}"
 
 
 def _of_adapter(name: str) -> bool:
-    return name.endswith((A_TAIL, B_TAIL, MAGNITUDE_TAIL))
+    return name.endswith(TAILS)
 
 
 def _lora_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        if {"base_layer", "lora_A", "lora_B"} <= dict(module.named_children()).keys():
+        if _has_adapter(module):
             yield path, module
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    return {"base_layer", "lora_A", "lora_B"} <= dict(module.named_children()).keys()
+
+
+def _is_embedding(module: Any) -> bool:
+    return ADAPTER in module.lora_embedding_A
+
+
+# ---- The head, whose weight is read without calling it.
+
+
+def adapted_head(lm_head: Any, hidden: Tensor) -> tuple[nn.Module, Tensor]:
+    """A head without adapter, and hidden states for it, that make the logits that `lm_head` makes of `hidden`.
+
+        W h + s B A h = [W, B] [h; s A h]
+
+    so the update is never added to W, where a half precision would round it away. Differentiable into A, B and h. To be
+    called in the model's forward, where FSDP has gathered the three; a head without adapter is returned as it is.
+
+    Args:
+        lm_head: a linear layer, or peft's layer around one; W [V, H], B [V, rank], A [rank, H].
+        hidden: [n, H].
+    """
+    if not _has_adapter(lm_head):
+        return lm_head, hidden
+    base: Any = lm_head.base_layer
+    if lm_head.disable_adapters:
+        return base, hidden
+    lora_a, lora_b = lm_head.lora_A[ADAPTER].weight, lm_head.lora_B[ADAPTER].weight
+    low_rank = nn.functional.linear(hidden, lora_a) * lm_head.scaling[ADAPTER]
+    head: Any = nn.Module()
+    head.weight, head.bias = torch.cat([base.weight, lora_b], dim=1), base.bias
+    return head, torch.cat([hidden, low_rank], dim=1)
 
 
 # ---- What adapters cost, counted on a model on the meta device as well as on a sharded one.
@@ -149,7 +194,7 @@ class AdapterSize:
     """Numbers of the whole model, before it is shared out over ranks."""
 
     layers: int
-    """Linear layers with an adapter."""
+    """Layers with an adapter."""
     trainable: int
     """Parameters that train: adapters, and modules trained whole."""
     total: int

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from rl_backends.lora.layers import (
     A_TAIL,
     B_TAIL,
+    EMBEDDING_A_TAIL,
+    EMBEDDING_B_TAIL,
     MAGNITUDE_TAIL,
+    TAILS,
     AdaptedLayer,
     adapted_layers,
     base_name,
@@ -96,7 +99,7 @@ class MergedWeights(Mapping[str, Tensor]):
         """What this rank holds of each parameter and persistent buffer, as `named_shards` of the merged model would."""
         self._require_memory()
         for shard in named_shards(self._model):
-            if not shard.name.endswith((A_TAIL, B_TAIL, MAGNITUDE_TAIL)):
+            if not shard.name.endswith(TAILS):
                 name = base_name(shard.name)
                 tensor = self._merged.get(name, shard.tensor)
                 yield NamedShard(name=name, tensor=tensor, shape=shard.shape, row_order=shard.row_order)
@@ -144,11 +147,16 @@ def export_merged(
     layers = {layer.name: layer for layer in adapted_layers(model)}
     held: dict[str, Tensor] = {}
     for name, tensor in export_state_dict(model, every_rank=every_rank, device=device):
-        if name.endswith((A_TAIL, ".base_layer.weight")):
+        if name.endswith((A_TAIL, EMBEDDING_A_TAIL, ".base_layer.weight")):
             held[name] = tensor
             continue
         if name.endswith(B_TAIL) and layers[name.removesuffix(B_TAIL)].magnitude is not None:
             held[name] = tensor  # its magnitudes come next
+        elif name.endswith(EMBEDDING_B_TAIL):
+            layer = name.removesuffix(EMBEDDING_B_TAIL)
+            base, lora_a = held.pop(f"{layer}.base_layer.weight"), held.pop(f"{layer}{EMBEDDING_A_TAIL}")
+            merged = merged_weight(base, tensor.t(), lora_a.t(), scaling=layers[layer].scaling)
+            yield f"{layer}.weight", merged.to(dtype or base.dtype)
         elif name.endswith((B_TAIL, MAGNITUDE_TAIL)):
             layer = name.removesuffix(B_TAIL).removesuffix(MAGNITUDE_TAIL)
             magnitude = tensor if name.endswith(MAGNITUDE_TAIL) else None
@@ -167,6 +175,9 @@ def _give_memory(tensor: Tensor) -> None:
 
 
 def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
+    if layer.is_embedding:
+        _merge_embedding(layer, out=out)
+        return
     lora_a = _with_all_rows(layer.lora_a)
     base, lora_b = (to_local_if_dtensor(each.detach()).to(lora_a.device) for each in (layer.base, layer.lora_b))
     if base.ndim == 3:  # of a fused layer, registered as [rows / tp, tp, in]; this rank has its rows of both alike
@@ -175,6 +186,17 @@ def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
     local = to_local_if_dtensor(out)
     magnitude = None if layer.magnitude is None else to_local_if_dtensor(layer.magnitude.detach()).to(lora_a.device)
     local.copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling, magnitude=magnitude).view(local.shape))
+
+
+def _merge_embedding(layer: AdaptedLayer, *, out: Tensor) -> None:
+    """A and B are gathered, since FSDP has cut A by its ranks and not by words as W is; they are small beside W."""
+    lora_a, lora_b = _with_all_rows(layer.lora_a), _with_all_rows(layer.lora_b)
+    shard = NamedShard(name=layer.name, tensor=layer.base.detach(), shape=tuple(layer.base.shape), row_order=None)
+    base, local = shard.local.to(lora_a.device), to_local_if_dtensor(out)
+    for box in shard.boxes():
+        words = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+        merged = merged_weight(box.of_local(base), lora_b.t(), lora_a[:, words].t(), scaling=layer.scaling)
+        box.of_local(local).copy_(merged)
 
 
 def _with_all_rows(lora_a: Tensor) -> Tensor:

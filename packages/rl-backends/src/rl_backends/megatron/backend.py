@@ -88,7 +88,7 @@ class MegatronBackend(Backend):
     ) -> None:
         require_own_code(model)
         if config.lora_cfg is not None:
-            add_lora(model, config.lora_cfg, seed=seed)
+            add_lora(model, config.lora_cfg, seed=seed, layers_only=True)
         super().__init__(config, without_weights(model))
         source = from_hugging_face(_with_weights(model)) if fill is None else fill
         self._distributed = MegatronModel(self._skeleton, config, fill=partial(_same_then, source, model))
