@@ -1,6 +1,7 @@
 """What servers, commands and checks ask of an engine; every engine here answers it."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
@@ -65,7 +66,7 @@ class EngineMetrics:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What generates whole answers. One thread at a time, unless an engine says more."""
+    """What generates whole answers."""
 
     @property
     def version(self) -> int:
@@ -81,6 +82,13 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread, and without waiting.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts
+        it; what prevents this answer is the future's error, and touches no other.
+        """
 
     def explain(self) -> str:
         """Which engine this is, with which limits and quirks. For people."""

@@ -15,6 +15,7 @@ from typing import Self, TypeVar, final
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
 from rl_generation.requests import Sampling
+from rl_generation.rollout import Rollout
 
 __all__ = ["Streamer"]
 
@@ -79,6 +80,10 @@ class Streamer:
         finally:
             if stream.unfinished and not self._closed:
                 self._submit(lambda: self._drop(request_id))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt beside the streams, in a thread of the engine's; see the engine's `submit`."""
+        return self._engine.submit(prompt, sampling, seed=seed)
 
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
