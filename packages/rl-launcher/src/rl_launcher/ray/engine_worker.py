@@ -1,8 +1,8 @@
 """One engine in a Ray actor: makes it, generates with it, and refits it.
 
 Ray calls the worker from many threads. A synchronous engine is called, refitted and put to sleep by one thread, in the
-order of arrival, so that no refit falls into a call of `generate`; nor does one fall into a request of `begin`: it waits
-for those under way, and later ones wait for it. An asynchronous engine takes care of that itself.
+order of arrival, so that no refit falls into a call of `generate`. A refit also waits for requests of `begin` that are
+under way, and later ones wait for it. An asynchronous engine takes care of that itself.
 """
 
 import threading

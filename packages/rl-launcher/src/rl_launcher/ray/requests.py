@@ -7,6 +7,7 @@ are under way: one sends requests, however many have come, in one call; one for 
 
 import itertools
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -75,24 +76,24 @@ class RequestDispatch:
             with changed:
                 try:
                     in_time = changed.wait_for(lambda: not self._requests or self._can_send(), timeout=limit_s)
-                    if not self._requests:
-                        self._sending = False
-                        return
                     batches = self._assign()
-                except BaseException as raised:  # noqa: BLE001 - the pool says why there is no engine any more
-                    self._sending, error = False, raised
-                    break
-                if not in_time and self._waiting() and not self._collecting:
-                    states = ", ".join(f"engine {each.index} is {each.state}" for each in self._engines.all())
-                    self._sending = False
-                    error = EngineDiedError(
-                        f"{len(self._waiting())} requests got no engine within cluster.call_timeout_s={limit_s:g}: "
-                        f"{states}"
-                    )
+                    error = None if in_time or self._collecting else self._no_engine()
+                except BaseException as raised:  # noqa: BLE001 - raised again where the answers are taken
+                    error, batches = raised, {}
+                if not self._requests or error is not None:
+                    self._sending, lost = False, list(self._requests)
                     break
             for engine, requests in batches.items():
                 engine.process().submit("begin", [request.begun for request in requests])
-        self._fail(list(self._requests), error)
+        if error is not None:
+            self._fail(lost, error)
+
+    def _no_engine(self) -> EngineDiedError:
+        states = ", ".join(f"engine {each.index} is {each.state}" for each in self._engines.all())
+        return EngineDiedError(
+            f"{len(self._waiting())} requests got no engine within cluster.call_timeout_s="
+            f"{self._engines.call_timeout_s:g}: {states}"
+        )
 
     def _waiting(self) -> list[_Request]:
         return [request for request in self._requests.values() if request.engine is None]
@@ -101,7 +102,7 @@ class RequestDispatch:
         return bool(self._engines.serving() and self._waiting())
 
     def _assign(self) -> dict[RunningEngine, list[_Request]]:
-        """Choose an engine for every request that waits, and have a thread collect from each; none serves, none goes."""
+        """Choose an engine for every request that waits, and have a thread collect from each; none serve, none go."""
         serving = self._engines.serving()
         batches: dict[RunningEngine, list[_Request]] = defaultdict(list)
         if not serving:
@@ -132,6 +133,7 @@ class RequestDispatch:
                     self._engines.changed.notify_all()
                     return
             why: Any = None
+            asked_s = time.monotonic()
             try:
                 reply: Collected = engine.process().call("collect", limit_s, timeout_s=limit_s + ANSWER_S)
             except RemoteDiedError as error:
@@ -145,7 +147,7 @@ class RequestDispatch:
                 self._complete(number, RemoteFailedError.of(failure, who=engine.process().who, call="submit"))
             if reply.died is not None:
                 self._send_again(engine, why or reply.died)
-            elif not reply.rollouts and not reply.failures and mine == self._numbers_of(engine):
+            elif not reply.rollouts and not reply.failures and time.monotonic() - asked_s >= limit_s:
                 self._fail(mine, Pending(engine.process(), "submit", None).timed_out(limit_s))
 
     def _numbers_of(self, engine: RunningEngine) -> list[int]:
