@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_generation.engine import Engine
+from rl_generation.engine import RequestEngine
 from rl_generation.errors import EngineDeadError, LogpError, ModelError, PromptError
 from rl_generation.requests import Sampling
 from rl_generation.streaming import Streamer
@@ -54,7 +54,7 @@ def under_way(serving, *tokens, sampling=LONG):
 
 def test_requests_of_many_threads_get_what_each_would_get_alone(served):
     serving, plain = served
-    assert isinstance(serving, Engine)
+    assert isinstance(serving, RequestEngine)
     requests = [
         ([1, 5 + number % 7, 4][: 1 + number % 3], Sampling(max_new_tokens=3 + number % 13, temperature=0.8), number)
         for number in range(40)
@@ -100,7 +100,14 @@ def test_a_streamer_and_submit_share_the_engine(served):
     assert tokens == plain.generate([[1, 7]], replace(LONG, seed=1))[0].tokens
     same(future.result(PATIENCE_S), alone(plain, [1, 5], LONG, 5))
     with Streamer(serving) as streamer:
-        assert streamer.submit([1, 5], LONG, seed=5).result(PATIENCE_S).tokens == future.result().tokens
+        again, refused, cancelled = (streamer.submit([1, token], LONG, seed=5) for token in (5, 99, 6))
+        cancelled.cancel()
+        same(again.result(PATIENCE_S), future.result())
+        with pytest.raises(PromptError, match="token id 99"):
+            refused.result(PATIENCE_S)
+    with pytest.raises(EngineDeadError, match="closed"):
+        streamer.submit([1, 5], LONG, seed=5).result(PATIENCE_S)
+    assert serving.metrics().running == 0
 
 
 def test_models_without_continuous_batching_answer_too(tiny):

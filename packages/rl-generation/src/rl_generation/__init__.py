@@ -5,7 +5,7 @@ Knows language models, sampling and token ids. Does not know rewards, training o
 
 from rl_generation.agreement import AgreementError, AgreementMonitor, LogpAgreement, TokenDifference
 from rl_generation.chat import decode_rollout, encode_chat, encode_text, with_required_prefix
-from rl_generation.engine import Engine, EngineMetrics, RolloutDelta, SteppingEngine, StreamingEngine
+from rl_generation.engine import Engine, EngineMetrics, RequestEngine, RolloutDelta, SteppingEngine, StreamingEngine
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -47,6 +47,7 @@ __all__ = [
     "ModelQuirk",
     "PromptError",
     "Request",
+    "RequestEngine",
     "Rollout",
     "RolloutDelta",
     "RolloutTiming",

@@ -8,7 +8,7 @@ from typing import Protocol, final, runtime_checkable
 from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import LogpOf, Rollout
 
-__all__ = ["Engine", "EngineMetrics", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
+__all__ = ["Engine", "EngineMetrics", "RequestEngine", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
 
 
 @final
@@ -83,13 +83,6 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on."""
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
-        """Begin to answer one prompt, beside whatever is under way; from any thread, and without waiting.
-
-        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts
-        it; what prevents this answer is the future's error, and touches no other.
-        """
-
     def explain(self) -> str:
         """Which engine this is, with which limits and quirks. For people."""
 
@@ -98,6 +91,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End it, with all of its processes; it can be called again."""
+
+
+@runtime_checkable
+class RequestEngine(Engine, Protocol):
+    """What also takes one request at a time, while others are being generated; every engine of this package."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread, and without waiting.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts
+        it; what prevents this answer is the future's error, and touches no other.
+        """
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout
+from rl_generation.submitting import check_single, failed_request
 
 __all__ = ["Streamer"]
 
@@ -48,7 +49,7 @@ class Streamer:
         self._engine = engine
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Stream | _Answer] = {}
         self._numbers = itertools.count()
         self._stepping = False
         self._dead: EngineDeadError | None = None
@@ -82,8 +83,25 @@ class Streamer:
                 self._submit(lambda: self._drop(request_id))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
-        """Begin to answer one prompt beside the streams, in a thread of the engine's; see the engine's `submit`."""
-        return self._engine.submit(prompt, sampling, seed=seed)
+        """Begin to answer one prompt beside the streams, from any thread; the future raises what `stream` raises.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` of the engine returns.
+        """
+        request_id, answer = f"submitted-{next(self._numbers)}", _Answer()
+        try:
+            check_single(sampling)
+            asked = sampling.for_request(seed)
+            adding = self._submit(lambda: self._add(request_id, answer, prompt=prompt, sampling=asked))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
+        adding.add_done_callback(answer.note_refused)
+
+        def drop(future: "Future[Rollout]") -> None:
+            if future.cancelled() and not self._closed:
+                self._submit(lambda: self._drop(request_id))
+
+        answer.future.add_done_callback(drop)
+        return answer.future
 
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
@@ -136,7 +154,7 @@ class Streamer:
 
     # -- In the worker thread -------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _add(self, request_id: str, stream: "_Stream | _Answer", *, prompt: Sequence[int], sampling: Sampling) -> None:
         self._engine.add_request(request_id, prompt, sampling)
         self._dead = None  # it took a request: somebody has restarted it
         self._streams[request_id] = stream
@@ -190,6 +208,31 @@ class Streamer:
     def _finish_streams(self) -> None:
         while self._engine.has_unfinished_requests():
             self._step()
+
+
+class _Answer:
+    """What goes from the worker thread to a future."""
+
+    def __init__(self) -> None:
+        self.future: Future[Rollout] = Future()
+        self.delivered = False
+
+    def put(self, item: RolloutDelta | BaseException) -> None:
+        result = item.rollout if isinstance(item, RolloutDelta) else item
+        if result is None:
+            return
+        self.delivered = True
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Rollout):
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(result)
+
+    def note_refused(self, adding: "Future[None]") -> None:
+        error = adding.exception()
+        if error is not None:
+            self.put(error)
 
 
 class _Stream:
