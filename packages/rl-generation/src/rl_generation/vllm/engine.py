@@ -317,7 +317,7 @@ class VllmEngine:
             ModelError: Requests are under way.
         """
         self._prepared.check_sleep(level)
-        if self.has_unfinished_requests():
+        if self.has_unfinished_requests() or self._answers:
             raise ModelError("requests are under way; finish or abort them before the engine sleeps")
         version = self.version
         with self._running.calls():
