@@ -28,12 +28,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_generation.bad_words import BadWords, banned_next, encode_bad_words
+from rl_generation.detokenizer import StopStrings
 from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, uniforms
 from rl_generation.embedded.slot_model import SlotModel
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request, Sampling
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
-from rl_generation.stop_strings import StopStrings
 
 __all__ = ["Batch", "ContinuousBatching", "Counters", "Ended", "Profile", "Progress", "Row", "Text", "make_texts"]
 
