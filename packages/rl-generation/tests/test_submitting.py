@@ -44,12 +44,38 @@ def same(ours, theirs):
     assert ours.logp == pytest.approx(theirs.logp, abs=1e-4)
 
 
-def under_way(serving, *tokens, sampling=LONG):
-    """Long requests that have generated some of their tokens."""
-    futures = [serving.submit([1, token], sampling, seed=token) for token in tokens]
-    while serving.metrics().generated_tokens < 3:
-        time.sleep(0.001)
-    return futures
+class Held:
+    """Holds an engine in the midst of its `after`-th forward, until `go_on`."""
+
+    def __init__(self, engine, after=4):
+        self.engine, self.left = engine, after
+        self._reached, self._released = threading.Event(), threading.Event()
+        self._hook = engine.model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *_):
+        self.left -= 1
+        if self.left == 0:
+            self._reached.set()
+            self._released.wait(PATIENCE_S)
+
+    def submit(self, *tokens):
+        """A long request for each token; some of theirs have been generated when this returns."""
+        futures = [self.engine.submit([1, token], LONG, seed=token) for token in tokens]
+        assert self._reached.wait(PATIENCE_S)
+        return futures
+
+    def in_turn(self, act):
+        """Have a thread `act`, which waits for a turn of the engine, before that goes on; return once it is done."""
+        thread = threading.Thread(target=act)
+        thread.start()
+        while not self.engine._turns._waiting:
+            time.sleep(0.001)
+        self.go_on()
+        thread.join(PATIENCE_S)
+
+    def go_on(self):
+        self._hook.remove()
+        self._released.set()
 
 
 def test_requests_of_many_threads_get_what_each_would_get_alone(served):
@@ -72,15 +98,20 @@ def test_requests_of_many_threads_get_what_each_would_get_alone(served):
 
 def test_a_request_joins_the_running_batch(served):
     serving, plain = served
-    (long,) = under_way(serving, 5)
+    held = Held(serving)
+    (long,) = held.submit(5)
     short = serving.submit([1, 6], Sampling(max_new_tokens=2), seed=0)
+    long.add_done_callback(lambda _: short.done() or pytest.fail("the short one waited for the long one"))
+    held.go_on()
     same(short.result(PATIENCE_S), alone(plain, [1, 6], Sampling(max_new_tokens=2), 0))
     same(long.result(PATIENCE_S), alone(plain, [1, 5], LONG, 5))
 
 
 def test_generate_and_submit_share_the_engine(served):
     serving, plain = served
-    futures = under_way(serving, 5, 6)
+    held = Held(serving)
+    futures = held.submit(5, 6)
+    threading.Timer(0.05, held.go_on).start()  # once generate waits for its turn
     prompts, sampling = [[1, 7], [1, 8]], replace(SAMPLING, seed=3, n=2)
     for ours, theirs in zip(serving.generate(prompts, sampling), plain.generate(prompts, sampling), strict=True):
         same(ours, theirs)
@@ -137,9 +168,12 @@ def test_the_seed_of_a_request_goes_with_that_of_its_sampling():
 )
 def test_what_is_refused_is_the_futures_error_and_touches_no_other(served, prompt, sampling, message):
     serving, plain = served
-    (fine,) = under_way(serving, 5)
+    held = Held(serving)
+    (fine,) = held.submit(5)
+    refused = serving.submit(prompt, sampling, seed=0)
+    held.go_on()
     with pytest.raises(PromptError, match=message):
-        serving.submit(prompt, sampling, seed=0).result(PATIENCE_S)
+        refused.result(PATIENCE_S)
     same(fine.result(PATIENCE_S), alone(plain, [1, 5], LONG, 5))
 
 
@@ -179,8 +213,10 @@ def test_a_forward_that_fails_is_the_error_of_all_and_the_engine_goes_on(served,
 
 def test_a_cancelled_request_leaves_the_batch_and_the_others_alone(served):
     serving, plain = served
-    kept, cancelled = under_way(serving, 5, 6)
+    held = Held(serving)
+    kept, cancelled = held.submit(5, 6)
     assert cancelled.cancel()
+    held.go_on()
     assert concurrent.futures.wait([cancelled], PATIENCE_S).done == {cancelled}
     with pytest.raises(concurrent.futures.CancelledError):
         cancelled.result(PATIENCE_S)
@@ -192,27 +228,30 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_alone(served):
 
 def test_close_ends_all_and_leaves_no_thread(served):
     serving, plain = served
-    before = threading.active_count()
-    futures = under_way(serving, 5, 6, sampling=Sampling(max_new_tokens=60, ignore_eos=True))
-    serving.close()
+    before = set(threading.enumerate())
+    held = Held(serving)
+    futures = held.submit(5, 6)
+    held.in_turn(serving.close)
     for future in futures:
-        assert isinstance(future.exception(PATIENCE_S), EngineDeadError | None)
-    assert any(future.exception() for future in futures)
-    assert threading.active_count() <= before
+        with pytest.raises(EngineDeadError, match="closed while this request was under way"):
+            future.result(PATIENCE_S)
+    assert set(threading.enumerate()) <= before
     same(serving.submit([1, 5], SAMPLING, seed=0).result(PATIENCE_S), alone(plain, [1, 5], SAMPLING, 0))
 
 
 def test_weights_may_change_between_steps_and_rollouts_say_where(served):
     serving, _ = served
-    (future,) = under_way(serving, 5)
-    with serving.between_steps():
-        assert not future.done(), "the test's premise: 60 tokens take longer than this"
-        made = serving.metrics().generated_tokens
-        with torch.no_grad():
+
+    def new_weights():
+        with serving.between_steps(), torch.no_grad():
             serving.model.lm_head.weight.mul_(0.5)
-        serving.commit_version(4)
+            serving.commit_version(4)
+
+    held = Held(serving)
+    (future,) = held.submit(5)
+    held.in_turn(new_weights)
     first, second = future.result(PATIENCE_S).versions
-    assert (first.version, first.end, second.version, second.end) == (0, made, 4, 60)
+    assert (first.version, first.end, second.version, second.end) == (0, 4, 4, 60)
 
 
 def test_callbacks_may_submit_the_next_request(served):
