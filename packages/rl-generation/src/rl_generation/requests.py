@@ -167,6 +167,9 @@ class Limits:
     tokenizer: Any = None
     """The tokenizer behind stop strings and bad words; None where the engine was made without one."""
 
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that one forward takes; longer ones are prefilled in pieces. None where none is."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
