@@ -8,6 +8,7 @@ so may new weights (`between_steps`), without a lock.
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self, TypeVar, final
@@ -236,14 +237,22 @@ class _Answer:
 
 
 class _Stream:
-    """What goes from the worker thread to one consumer, in the event loop where it was made."""
+    """What goes from the worker thread to one consumer, in the event loop where it was made.
+
+    A consumer that is slower than the engine gets several deltas of an answer as one: no more than one of each answer
+    ever waits.
+    """
 
     def __init__(self, samples: int) -> None:
         self.unfinished = samples
         """Samples whose end the consumer has not seen."""
         self._undelivered = samples
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[RolloutDelta | BaseException] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._news: dict[int, tuple[list[int], list[float], list[Rollout]]] = {}
+        """Tokens, logp and the whole answer, of each answer that has something new."""
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
 
     @property
     def delivered(self) -> bool:
@@ -251,15 +260,32 @@ class _Stream:
         return not self._undelivered
 
     def put(self, item: RolloutDelta | BaseException) -> None:
-        if isinstance(item, RolloutDelta):
-            self._undelivered -= item.rollout is not None
-        # A loop that is closed has no consumer any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        with self._lock:
+            known = bool(self._news) or self._error is not None
+            if isinstance(item, RolloutDelta):
+                tokens, logp, whole = self._news.setdefault(item.sample_index, ([], [], []))
+                tokens += item.tokens
+                logp += item.logp
+                whole += [] if item.rollout is None else [item.rollout]
+                self._undelivered -= item.rollout is not None
+            else:
+                self._error = item
+        if not known:
+            # A loop that is closed has no consumer any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ready.set)
 
     async def next(self) -> RolloutDelta:
-        item = await self._items.get()
-        if isinstance(item, BaseException):
-            self.unfinished = 0
-            raise item
-        return item
+        await self._ready.wait()
+        with self._lock:
+            if not self._news:
+                self.unfinished = 0
+                assert self._error is not None
+                raise self._error
+            index = next(iter(self._news))
+            tokens, logp, whole = self._news.pop(index)
+            if not self._news and self._error is None:
+                self._ready.clear()
+        return RolloutDelta(
+            sample_index=index, tokens=tuple(tokens), logp=tuple(logp), rollout=whole[0] if whole else None
+        )
