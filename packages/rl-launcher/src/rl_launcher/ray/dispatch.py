@@ -32,7 +32,6 @@ class RayEngine:
         self._requests = RequestDispatch(engines)
         self._lock = threading.Lock()
         self._retried = 0
-        self._tokens_per_s = 0.0
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Generate `n` responses for each prompt; all rollouts of prompt 0 come first, and so on.
@@ -61,7 +60,7 @@ class RayEngine:
         seconds = time.monotonic() - began
         with self._lock:
             self._retried += call.retried
-            self._tokens_per_s = sum(len(rollout.tokens) for rollout in rollouts) / max(seconds, 1e-9)
+            self._requests.tokens_per_s = sum(len(rollout.tokens) for rollout in rollouts) / max(seconds, 1e-9)
         return rollouts
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
@@ -72,12 +71,12 @@ class RayEngine:
         return self._requests.submit(prompt, sampling, seed=seed)
 
     def metrics(self) -> dict[str, float]:
-        """For the log: engines that were replaced, prompts that were sent again, and tokens/s of the latest call."""
+        """For the log: engines that were replaced, prompts that were sent again, and tokens/s lately."""
         with self._lock:
             return {
                 "engine_restarts": float(self.engines.restarts),
                 "retried_prompts": float(self._retried + self._requests.retried),
-                "engine_tokens_per_s": self._tokens_per_s,
+                "engine_tokens_per_s": self._requests.tokens_per_s,
             }
 
     def explain(self) -> str:

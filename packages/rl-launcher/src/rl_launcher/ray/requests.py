@@ -47,6 +47,9 @@ class RequestDispatch:
         """The ids of engines that a thread collects from."""
         self.retried = 0
         """Requests that were sent again."""
+        self.tokens_per_s = 0.0
+        """Of all that were answered since the last time that none was under way; or of a later call of `generate`."""
+        self._busy_since_s, self._tokens = 0.0, 0
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
         """Begin to answer one prompt; see `Engine.submit` of rl_generation."""
@@ -58,6 +61,8 @@ class RequestDispatch:
         future: Future[Rollout] = Future()
         begun = Begun(number=next(self._numbers), prompt=checked.prompt, sampling=sampling, seed=seed)
         with self._engines.changed:
+            if not self._requests:
+                self._busy_since_s, self._tokens = time.monotonic(), 0
             self._requests[begun.number] = _Request(begun, future)
             if not self._sending:
                 self._sending = True
@@ -165,6 +170,9 @@ class RequestDispatch:
     def _complete(self, number: int, result: Rollout | BaseException) -> None:
         with self._engines.changed:
             request = self._requests.pop(number, None)
+            if request is not None and isinstance(result, Rollout):
+                self._tokens += len(result.tokens)
+                self.tokens_per_s = self._tokens / max(time.monotonic() - self._busy_since_s, 1e-9)
             self._engines.changed.notify_all()
         if request is None or not request.future.set_running_or_notify_cancel():
             return
