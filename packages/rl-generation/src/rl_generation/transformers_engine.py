@@ -6,7 +6,8 @@ New weights are written into `model` in place by the caller, between two calls o
 Randomness: each answer has a seed, and its token t is drawn by a number that is a function of that seed and t alone. An
 answer to a seeded request therefore depends on the weights, its prompt and its Sampling; not on `max_batch_size`, on
 other requests, or on when rows come and go, up to the rounding of matrix products, which differs with their shape: by
-about 1e-6 in a logit of a float32 model, by enough to change drawn tokens of a bfloat16 one. Answers without a seed take one each from the engine's generator.
+about 1e-6 in a logit of a float32 model, by enough to change drawn tokens of a bfloat16 one. Answers without a seed
+take one each from the engine's generator.
 """
 
 from collections import Counter
