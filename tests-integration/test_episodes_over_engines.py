@@ -101,7 +101,11 @@ def make_engine(tokenizer):
             max_position_embeddings=1024,
             initializer_range=0.1,
         )
-        return TransformersEngine(LlamaForCausalLM(config), stop_token_ids=[2], pad_token_id=0)
+        model = LlamaForCausalLM(config)
+        # Else most responses are cut off, which ends their episodes.
+        likelier = torch.nn.functional.one_hot(torch.tensor(2), len(tokenizer)) * 2.5
+        model.lm_head.register_forward_hook(lambda *call: call[-1] + likelier)
+        return TransformersEngine(model, stop_token_ids=[2], pad_token_id=0)
 
     return make
 
