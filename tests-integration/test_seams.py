@@ -5,6 +5,7 @@ Each assignment holds a class of one package to the protocol of another. `nox -s
 
 import importlib.util
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, get_type_hints
 
 import pytest
@@ -64,8 +65,20 @@ if TYPE_CHECKING:
     def weight_sync_of(weight_sync: CountedRefit) -> contracts.WeightSync:
         return weight_sync
 
-    def engines_of_runs(a: RayEngine, b: RunEngine) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling]]:
+    def engines_of_runs(
+        a: RayEngine, b: RunEngine
+    ) -> tuple[contracts.RequestEngine[Sampling], contracts.RequestEngine[Sampling]]:
         return a, b
+
+    def engines_of_requests(
+        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: Streamer
+    ) -> tuple[
+        contracts.RequestEngine[Sampling],
+        contracts.RequestEngine[Sampling],
+        contracts.RequestEngine[Sampling],
+        Callable[..., object],
+    ]:
+        return a, b, c, d.submit
 
     def weight_sync_over_ray(a: RayWeightSync) -> contracts.WeightSync:
         return a

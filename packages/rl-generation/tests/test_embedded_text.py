@@ -3,7 +3,7 @@ import torch
 
 from rl_generation import PromptError, Sampling, TransformersEngine
 from rl_generation.bad_words import banned_next, encode_bad_words
-from rl_generation.stop_strings import StopStrings, TextStream
+from rl_generation.detokenizer import Detokenizer, StopStrings
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def free_answer(served, **settings):
 
 def test_text_comes_as_its_characters_are_complete(tokenizer):
     tokens = tokenizer.encode("ab é cd", add_special_tokens=False)
-    stream = TextStream(tokenizer, tokenizer.encode("x", add_special_tokens=False))
+    stream = Detokenizer(tokenizer, tokenizer.encode("x", add_special_tokens=False))
     pieces = [stream.push(token) for token in [*tokens[:2], 2, *tokens[2:]]]
     assert "".join(pieces) == "ab é cd"
     assert "" in pieces, "half of the two bytes of é, and a special token, show nothing"

@@ -100,6 +100,23 @@ def test_one_refused_request_does_not_touch_the_others(served):
     assert isinstance(bad, PromptError)
 
 
+def test_a_slow_consumer_gets_several_tokens_at_once_and_loses_none(served):
+    streamer, plain = served
+
+    async def slowly():
+        stream = streamer.stream([1, 5], LONG)
+        first = await anext(stream)
+        # The engine gets to the end while nobody takes anything.
+        while await asyncio.wrap_future(streamer.between_steps(streamer.engine.has_unfinished_requests)):
+            pass
+        return [first, *[delta async for delta in stream]]
+
+    deltas = run(slowly())
+    assert 2 <= len(deltas) <= 3
+    (rollout,) = plain.generate([[1, 5]], [LONG])
+    assert sum((delta.tokens for delta in deltas), ()) == rollout.tokens == deltas[-1].rollout.tokens
+
+
 def test_closing_the_iterator_aborts_the_request(served):
     streamer, _ = served
 

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import math
 
@@ -58,7 +59,86 @@ def test_an_engine_and_a_model_are_enough(tiny):
 def test_the_default_prompts_leave_room_for_the_answers_asked_for(tiny):
     served = engine(tiny("llama"))
     sampling = Sampling(max_new_tokens=60, ignore_eos=True, seed=0)
-    assert verify_logp(served, served.model, sampling=sampling).tokens == 8 * 60
+    agreement = verify_logp(served, served.model, sampling=sampling)
+    assert agreement.tokens == 60 * len(agreement.coverage.spans)
+    assert max(end for _, end in agreement.coverage.spans) == 64
+
+
+LONG = {"max_position_embeddings": 400}
+ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 100}
+
+
+def test_the_default_reaches_every_place_that_the_configuration_names(tiny):
+    served = engine(tiny("mistral", **{**LONG, "sliding_window": 64}))
+    agreement = verify_logp(served, served.model)
+    assert agreement.max_abs_difference <= 1e-5
+    assert agreement.coverage.explain() == (
+        "covered: positions 0-400 of 400; sliding window 64 passed twice; a prompt of 259 tokens asked again; "
+        f"requests alone and among {agreement.coverage.crowd}"
+    )
+    assert agreement.coverage.explain() in agreement.explain()
+    short = verify_logp(served, served.model, max_positions=60)
+    assert "positions 0-60 of 400; sliding window 64 never passed" in short.explain()
+
+
+def test_responses_begin_and_end_on_both_sides_of_a_place(tiny):
+    served = engine(tiny("mistral", **{**LONG, "sliding_window": 64}))
+    spans = verify_logp(served, served.model).coverage.spans
+    for place in (16, 64, 128):
+        assert any(start < place < end for start, end in spans)
+        assert any(place < start <= place + 1 for start, _ in spans)
+    assert any(end - start == 160 for start, end in spans)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"sliding_window": 64}, {"sliding_window": None}),
+        ({"sliding_window": 64}, {"sliding_window": 65}),
+        ({"rope_parameters": ROPE}, {}),
+    ],
+    ids=["without its window", "with a window of one more", "without its rope scaling"],
+)
+def test_an_engine_that_is_wrong_from_some_length_on_fails_by_default(tiny, right, wrong):
+    policy = tiny("mistral", **{**LONG, "sliding_window": None, **right})
+    served = engine(tiny("mistral", **{**LONG, "sliding_window": None, **wrong}))
+    served.model.load_state_dict(policy.state_dict())
+    agreement = verify_logp(served, policy)
+    assert agreement.max_abs_difference > 1e-3
+    assert verify_logp(engine(copy.deepcopy(policy)), policy).max_abs_difference <= 1e-4
+
+
+def test_an_engine_that_keeps_a_prefix_of_old_weights_fails_by_default(tiny):
+    """As one with a prefix cache that a refit did not reset."""
+    policy = tiny("llama", **LONG)
+
+    class Stale:
+        """Answers what it was asked before with the logp of the weights of that time."""
+
+        def __init__(self, inner):
+            self.inner, self.limits, self.seen = inner, inner.limits, {}
+
+        def generate(self, prompts, sampling):
+            rollouts = self.inner.generate(prompts, sampling)
+            for place, rollout in enumerate(rollouts):
+                key = (tuple(prompts[rollout.prompt_index])[:128], rollout.tokens[:1])
+                first = self.seen.setdefault(key, rollout.logp[0])
+                if len(prompts[rollout.prompt_index]) > 128:
+                    rollouts[place] = dataclasses.replace(rollout, logp=(first, *rollout.logp[1:]))
+            return rollouts
+
+    stale = Stale(engine(copy.deepcopy(policy)))
+    assert verify_logp(stale, policy).max_abs_difference <= 1e-4
+    with torch.no_grad():
+        for model in (policy, stale.inner.model):
+            model.model.norm.weight.mul_(1.02)
+    assert verify_logp(stale, policy).max_abs_difference > 1e-3
+
+
+def test_a_sampling_for_each_prompt_goes_with_prompts(tiny):
+    served = engine(tiny("llama"))
+    with pytest.raises(ValueError, match="goes with prompts"):
+        verify_logp(served, served.model, sampling=SAMPLINGS)
 
 
 def test_a_known_error_is_found_in_size_and_place(tiny):

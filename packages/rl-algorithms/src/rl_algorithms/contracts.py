@@ -234,17 +234,18 @@ class RequestEngine(Engine[SamplingT_contra], Protocol[SamplingT_contra]):
     With it every episode goes on by itself: its next turn starts as soon as its own answer has been judged.
     """
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingT_contra, *, seed: int) -> Future[Rollout]:
-        """Begin to answer one prompt; the future has the rollout, or raises why there is none.
+    def submit(self, prompt: Sequence[int], sampling: SamplingT_contra, *, seed: int) -> Future[Any]:
+        """Begin to answer one prompt; the future has the `Rollout`, or raises why there is none.
 
-        Never waits for other requests. May be called from any thread, and the future may be completed by any.
+        Never waits for other requests. May be called from any thread, and the future may be completed by any. (Its type
+        says `Any`, since to a type checker a future of an engine's own rollouts is no future of these.)
 
         Args:
             prompt: token ids.
             sampling: as in `generate`.
             seed: of this request alone, in [0, 2^31): the same request of a repeated run has the same. An engine that
-                samples by seeds uses it where `sampling` has none; then no rollout depends on what is generated beside
-                it, nor on when.
+                samples by seeds uses it, together with that of `sampling` where it has one; then no rollout depends on
+                what is generated beside it, nor on when.
         """
 
 

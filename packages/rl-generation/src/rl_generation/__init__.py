@@ -3,9 +3,9 @@
 Knows language models, sampling and token ids. Does not know rewards, training or how new weights arrive.
 """
 
-from rl_generation.agreement import AgreementError, AgreementMonitor, LogpAgreement, TokenDifference
+from rl_generation.agreement import AgreementError, AgreementMonitor, Coverage, LogpAgreement, TokenDifference
 from rl_generation.chat import decode_rollout, encode_chat, encode_text, with_required_prefix
-from rl_generation.engine import Engine, EngineMetrics, RolloutDelta, SteppingEngine, StreamingEngine
+from rl_generation.engine import Engine, EngineMetrics, RequestEngine, RolloutDelta, SteppingEngine, StreamingEngine
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -31,6 +31,7 @@ __all__ = [
     "MODEL_FLAGS",
     "AgreementError",
     "AgreementMonitor",
+    "Coverage",
     "Engine",
     "EngineDeadError",
     "EngineMemory",
@@ -47,6 +48,7 @@ __all__ = [
     "ModelQuirk",
     "PromptError",
     "Request",
+    "RequestEngine",
     "Rollout",
     "RolloutDelta",
     "RolloutTiming",

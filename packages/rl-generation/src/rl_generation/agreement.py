@@ -5,13 +5,13 @@ a fault.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import final
 
-__all__ = ["AgreementError", "AgreementMonitor", "LogpAgreement", "TokenDifference"]
+__all__ = ["AgreementError", "AgreementMonitor", "Coverage", "LogpAgreement", "TokenDifference"]
 
 FAULT = 1.05
 """Of `token_mult_prob_error`, by NeMo RL."""
@@ -47,12 +47,55 @@ class TokenDifference:
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Which positions a comparison looked at, and which of the places where engines break."""
+
+    max_length: int | None
+    """Tokens of a prompt and its response together that the engine takes; None where it knows no limit."""
+
+    landmarks: Mapping[str, int]
+    """Lengths from which on the model or the engine works otherwise, by name."""
+
+    spans: tuple[tuple[int, int], ...]
+    """Of each response, its first position and one after its last."""
+
+    repeated_prefix: int
+    """Tokens of the prompt that was asked again."""
+
+    crowd: int
+    """Requests that were asked at once."""
+
+    def times_passed(self, length: int) -> int:
+        """How many times over the longest prompt passes `length`, at most twice; 0 where no response goes beyond it."""
+        if max(end for _, end in self.spans) <= length:
+            return 0
+        return 2 if max(start for start, _ in self.spans) > 2 * length else 1
+
+    def explain(self) -> str:
+        """Say what was looked at, and what was not. For people."""
+        furthest = max(end for _, end in self.spans)
+        whole = "an unknown number" if self.max_length is None else f"{self.max_length:,}"
+        said = [f"positions 0-{furthest:,} of {whole}"]
+        said += [
+            f"{name} {length:,} {('never passed', 'passed', 'passed twice')[self.times_passed(length)]}"
+            for name, length in self.landmarks.items()
+        ]
+        said.append(f"a prompt of {self.repeated_prefix:,} tokens asked again")
+        said.append(f"requests alone and among {self.crowd}")
+        return "covered: " + "; ".join(said)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class LogpAgreement:
     """How far the logp of rollouts is from that of a plain forward, in nats."""
 
     differences: tuple[TokenDifference, ...]
     """Every token compared: by prompt, sample and step."""
+
+    coverage: Coverage | None = None
+    """What was looked at; None where the caller chose the prompts."""
 
     @property
     def tokens(self) -> int:
@@ -99,7 +142,8 @@ class LogpAgreement:
             f"{each.engine_logp:>11.6f} {each.model_logp:>11.6f} {each.difference:>11.2e}"
             for each in self.worst(count)
         ]
-        return "\n".join([summary, header, *rows])
+        covered = [] if self.coverage is None else [self.coverage.explain()]
+        return "\n".join([summary, *covered, header, *rows])
 
     @cached_property
     def _sizes(self) -> list[float]:

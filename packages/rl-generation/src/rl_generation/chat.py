@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_generation.answer_text import answer_text
+from rl_generation.detokenizer import answer_text
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
 

@@ -1,13 +1,14 @@
 """What servers, commands and checks ask of an engine; every engine here answers it."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
 from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import LogpOf, Rollout
 
-__all__ = ["Engine", "EngineMetrics", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
+__all__ = ["Engine", "EngineMetrics", "RequestEngine", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
 
 
 @final
@@ -65,7 +66,7 @@ class EngineMetrics:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What generates whole answers. One thread at a time, unless an engine says more."""
+    """What generates whole answers."""
 
     @property
     def version(self) -> int:
@@ -90,6 +91,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End it, with all of its processes; it can be called again."""
+
+
+@runtime_checkable
+class RequestEngine(Engine, Protocol):
+    """What also takes one request at a time, while others are being generated; every engine of this package."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread, and without waiting.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts
+        it; what prevents this answer is the future's error, and touches no other.
+        """
 
 
 @runtime_checkable

@@ -123,16 +123,27 @@ class Sampling:
         """
         if self.seed is None:
             return [self] * count
-        room = MAX_SEED - self.n + 1
-        spread = [self]
-        for index in range(1, count):
-            # splitmix64's finaliser (Steele et al. 2014): the bits of any two indices differ in about half of them.
-            bits = index * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-            bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-            bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-            bits ^= bits >> 31
-            spread.append(replace(self, seed=(self.seed ^ bits) % room))
-        return spread[:count]
+        return [self._of_prompt(index) for index in range(count)]
+
+    def for_request(self, seed: int) -> "Sampling":
+        """Return the Sampling of one request of many, which has a seed of its own.
+
+        A Sampling without a seed takes it; of one that has a seed, it is that of prompt number `seed` of `spread`, so
+        that equal prompts get different answers here too. A greedy one stays as it is.
+        """
+        if self.greedy:
+            return self
+        return replace(self, seed=seed) if self.seed is None else self._of_prompt(seed)
+
+    def _of_prompt(self, index: int) -> "Sampling":
+        if self.seed is None or index == 0:
+            return self
+        # splitmix64's finaliser (Steele et al. 2014): the bits of any two indices differ in about half of them.
+        bits = index * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        bits ^= bits >> 31
+        return replace(self, seed=(self.seed ^ bits) % (MAX_SEED - self.n + 1))
 
 
 Prompt = tuple[int, ...]
@@ -155,6 +166,9 @@ class Limits:
 
     tokenizer: Any = None
     """The tokenizer behind stop strings and bad words; None where the engine was made without one."""
+
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that one forward takes; longer ones are prefilled in pieces. None where none is."""
 
 
 @final

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,6 +40,9 @@ class ServingEngine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
         """One rollout a prompt, in order; `sampling` for all of them, or one each."""
 
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way."""
+
     def explain(self) -> str:
         """Which engine it is, and with which options."""
 
@@ -67,6 +71,12 @@ class SeededEngine:
         if self._enter_generating is not None:
             self._enter_generating()
         return list(self._engine.generate(prompts, sampling))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, with the seed of its own request, which is no call of the run."""
+        if self._enter_generating is not None:
+            self._enter_generating()
+        return self._engine.submit(prompt, sampling, seed=seed)
 
     def reseeded(self, seed: int, *, first_call: int) -> "SeededEngine":
         """The same engine with seeds of its own, so that an evaluation does not change what is trained on."""

@@ -8,6 +8,7 @@ so may new weights (`between_steps`), without a lock.
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self, TypeVar, final
@@ -15,6 +16,8 @@ from typing import Self, TypeVar, final
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
 from rl_generation.requests import Sampling
+from rl_generation.rollout import Rollout
+from rl_generation.submitting import check_single, failed_request
 
 __all__ = ["Streamer"]
 
@@ -47,7 +50,7 @@ class Streamer:
         self._engine = engine
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Stream | _Answer] = {}
         self._numbers = itertools.count()
         self._stepping = False
         self._dead: EngineDeadError | None = None
@@ -79,6 +82,27 @@ class Streamer:
         finally:
             if stream.unfinished and not self._closed:
                 self._submit(lambda: self._drop(request_id))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt beside the streams, from any thread; the future raises what `stream` raises.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` of the engine returns.
+        """
+        request_id, answer = f"submitted-{next(self._numbers)}", _Answer()
+        try:
+            check_single(sampling)
+            asked = sampling.for_request(seed)
+            adding = self._submit(lambda: self._add(request_id, answer, prompt=prompt, sampling=asked))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
+        adding.add_done_callback(answer.note_refused)
+
+        def drop(future: "Future[Rollout]") -> None:
+            if future.cancelled() and not self._closed:
+                self._submit(lambda: self._drop(request_id))
+
+        answer.future.add_done_callback(drop)
+        return answer.future
 
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
@@ -131,7 +155,7 @@ class Streamer:
 
     # -- In the worker thread -------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _add(self, request_id: str, stream: "_Stream | _Answer", *, prompt: Sequence[int], sampling: Sampling) -> None:
         self._engine.add_request(request_id, prompt, sampling)
         self._dead = None  # it took a request: somebody has restarted it
         self._streams[request_id] = stream
@@ -187,15 +211,48 @@ class Streamer:
             self._step()
 
 
+class _Answer:
+    """What goes from the worker thread to a future."""
+
+    def __init__(self) -> None:
+        self.future: Future[Rollout] = Future()
+        self.delivered = False
+
+    def put(self, item: RolloutDelta | BaseException) -> None:
+        result = item.rollout if isinstance(item, RolloutDelta) else item
+        if result is None:
+            return
+        self.delivered = True
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Rollout):
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(result)
+
+    def note_refused(self, adding: "Future[None]") -> None:
+        error = adding.exception()
+        if error is not None:
+            self.put(error)
+
+
 class _Stream:
-    """What goes from the worker thread to one consumer, in the event loop where it was made."""
+    """What goes from the worker thread to one consumer, in the event loop where it was made.
+
+    A consumer that is slower than the engine gets several deltas of an answer as one: no more than one of each answer
+    ever waits.
+    """
 
     def __init__(self, samples: int) -> None:
         self.unfinished = samples
         """Samples whose end the consumer has not seen."""
         self._undelivered = samples
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[RolloutDelta | BaseException] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._news: dict[int, tuple[list[int], list[float], list[Rollout]]] = {}
+        """Tokens, logp and the whole answer, of each answer that has something new."""
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
 
     @property
     def delivered(self) -> bool:
@@ -203,15 +260,32 @@ class _Stream:
         return not self._undelivered
 
     def put(self, item: RolloutDelta | BaseException) -> None:
-        if isinstance(item, RolloutDelta):
-            self._undelivered -= item.rollout is not None
-        # A loop that is closed has no consumer any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        with self._lock:
+            known = bool(self._news) or self._error is not None
+            if isinstance(item, RolloutDelta):
+                tokens, logp, whole = self._news.setdefault(item.sample_index, ([], [], []))
+                tokens += item.tokens
+                logp += item.logp
+                whole += [] if item.rollout is None else [item.rollout]
+                self._undelivered -= item.rollout is not None
+            else:
+                self._error = item
+        if not known:
+            # A loop that is closed has no consumer any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ready.set)
 
     async def next(self) -> RolloutDelta:
-        item = await self._items.get()
-        if isinstance(item, BaseException):
-            self.unfinished = 0
-            raise item
-        return item
+        await self._ready.wait()
+        with self._lock:
+            if not self._news:
+                self.unfinished = 0
+                assert self._error is not None
+                raise self._error
+            index = next(iter(self._news))
+            tokens, logp, whole = self._news.pop(index)
+            if not self._news and self._error is None:
+                self._ready.clear()
+        return RolloutDelta(
+            sample_index=index, tokens=tuple(tokens), logp=tuple(logp), rollout=whole[0] if whole else None
+        )

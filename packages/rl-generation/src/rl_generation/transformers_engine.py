@@ -1,16 +1,19 @@
 """The embedded engine: a Hugging Face model in the caller's process.
 
 New weights are written into `model` in place by the caller, between two calls or steps, who then calls
-`commit_version`.
+`commit_version`; while requests of `submit` are under way, within `between_steps`.
 
 Randomness: each answer has a seed, and its token t is drawn by a number that is a function of that seed and t alone. An
 answer to a seeded request therefore depends on the weights, its prompt and its Sampling; not on `max_batch_size`, on
-other requests, or on when rows come and go, up to the rounding of matrix products, which differs with their shape by
-about 1e-6 in a logit. Answers without a seed take one each from the engine's generator.
+other requests, or on when rows come and go, up to the rounding of matrix products, which differs with their shape: by
+about 1e-6 in a logit of a float32 model, by enough to change drawn tokens of a bfloat16 one. Answers without a seed
+take one each from the engine's generator.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,9 +24,10 @@ from rl_generation.embedded.choice import ContinuousBatchingChoice, make_runner
 from rl_generation.embedded.continuous_batching import Profile, Progress, Row, make_texts
 from rl_generation.embedded.inspection import inspect_model
 from rl_generation.engine import EngineMetrics, RolloutDelta
-from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.requests import MAX_SEED, Limits, Sampling, check_token_ids, make_requests
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
+from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
+from rl_generation.submitting import Call, Outcome, SubmittedRequests, Turns, check_single, failed_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +37,10 @@ __all__ = ["TransformersEngine"]
 
 @final
 class TransformersEngine:
-    """Generates with a `transformers` causal language model, on whatever device the model is. One thread at a time.
+    """Generates with a `transformers` causal language model, on whatever device the model is.
+
+    Any thread may call `submit` and `generate`, at any time: all requests share the running batch. The token-wise
+    methods, from `add_request` to `has_unfinished_requests`, are for one thread.
 
     Args:
         model: Has its own weights, which nothing else trains or uses. The engine switches it to eval mode.
@@ -92,8 +99,13 @@ class TransformersEngine:
         self._max_batch_size = max_batch_size
         self._generator = torch.Generator().manual_seed(seed)
         self._finished: Counter[str] = Counter()
+        self._turns = Turns()
+        self._submitted = SubmittedRequests(begin=self._begin, abort=self._abort, step=self._advance)
+        self._calls: set[Call] = set()
+        # Of add_request: its requests, what the next step returns of them, and why they were lost.
         self._unfinished: Counter[str] = Counter()
-        self._aborted: list[Progress] = []
+        self._news: list[tuple[str, RolloutDelta]] = []
+        self._lost: BaseException | None = None
         self._runner = make_runner(
             model,
             support=self._support,
@@ -138,8 +150,18 @@ class TransformersEngine:
         """
         if version < 0:
             raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
-        self._version = version
-        self._runner.commit_version(version)
+        with self._turns:
+            self._version = version
+            self._runner.commit_version(version)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Have the engine not generate within the block, where its weights may be changed and its version committed.
+
+        What is under way goes on afterwards. Requests may be submitted meanwhile, and wait.
+        """
+        with self._turns:
+            yield
 
     def get_rng_state(self) -> Tensor:
         """The state of the generator behind unseeded answers, uint8, for `set_rng_state`."""
@@ -160,30 +182,62 @@ class TransformersEngine:
             ModelError: The model was put into training mode.
             RuntimeError: Requests that `add_request` brought are unfinished.
         """
-        if self._unfinished:
-            raise RuntimeError(
-                f"generate was called while {len(self._unfinished)} requests of add_request are unfinished: step until "
-                f"has_unfinished_requests() is False, or abort them"
-            )
-        answers = self._make_rows("", prompts, sampling)
-        # Longest first: what does not fit into memory shows at once. Equal prompts end up side by side.
-        firsts = [rows[0].request for rows in answers]
-        keys = [
-            (-len(first.prompt) - first.sampling.max_new_tokens, -len(first.prompt), first.prompt) for first in firsts
-        ]
-        queue = [row for index in sorted(range(len(answers)), key=keys.__getitem__) for row in answers[index]]
-        rollouts: list[Rollout] = []
-        try:
+        with self._turns:
+            if self._unfinished:
+                raise RuntimeError(
+                    f"generate was called while {len(self._unfinished)} requests of add_request are unfinished: step "
+                    f"until has_unfinished_requests() is False, or abort them"
+                )
+            self._check_weights()
+            requests = make_requests(prompts, sampling, self.limits)
+            call = Call(sum(request.sampling.n for request in requests))
+            answers = self._rows_of(requests, call)
+            # Longest first: what does not fit into memory shows at once. Equal prompts end up side by side.
+            firsts = [rows[0].request for rows in answers]
+            keys = [
+                (-len(first.prompt) - first.sampling.max_new_tokens, -len(first.prompt), first.prompt)
+                for first in firsts
+            ]
+            queue = [row for index in sorted(range(len(answers)), key=keys.__getitem__) for row in answers[index]]
             self._runner.add(queue)
-            while len(rollouts) < len(queue):
-                news = self._runner.advance(stream=False)
-                ended = [item.rollout for item in news if item.rollout is not None]
-                self._finished.update([rollout.finish_reason for rollout in ended])
-                rollouts += ended
-        except BaseException:
-            self.close()  # leave nothing of a call that failed
-            raise
-        return in_order(rollouts)
+            self._calls.add(call)
+        try:
+            while not call.over:
+                self._advance(call)
+            if call.error is not None:
+                raise call.error
+        finally:
+            with self._turns:
+                self._calls.discard(call)
+                if call.missing:
+                    self._runner.abort(call)  # leave nothing of a call that failed
+        return in_order(call.rollouts)
+
+    # -- one request at a time
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. A thread generates as long as
+        such requests are under way. Cancelling the future aborts the request.
+
+        Args:
+            prompt: Token ids.
+            sampling: How it is answered; `n` is 1.
+            seed: Of this request alone; see `Sampling.for_request`.
+
+        Returns:
+            Its future, which raises PromptError or ModelError where the request is refused, LogpError where the logits
+            of one of its tokens were not finite, and EngineDeadError where the engine was closed. Any error touches no
+            other request, unless the model's forward fails, which loses all.
+        """
+        try:
+            self._check_weights()
+            check_single(sampling)
+            (request,) = make_requests([prompt], [sampling.for_request(seed)], self.limits)
+            return self._submitted.submit(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
 
     # -- a token at a time
 
@@ -195,68 +249,60 @@ class TransformersEngine:
             PromptError: As `generate`.
             ModelError: As `generate`.
         """
-        if request_id in self._unfinished:
-            raise ValueError(f"request_id={request_id!r} is of a request that is unfinished: give each its own")
-        (rows,) = self._make_rows(request_id, [prompt], sampling)
-        self._unfinished[request_id] = len(rows)
-        self._runner.add(rows)
+        with self._turns:
+            if request_id in self._unfinished:
+                raise ValueError(f"request_id={request_id!r} is of a request that is unfinished: give each its own")
+            self._check_weights()
+            (rows,) = self._rows_of(make_requests([prompt], [sampling], self.limits), request_id)
+            self._unfinished[request_id] = len(rows)
+            self._runner.add(rows)
 
     def step(self) -> list[tuple[str, RolloutDelta]]:
         """Generate the next tokens of what is running, and return them with the ids of their requests.
 
         Raises:
-            LogpError: The logits of a generated token are not finite; every request is lost.
+            LogpError: The logits of a generated token are not finite; every request of `add_request` is lost.
         """
-        aborted, self._aborted = self._aborted, []
-        try:
-            news = [*aborted, *self._runner.advance(stream=True)]
-        except BaseException:
-            self.close()
-            raise
-        for item in news:
-            if item.rollout is not None:
-                self._finished[item.rollout.finish_reason] += 1
-                self._unfinished[item.row.request_id] -= 1
-                if not self._unfinished[item.row.request_id]:
-                    del self._unfinished[item.row.request_id]
-        return [
-            (
-                item.row.request_id,
-                RolloutDelta(
-                    sample_index=item.row.sample_index, tokens=item.tokens, logp=item.logp, rollout=item.rollout
-                ),
-            )
-            for item in news
-        ]
+        if not self._news and self._lost is None:
+            self._advance()
+        with self._turns:
+            lost, self._lost = self._lost, None
+            if lost is not None:
+                raise lost
+            news, self._news = self._news, []
+        return news
 
     def abort_request(self, request_id: str) -> None:
         """End a request: the next step returns its answers as they are, with finish reason `"abort"`.
 
         A request that is unknown, or has finished, stays as it is.
         """
-        self._aborted += self._runner.abort(request_id)
+        with self._turns:
+            for item in self._runner.abort(request_id):
+                self._route(item)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self._unfinished)
+        return bool(self._unfinished or self._news or self._lost)
 
     # -- what people and dashboards ask
 
     def metrics(self) -> EngineMetrics:
         """What it is doing now."""
         runner = self._runner
-        return EngineMetrics(
-            time_s=monotonic(),
-            running=runner.running,
-            waiting=runner.waiting,
-            prompt_tokens=runner.counters.prompt_tokens,
-            cached_prompt_tokens=runner.counters.cached_prompt_tokens,
-            generated_tokens=runner.counters.generated_tokens,
-            preemptions=runner.counters.preemptions,
-            cache_usage=runner.cache_usage,
-            finished=dict(self._finished),
-            version=self._version,
-        )
+        with self._turns:
+            return EngineMetrics(
+                time_s=monotonic(),
+                running=runner.running,
+                waiting=runner.waiting,
+                prompt_tokens=runner.counters.prompt_tokens,
+                cached_prompt_tokens=runner.counters.cached_prompt_tokens,
+                generated_tokens=runner.counters.generated_tokens,
+                preemptions=runner.counters.preemptions,
+                cache_usage=runner.cache_usage,
+                finished=dict(self._finished),
+                version=self._version,
+            )
 
     def explain(self) -> str:
         """Say which engine this is, how it decodes, and what is special about this model. For people."""
@@ -274,18 +320,90 @@ class TransformersEngine:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Drop every request, and give the cache back; the engine can go on afterwards, and be closed again."""
-        self._runner.clear()
+        """Drop every request, and give the cache back; the engine can go on afterwards, and be closed again.
+
+        Requests of `submit` and calls of `generate` in other threads end with EngineDeadError.
+        """
+        with self._turns:
+            self._lose(EngineDeadError("the engine was closed while this request was under way"))
+            self._lost = None
+        if not self._turns.mine:
+            self._submitted.join()
+
+    # -- inside: all of it in a turn, `_advance` excepted, which takes one
+
+    def _advance(self, call: Call | None = None) -> None:
+        """Generate some more for all, and tell who waits for it; nothing, where `call` was served meanwhile."""
+        with self._turns:
+            if call is not None and call.over:
+                return
+            outcomes = self._submitted.admit()
+            try:
+                news = self._runner.advance(stream=bool(self._unfinished))
+            except BaseException as error:
+                # An interrupt is this thread's own; the others only learn that their requests are lost.
+                interrupt = EngineDeadError(f"a step was interrupted by {type(error).__name__}: the requests are lost")
+                self._lose(error if isinstance(error, Exception) else interrupt)
+                raise
+            for item in news:
+                outcomes += self._route(item)
+        self._submitted.settle(outcomes)
+
+    def _route(self, item: Progress) -> list[Outcome]:
+        """Note what has become of a row where its owner finds it, or return it where that is a future."""
+        owner, rollout = item.row.owner, item.rollout
+        if rollout is not None:
+            self._finished[rollout.finish_reason] += 1
+        if isinstance(owner, str):
+            if item.error is not None:
+                self._lose_stepwise(item.error)
+            elif owner in self._unfinished:
+                sample = item.row.sample_index
+                delta = RolloutDelta(sample_index=sample, tokens=item.tokens, logp=item.logp, rollout=rollout)
+                self._news.append((owner, delta))
+                if rollout is not None:
+                    self._unfinished[owner] -= 1
+                    if not self._unfinished[owner]:
+                        del self._unfinished[owner]
+            return []
+        result = item.error or rollout
+        if result is None:
+            return []  # it goes on, and nobody asked for its tokens one by one
+        if isinstance(owner, Future):
+            return [(owner, result)]
+        assert isinstance(owner, Call)
+        owner.settle(result)
+        return []
+
+    def _lose_stepwise(self, error: BaseException) -> None:
+        """Drop the requests of `add_request`; the next `step` raises `error`."""
+        for request_id in self._unfinished:
+            self._runner.abort(request_id)
         self._unfinished.clear()
-        self._aborted.clear()
+        self._news.clear()
+        self._lost = error
 
-    # -- inside
+    def _lose(self, error: BaseException) -> None:
+        """Drop everything that is under way, and have whoever waits for it get `error`."""
+        self._runner.clear()
+        if self._unfinished:
+            self._lose_stepwise(error)
+        self._news.clear()
+        for call in self._calls:
+            call.error = error
+        self._calls.clear()
+        self._submitted.fail(error)
 
-    def _make_rows(
-        self, request_id: str, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
-    ) -> list[list[Row]]:
-        """Return the rows of each prompt, `n` of them; where one is refused, none has drawn a seed."""
-        # Refuse to generate with torn weights, or with a model that somebody trains.
+    def _begin(self, future: "Future[Rollout]", request: Request) -> None:
+        (rows,) = self._rows_of([request], future)
+        self._runner.add(rows)
+
+    def _abort(self, future: "Future[Rollout]") -> None:
+        for item in self._runner.abort(future):
+            self._route(item)
+
+    def _check_weights(self) -> None:
+        """Refuse to generate with torn weights, or with a model that somebody trains."""
         if self._ready is not None:
             self._ready()
         training = next((name for name, module in self.model.named_modules() if module.training), None)
@@ -294,13 +412,12 @@ class TransformersEngine:
                 f"the engine's model is in training mode (module {training!r}): something else uses this model. "
                 f"Give the engine a model of its own, or call model.eval() before generate"
             )
-        requests = make_requests(prompts, sampling, self.limits)
+
+    def _rows_of(self, requests: Sequence[Request], owner: object) -> list[list[Row]]:
+        """Return the rows of each request, `n` of them; where one is refused, none has drawn a seed."""
         # Only responses with stop strings or bad words are read while they are generated.
         texts = [
-            make_texts(request, tokenizer=self._tokenizer, vocab_size=self._support.vocab_size)
-            if request.sampling.stop or request.sampling.bad_words
-            else [None] * request.sampling.n
-            for request in requests
+            make_texts(request, tokenizer=self._tokenizer, vocab_size=self._support.vocab_size) for request in requests
         ]
         answers: list[list[Row]] = []
         for request, read in zip(requests, texts, strict=True):
@@ -317,7 +434,7 @@ class TransformersEngine:
             answers.append(
                 [
                     Row(
-                        request_id=request_id,
+                        owner=owner,
                         request=request,
                         sample_index=index,
                         seed=seed,

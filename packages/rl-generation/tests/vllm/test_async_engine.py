@@ -14,7 +14,7 @@ import tiny
 import torch
 from watching import Call, folder, left_of, living, shared_memory, taken, until
 
-from rl_generation.engine import Engine, StreamingEngine
+from rl_generation.engine import Engine, RequestEngine, StreamingEngine
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -29,6 +29,7 @@ from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 
 TOLERANCE = 1e-4
+PATIENCE_S = 300
 SHORT = Sampling(max_new_tokens=3, ignore_eos=True)
 LONG = Sampling(max_new_tokens=480, ignore_eos=True)
 FREE = Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, seed=11, n=2, ignore_eos=True)
@@ -104,6 +105,26 @@ def test_logp_is_of_the_distribution_that_was_drawn_from_and_every_sample_has_it
         logits = tiny.logits(model, prompts[rollout.prompt_index], rollout.tokens)
         expected = tiny.chosen(tiny.cut_logp(logits, temperature=0.7, top_p=0.9), rollout.tokens)
         assert rollout.logp == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_submitted_requests_get_what_each_would_get_alone(engine):
+    assert isinstance(engine, RequestEngine)
+    prompts, sampling = tiny.prompts(6), Sampling(max_new_tokens=24, temperature=0.7)
+    futures = [engine.submit(prompt, sampling, seed=seed) for seed, prompt in enumerate(prompts)]
+    alone = engine.generate(prompts, [sampling.for_request(seed) for seed in range(6)])
+    assert [future.result(PATIENCE_S).tokens for future in futures] == [each.tokens for each in alone]
+
+
+def test_what_happens_to_a_submitted_request_is_its_own(engine):
+    kept, cancelled = (engine.submit([5, 6], LONG, seed=seed) for seed in (1, 2))
+    with pytest.raises(PromptError, match="token id 999"):
+        engine.submit([999], SHORT, seed=0).result(PATIENCE_S)
+    with pytest.raises(PromptError, match="submit it 2 times"):
+        engine.submit([5], FREE, seed=0).result(PATIENCE_S)
+    assert isinstance(engine.submit([5], LONG, seed=0, timeout_s=0.01).exception(PATIENCE_S), SampleTimeoutError)
+    assert cancelled.cancel()
+    assert len(kept.result(PATIENCE_S).tokens) == 480
+    until(lambda: unfinished(engine) == 0)
 
 
 def test_a_stop_token_ends_an_answer_and_stays_in_it(engine):

@@ -2,6 +2,9 @@
 
 import math
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -19,6 +22,7 @@ from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import VllmEngine
 
 TOLERANCE = 1e-4
+PATIENCE_S = 300
 FREE = Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, seed=11, ignore_eos=True)
 LONG = list(range(10, 110))
 
@@ -199,6 +203,58 @@ def test_stepping_gives_the_tokens_of_generate_as_they_come(engine):
             mine = [delta for delta in deltas[f"request {i}"] if delta.sample_index == end.sample_index]
             assert tuple(token for delta in mine for token in delta.tokens) == end.tokens
             assert tuple(logp for delta in mine for logp in delta.logp) == end.logp
+
+
+def test_submitted_requests_share_the_batch_and_get_what_each_would_get_alone(engine):
+    prompts = tiny.prompts(12)
+    free, greedy = Sampling(max_new_tokens=24, temperature=0.7), Sampling(max_new_tokens=8, temperature=0.0)
+    samplings = [free if number % 3 else greedy for number in range(12)]
+    engine.add_request("stepped", prompts[0], replace(FREE, max_new_tokens=100))
+    with ThreadPoolExecutor(4) as threads:
+        rollouts = list(
+            threads.map(
+                lambda number: engine.submit(prompts[number], samplings[number], seed=number).result(PATIENCE_S),
+                range(12),
+            )
+        )
+    (together,) = engine.generate([prompts[1]], [free.for_request(1)])
+    stepped = steps(engine)["stepped"]
+    assert same([together], [rollouts[1]])
+    for number, rollout in enumerate(rollouts):
+        assert same([rollout], engine.generate([prompts[number]], [samplings[number].for_request(number)]))
+    assert same([stepped[-1].rollout], engine.generate([prompts[0]], [replace(FREE, max_new_tokens=100)]))
+
+
+def test_what_happens_to_a_submitted_request_touches_no_other(engine, gate):
+    kept = engine.submit(LONG[:5], Sampling(max_new_tokens=200, ignore_eos=True), seed=1)
+    cancelled = engine.submit(LONG[:6], Sampling(max_new_tokens=200, ignore_eos=True), seed=2)
+    while len(engine._answers) < 2:  # they are asked whether weights are ready when they are begun
+        time.sleep(0.001)
+    with pytest.raises(PromptError, match="token id 999"):
+        engine.submit([999], FREE, seed=0).result(PATIENCE_S)
+    gate.error = RuntimeError("torn")
+    with pytest.raises(RuntimeError, match="torn"):
+        engine.submit([5], Sampling(max_new_tokens=4), seed=0).result(PATIENCE_S)
+    gate.error = None
+    assert cancelled.cancel()
+    with engine.between_steps():
+        assert not kept.done(), "the test's premise"
+        with pytest.raises(ModelError, match="in use by requests under way"):
+            engine.reset_prefix_cache()
+    (alone,) = engine.generate([LONG[:5]], [Sampling(max_new_tokens=200, ignore_eos=True, seed=1)])
+    assert same([kept.result(PATIENCE_S)], [alone])
+    assert not engine.has_unfinished_requests()
+    engine.reset_prefix_cache()
+
+
+def test_broken_logits_are_the_error_of_submitted_requests_and_the_engine_recovers(engine):
+    (norm,) = engine.collective_rpc("get_norm")
+    engine.collective_rpc("set_norm", args=([float("nan")] * len(norm),))
+    with pytest.raises(LogpError, match="log-probability nan"):
+        engine.submit([5], Sampling(max_new_tokens=4), seed=0).result(PATIENCE_S)
+    engine.collective_rpc("set_norm", args=(norm,))
+    engine.reset_prefix_cache()
+    assert engine.submit([5], Sampling(max_new_tokens=4), seed=0).result(PATIENCE_S).tokens
 
 
 def test_an_aborted_request_returns_what_it_has_and_its_neighbours_go_on(engine):

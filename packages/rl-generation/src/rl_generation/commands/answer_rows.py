@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rl_generation.answer_text import answer_text
 from rl_generation.chat import decode_rollout
 from rl_generation.commands.prompt_rows import PromptRow
+from rl_generation.detokenizer import answer_text
 from rl_generation.errors import TimedOutSample
 from rl_generation.requests import Prompt
 from rl_generation.rollout import Rollout

@@ -53,8 +53,8 @@ class Runner(Protocol):
     def advance(self, *, stream: bool) -> list[Progress]:
         """Generate some more; return who has ended, and with `stream` every new token."""
 
-    def abort(self, request_id: str) -> list[Progress]:
-        """Take the answers of a request out, as they are."""
+    def abort(self, owner: object) -> list[Progress]:
+        """Take the answers that somebody wanted out, as they are."""
 
     def commit_version(self, version: int) -> None:
         """From here on, tokens are made by the weights of `version`."""

@@ -28,12 +28,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_generation.bad_words import BadWords, banned_next, encode_bad_words
+from rl_generation.detokenizer import StopStrings
 from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, uniforms
 from rl_generation.embedded.slot_model import SlotModel
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request, Sampling
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
-from rl_generation.stop_strings import StopStrings
 
 __all__ = ["Batch", "ContinuousBatching", "Counters", "Ended", "Profile", "Progress", "Row", "Text", "make_texts"]
 
@@ -89,7 +89,9 @@ class Text:
 class Row:
     """One answer that waits or is being generated."""
 
-    request_id: str
+    owner: object
+    """Who wants the answer: what `abort` calls it by, and its news go to."""
+
     request: Request
     sample_index: int
     seed: int
@@ -128,20 +130,20 @@ class Ended(NamedTuple):
     finish_reason: FinishReason
     stop_reason: int | str | None
 
-    def rollout(self, *, logp_of: LogpOf, version: int) -> Rollout:
-        """Make the rollout; `version` is that of the weights now.
+    def progress(self, *, logp_of: LogpOf, version: int) -> "Progress":
+        """Make the rollout, or the error where the last logp is not finite, after which no row goes on.
 
-        Raises:
-            LogpError: The last logp is not finite; no row goes on after one that is not.
+        `version` is that of the weights now.
         """
         row, tokens, logp = self.row, self.tokens, self.logp
         if logp and not math.isfinite(logp[-1]):
             step = len(tokens) - 1
-            raise LogpError(
+            error = LogpError(
                 f"prompt {row.request.prompt_index}: token {step} of its answer, id {tokens[step]}, has "
                 f"logp={logp[step]} under weights of version {version}: the logits hold NaN or infinity; look for it "
                 f"in the weights"
             )
+            return Progress(row, (), (), None, error)
         spans = row.spans or [(version, 0)]
         ends = [*(start for _, start in spans[1:]), len(tokens)]
         timing = None
@@ -149,7 +151,7 @@ class Ended(NamedTuple):
             timing = RolloutTiming(
                 first_token_s=row.first_token_s - row.arrived_s, total_s=time.monotonic() - row.arrived_s
             )
-        return Rollout(
+        rollout = Rollout(
             tokens=tuple(tokens),
             logp=tuple(logp),
             logp_of=logp_of,
@@ -164,6 +166,7 @@ class Ended(NamedTuple):
             prompt_index=row.request.prompt_index,
             sample_index=row.sample_index,
         )
+        return Progress(row, (), (), rollout)
 
 
 class Progress(NamedTuple):
@@ -175,6 +178,8 @@ class Progress(NamedTuple):
     logp: tuple[float, ...]
     rollout: Rollout | None
     """The finished response, once it has ended."""
+    error: LogpError | None = None
+    """Why there is none, where its logits were not finite; other rows are not touched by it."""
 
 
 @final
@@ -485,11 +490,7 @@ class ContinuousBatching:
         self._waiting.extend(rows)
 
     def advance(self, *, stream: bool) -> list[Progress]:
-        """Run one forward; return who has ended, and with `stream` every new token.
-
-        Raises:
-            LogpError: The logits of a token are not finite.
-        """
+        """Run one forward; return who has ended, and with `stream` every new token."""
         batch, device = self._batch, self._model.model.device
         with self._model.running():
             groups = self._rearrange()
@@ -518,28 +519,26 @@ class ContinuousBatching:
             self._fresh = []
         self.counters.generated_tokens += len(rows) - rows.count(None)
         self._stale.difference_update([item.row for item in ended])
-        rollouts = {item.row: item.rollout(logp_of=self._logp_of, version=self._version) for item in ended}
+        news = {item.row: item.progress(logp_of=self._logp_of, version=self._version) for item in ended}
         if not stream:
-            return [Progress(row, (), (), rollout) for row, rollout in rollouts.items()]
+            return list(news.values())
         return [
-            Progress(row, (token,), (value,), rollouts.get(row))
+            (news[row] if row in news else Progress(row, (), (), None))._replace(tokens=(token,), logp=(value,))
             for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True)
             if row is not None
         ]
 
-    def abort(self, request_id: str) -> list[Progress]:
-        """Take the answers of a request out, as they are."""
-        waiting = [row for row in self._waiting if row.request_id == request_id]
-        self._waiting = deque(row for row in self._waiting if row.request_id != request_id)
-        slots = [s for s, row in enumerate(self._batch.rows) if row is not None and row.request_id == request_id]
+    def abort(self, owner: object) -> list[Progress]:
+        """Take the answers that somebody wanted out, as they are."""
+        waiting = [row for row in self._waiting if row.owner == owner]
+        self._waiting = deque(row for row in self._waiting if row.owner != owner)
+        slots = [s for s, row in enumerate(self._batch.rows) if row is not None and row.owner == owner]
         ended = [
             *(self._batch.drop(slots) if slots else ()),
             *(Ended(row, row.tokens, row.logp, "abort", None) for row in waiting),
         ]
         self._stale.difference_update([item.row for item in ended])
-        return [
-            Progress(item.row, (), (), item.rollout(logp_of=self._logp_of, version=self._version)) for item in ended
-        ]
+        return [item.progress(logp_of=self._logp_of, version=self._version) for item in ended]
 
     def commit_version(self, version: int) -> None:
         """From here on, tokens are made by the weights of `version`."""

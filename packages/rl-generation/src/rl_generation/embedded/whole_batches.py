@@ -73,11 +73,7 @@ class WholeBatches:
         self._waiting.extend(rows)
 
     def advance(self, *, stream: bool) -> list[Progress]:
-        """Run the next batch to its end.
-
-        Raises:
-            LogpError: The logits of a token are not finite.
-        """
+        """Run the next batch to its end."""
         if not self._waiting:
             return []
         rows = self._next_batch()
@@ -91,10 +87,10 @@ class WholeBatches:
         self.counters.generated_tokens += sum(len(item.tokens) for item in ended)
         return [self._progress(item, stream=stream) for item in ended]
 
-    def abort(self, request_id: str) -> list[Progress]:
-        """Take the answers of a request out: none of them has begun."""
-        aborted = [row for row in self._waiting if row.request_id == request_id]
-        self._waiting = deque(row for row in self._waiting if row.request_id != request_id)
+    def abort(self, owner: object) -> list[Progress]:
+        """Take the answers that somebody wanted out: none of them has begun."""
+        aborted = [row for row in self._waiting if row.owner == owner]
+        self._waiting = deque(row for row in self._waiting if row.owner != owner)
         return [self._progress(Ended(row, [], [], "abort", None), stream=False) for row in aborted]
 
     def commit_version(self, version: int) -> None:
@@ -151,5 +147,5 @@ class WholeBatches:
         return ended
 
     def _progress(self, ended: Ended, *, stream: bool) -> Progress:
-        rollout = ended.rollout(logp_of=self._logp_of, version=self._version)
-        return Progress(ended.row, rollout.tokens if stream else (), rollout.logp if stream else (), rollout)
+        news = ended.progress(logp_of=self._logp_of, version=self._version)
+        return news._replace(tokens=tuple(ended.tokens), logp=tuple(ended.logp)) if stream else news

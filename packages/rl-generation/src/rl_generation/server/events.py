@@ -6,6 +6,7 @@ where it was asked for, and `[DONE]`. An error underway is an event with `error`
 """
 
 import json
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, final
@@ -14,13 +15,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rl_generation.engine import RolloutDelta
-from rl_generation.server.errors import HttpError
+from rl_generation.server.errors import HttpError, internal
 from rl_generation.server.generation import Item, unless_disconnected
 from rl_generation.server.responses import Shapes, ending, usage
 from rl_generation.server.text_stream import TextStream
 
 __all__ = ["EventStream", "chunks"]
 
+LOG = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -58,6 +60,9 @@ class EventStream(Response):
                 await _send_event(send, _event(chunk))
         except HttpError as error:
             await _send_event(send, _event(error.body))
+        except Exception:
+            LOG.exception("a stream ended with an unforeseen error")
+            await _send_event(send, _event(internal().body))
         else:
             await _send_event(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

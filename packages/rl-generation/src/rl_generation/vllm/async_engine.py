@@ -7,6 +7,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
@@ -14,6 +15,7 @@ from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
 from rl_generation.vllm.event_loop import EventLoop
 from rl_generation.vllm.explanation import explain
@@ -182,6 +184,30 @@ class VllmAsyncEngine:
         """`generate`, awaited on any event loop; cancelling it aborts what is unfinished."""
         requests, manner = self._begin(prompts, sampling, **how)
         return await self._events.wait(self._samples.generate(requests, manner))
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, *, seed: int, **how: Unpack[CallOptions]
+    ) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts the
+        request.
+
+        Args:
+            prompt: Token ids.
+            sampling: How it is answered; `n` is 1.
+            seed: Of this request alone; see `Sampling.for_request`.
+            how: `lora=` names an adapter, `timeout_s=` is that of the sample.
+
+        Returns:
+            Its future, which raises what `generate` raises; no other request is touched by it.
+        """
+        try:
+            check_single(sampling)
+            requests, manner = self._begin([prompt], [sampling.for_request(seed)], **how)
+            return self._events.start(self._samples.answer(requests[0], manner))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
 
     def as_completed(
         self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]

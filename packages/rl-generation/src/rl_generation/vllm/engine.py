@@ -5,13 +5,16 @@ this process survives. Does not know how new weights are made; who refits talks 
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Self, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineDeadError, LogpError, ModelError, PromptError
 from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
+from rl_generation.submitting import Call, Outcome, SubmittedRequests, Turns, check_single, failed_request
 from rl_generation.vllm.admission import check_version
 from rl_generation.vllm.explanation import explain
 from rl_generation.vllm.in_flight import Answer, StreamedAnswer, Streams
@@ -31,7 +34,11 @@ UNFED = "default"
 
 @final
 class VllmEngine:
-    """A `SteppingEngine` over `vllm.LLM`. One thread at a time.
+    """A `SteppingEngine` over `vllm.LLM`.
+
+    Any thread may call `submit` and `generate`, at any time: all requests share the running batch. The token-wise
+    methods, from `add_request` to `has_unfinished_requests`, are for one thread. Nothing may write new weights while a
+    request is under way, except within `between_steps`.
 
     In process, vLLM takes this process's default process group, and makes `torch.set_num_threads` do nothing on a CPU.
     One engine at a time can be in process.
@@ -71,6 +78,12 @@ class VllmEngine:
         self._own_process, self._logp_of, self._ready = own_process, logp_of, ready
         self._start_version = version
         self._numbers = itertools.count()
+        self._turns = Turns()
+        self._submitted = SubmittedRequests(begin=self._begin, abort=self._abort, step=self._advance)
+        # Answers of generate and submit that vLLM is working on, by the number that it knows them by; and why requests
+        # of add_request were lost, for the next step to raise.
+        self._answers: dict[str, Answer] = {}
+        self._lost: BaseException | None = None
         self._start()
         self._limits = limits_of(self._running.engine.vllm_config, self._running.engine.tokenizer)
         try:
@@ -167,26 +180,59 @@ class VllmEngine:
             LogpError: A log-probability is missing or not finite; all answers of the call are lost.
             EngineDeadError: A process of the engine is gone; what had finished is in `rollouts`.
         """
-        version = self._check_ready()
-        requests = self._requests(prompts, sampling, lora)
-        answers: dict[str, Answer] = {}
-        rollouts: list[Rollout] = []
+        with self._turns:
+            version = self._check_ready()
+            requests = self._requests(prompts, sampling, lora)
+            call = Call(sum(request.sampling.n for request in requests))
         try:
             with self._running.calls():
                 for request in requests:
-                    self._add(request, lora, answers)
-                while len(rollouts) < len(answers):
-                    for output in self._outputs():
-                        answer = answers[output.request_id]
-                        rollouts.append(answer.rollout(output, logp_of=self._logp_of, version=version))
+                    self._add(request, call, version=version, lora=lora)
+            while not call.over:
+                self._advance(call)
+            if call.error is not None:
+                raise call.error
         except EngineDeadError as error:
-            error.rollouts = tuple(in_order(rollouts))
-            raise
-        except BaseException:
-            if self._owned is not None and not self._owned.interrupted:
-                self._owned.engine.abort_request(list(answers))
-            raise
-        return in_order(rollouts)
+            raise EngineDeadError(str(error), rollouts=in_order(call.rollouts)) from error
+        finally:
+            if call.missing:
+                self._drop(call)
+        return in_order(call.rollouts)
+
+    # -- One request at a time -----------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, *, seed: int, lora: LoraAdapter | None = None
+    ) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. A thread generates as long as
+        such requests are under way. Cancelling the future aborts the request.
+
+        Args:
+            prompt: Token ids.
+            sampling: How it is answered; `n` is 1.
+            seed: Of this request alone; see `Sampling.for_request`.
+            lora: The adapter to answer with.
+
+        Returns:
+            Its future, which raises what `generate` raises; no other request is touched by it, unless the engine dies.
+        """
+        try:
+            check_single(sampling)
+            (request,) = self._requests([prompt], [sampling.for_request(seed)], lora)
+            return self._submitted.submit(request, lora)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Have the engine not generate within the block; what is under way goes on afterwards.
+
+        Requests may be submitted meanwhile, and wait.
+        """
+        with self._turns:
+            yield
 
     # -- Step by step --------------------------------------------------------------------------------------------
 
@@ -213,26 +259,30 @@ class VllmEngine:
             EngineDeadError: A process of the engine is gone, with every request that was under way.
         """
         if self._streams.running and not self._streams.waiting:
-            with self._running.calls():
-                self._outputs()
-        return self._streams.deltas()
+            self._advance()
+        with self._turns:
+            lost, self._lost = self._lost, None
+            if lost is not None:
+                raise lost
+            return self._streams.deltas()
 
     def abort_request(self, request_id: str) -> None:
         """End a request: the next step returns its answers as they are, with finish reason `"abort"`.
 
         One that is not under way is left alone.
         """
-        if not self._streams.holds(request_id):
-            return
-        states = self._running.engine.output_processor.request_states
-        ended = self._streams.abort(request_id, states, logp_of=self._logp_of, version=self.version)
-        with self._running.calls():
-            self._running.engine.abort_request(ended)
-        self._running.statistics.count_aborted(len(ended))
+        with self._turns:
+            if not self._streams.holds(request_id):
+                return
+            states = self._running.engine.output_processor.request_states
+            ended = self._streams.abort(request_id, states, logp_of=self._logp_of, version=self.version)
+            with self._running.calls():
+                self._running.engine.abort_request(ended)
+            self._running.statistics.count_aborted(len(ended))
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do."""
-        return self._streams.running or self._streams.waiting
+        return self._streams.running or self._streams.waiting or self._lost is not None
 
     # -- What a trainer asks of it -------------------------------------------------------------------------------
 
@@ -267,7 +317,7 @@ class VllmEngine:
             ModelError: Requests are under way.
         """
         self._prepared.check_sleep(level)
-        if self.has_unfinished_requests():
+        if self.has_unfinished_requests() or self._answers:
             raise ModelError("requests are under way; finish or abort them before the engine sleeps")
         version = self.version
         with self._running.calls():
@@ -317,10 +367,18 @@ class VllmEngine:
         self._start()
 
     def close(self) -> None:
-        """End the engine, with all of its processes; it can be called again."""
-        owned, self._owned = self._owned, None
-        if owned is not None:
-            owned.close()
+        """End the engine, with all of its processes; it can be called again.
+
+        Requests of `submit` and calls of `generate` in other threads end with EngineDeadError.
+        """
+        with self._turns:
+            owned, self._owned = self._owned, None
+            if owned is not None:
+                self._lose(EngineDeadError("the engine was closed while this request was under way"))
+                self._lost = None
+                owned.close()
+        if not self._turns.mine:
+            self._submitted.join()
 
     def __enter__(self) -> Self:
         return self
@@ -339,8 +397,9 @@ class VllmEngine:
         return self._owned
 
     def _start(self) -> None:
-        self._owned = OwnedLlm(self._prepared, own_process=self._own_process)
+        self._owned = OwnedLlm(self._prepared, own_process=self._own_process, turns=self._turns)
         self._streams = Streams()
+        self._answers, self._lost = {}, None
         self._unfed_version = self._start_version
         if not self._prepared.unfed:
             self._owned.set_label(str(self._start_version))
@@ -370,22 +429,84 @@ class VllmEngine:
             check_for_vllm(request, self._limits)
         return requests
 
-    def _add(self, request: Request, lora: LoraAdapter | None, answers: dict[str, Answer]) -> None:
+    # All of it in a turn, `_advance` excepted, which takes one.
+
+    def _add(
+        self, request: Request, owner: "Call | Future[Rollout]", *, version: int, lora: LoraAdapter | None
+    ) -> None:
         params = to_sampling_params(request.sampling, stop_token_ids=self._stop_token_ids)
         for sample in range(request.sampling.n):
-            number = f"generate-{next(self._numbers)}"
-            answers[number] = Answer(request=request, sample_index=sample)
+            number = f"answer-{next(self._numbers)}"
+            self._answers[number] = Answer(request=request, sample_index=sample, owner=owner, version=version)
             self._running.submit(number, request.prompt, for_sample(params, sample), lora=lora)
 
-    def _outputs(self) -> list[Any]:
-        """Step once; keep what belongs to `add_request` for the next `step`, and return what belongs to `generate`."""
-        whole = []
-        for output in self._running.step():
+    def _begin(self, future: "Future[Rollout]", request: Request, lora: Any) -> None:
+        version = self._check_ready()
+        with self._running.calls():
+            self._add(request, future, version=version, lora=lora)
+
+    def _abort(self, future: "Future[Rollout]") -> None:
+        self._running.statistics.count_aborted(self._drop(future))
+
+    def _drop(self, owner: object) -> int:
+        """Take the answers that somebody wanted out of the engine; return how many."""
+        with self._turns:
+            numbers = [number for number, answer in self._answers.items() if answer.owner is owner]
+            for number in numbers:
+                del self._answers[number]
+            if numbers and self._owned is not None and not self._owned.interrupted:
+                self._owned.engine.abort_request(numbers)
+        return len(numbers)
+
+    def _advance(self, call: Call | None = None) -> None:
+        """Step once for all, and tell who waits for an answer; nothing, where `call` was served meanwhile."""
+        outcomes: list[Outcome] = []
+        with self._turns:
+            if call is not None and call.over:
+                return
+            outcomes += self._submitted.admit()
             try:
-                streamed = self._streams.take(output, logp_of=self._logp_of, version=self._start_version)
-            except (LogpError, ModelError):
-                self._running.engine.abort_request(self._streams.drop())
+                with self._running.calls():
+                    # With nothing to do, an engine in its own process would wait for ever.
+                    outputs = self._running.step() if self._running.engine.has_unfinished_requests() else []
+                    for output in outputs:
+                        outcomes += self._route(output)
+            except BaseException as error:
+                interrupt = EngineDeadError(f"a step was interrupted by {type(error).__name__}: the requests are lost")
+                self._lose(error if isinstance(error, Exception) else interrupt)
                 raise
-            if not streamed:
-                whole.append(output)
-        return whole
+        self._submitted.settle(outcomes)
+
+    def _route(self, output: Any) -> list[Outcome]:
+        """Note what has become of an answer where its owner finds it, or return it where that is a future."""
+        answer = self._answers.pop(output.request_id, None)
+        result: Rollout | Exception
+        try:
+            if answer is None:
+                self._streams.take(output, logp_of=self._logp_of, version=self._start_version)
+                return []
+            result = answer.rollout(output, logp_of=self._logp_of)
+        except (LogpError, ModelError) as error:
+            result = self._running.explained(error)
+        if answer is None:
+            self._running.engine.abort_request(self._streams.drop())
+            assert isinstance(result, Exception)
+            self._lost = result
+            return []
+        if isinstance(answer.owner, Future):
+            return [(answer.owner, result)]
+        answer.owner.settle(result)
+        return []
+
+    def _lose(self, error: BaseException) -> None:
+        """Drop everything that is under way, and have whoever waits for it get `error`."""
+        numbers = [*self._answers, *self._streams.drop()]
+        if len(numbers) > len(self._answers):
+            self._lost = error
+        answers, self._answers = self._answers, {}
+        if self._owned is not None and not self._owned.interrupted and not isinstance(error, EngineDeadError):
+            self._owned.engine.abort_request(numbers)
+        for answer in answers.values():
+            if isinstance(answer.owner, Call):
+                answer.owner.settle(error)
+        self._submitted.fail(error)

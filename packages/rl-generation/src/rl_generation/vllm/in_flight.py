@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, final
 
 from rl_generation.engine import RolloutDelta
 from rl_generation.requests import Request
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan
+from rl_generation.submitting import Call
 from rl_generation.vllm.outputs import logp_of_tokens, rollout_of, timing_of, version_of
 
 __all__ = ["Answer", "StreamedAnswer", "Streams"]
@@ -16,12 +18,16 @@ __all__ = ["Answer", "StreamedAnswer", "Streams"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One of the answers of a call to `generate`."""
+    """One of the answers of a call to `generate`, or the one to a submitted request."""
 
     request: Request
     sample_index: int
+    owner: "Call | Future[Rollout]"
+    """Who gets it."""
+    version: int
+    """Of the weights when it was begun."""
 
-    def rollout(self, output: Any, *, logp_of: LogpOf, version: int) -> Rollout:
+    def rollout(self, output: Any, *, logp_of: LogpOf) -> Rollout:
         """Return what a finished `vllm.RequestOutput` holds."""
         (completion,) = output.outputs
         return rollout_of(
@@ -29,7 +35,7 @@ class Answer:
             prompt_index=self.request.prompt_index,
             sample_index=self.sample_index,
             logp_of=logp_of,
-            version=version,
+            version=self.version,
             timing=timing_of(output.metrics),
         )
 

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
+from rl_generation.submitting import Turns
 from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.lora import LoraAdapter
 from rl_generation.vllm.outputs import logp_hint
@@ -34,13 +35,15 @@ class OwnedLlm:
     Args:
         prepared: What it is made with.
         own_process: Whether vLLM's engine core gets a process of its own, or lives in this one.
+        turns: In which threads call it.
 
     Raises:
         EngineOptionError: vLLM refuses the options, or this process has a process group of its own.
         RuntimeError: vLLM could not start; its log says why. EngineDeadError where it has a process of its own.
     """
 
-    def __init__(self, prepared: Prepared, *, own_process: bool) -> None:
+    def __init__(self, prepared: Prepared, *, own_process: bool, turns: Turns) -> None:
+        self._turns = turns
         if not own_process:
             _check_process_group(prepared)
         self._own_process = own_process
@@ -63,18 +66,16 @@ class OwnedLlm:
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
-        """Around whatever asks the engine for something: names its death.
+        """Around whatever asks the engine for something: one thread at a time; names its death.
 
         Raises:
             EngineDeadError: One of its processes is gone.
-            LogpError: One was raised; says what is likely the cause.
         """
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
         try:
-            yield
-        except LogpError as error:
-            raise LogpError(f"{error}{self._logp_hint}") from error
+            with self._turns:
+                yield
         except CoreDeadError as error:
             self.processes.wait_for_death(timeout_s=1.0)
             raise EngineDeadError(self.obituary("the engine core failed; its log says why")) from error
@@ -82,6 +83,10 @@ class OwnedLlm:
             if self.processes.dead() is None:
                 raise
             raise EngineDeadError(self.obituary("")) from error
+
+    def explained(self, error: LogpError | ModelError) -> LogpError | ModelError:
+        """The error of a log-probability with what is likely its cause."""
+        return LogpError(f"{error}{self._logp_hint}") if isinstance(error, LogpError) else error
 
     def step(self) -> list[Any]:
         """Generate the next tokens; what ends a step in this process half-way, as an interrupt, ends the engine."""

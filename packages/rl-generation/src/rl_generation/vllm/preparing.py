@@ -113,6 +113,7 @@ def limits_of(vllm_config: Any, tokenizer: Any) -> Limits:
         max_length=model.max_model_len,
         max_length_name="max_model_len",
         tokenizer=tokenizer,
+        prefill_chunk=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 

@@ -80,6 +80,11 @@ class Samples:
             raise timeout_error(timed_out, rollouts, timeout_s=manner.timeout_s)
         return rollouts
 
+    async def answer(self, request: Request, manner: Manner) -> Rollout:
+        """Answer one request, whose `n` is 1; raise as `generate` does."""
+        (rollout,) = await self.generate([request], manner)
+        return rollout
+
     async def as_completed(
         self, requests: Sequence[Request], manner: Manner
     ) -> AsyncGenerator[Rollout | TimedOutSample, None]:

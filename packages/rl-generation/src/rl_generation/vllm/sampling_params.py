@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rl_generation.answer_text import INCOMPLETE, decode
 from rl_generation.bad_words import encode_bad_words
+from rl_generation.detokenizer import INCOMPLETE, decode
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling
 

@@ -3,18 +3,20 @@
 The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_algorithms.background_collection import GatedEngine
+from rl_algorithms.background_collection import GatedEngine, GatedRequestEngine
 from rl_algorithms.contracts import Teacher
 from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.replay import ReplayBuffer
 from rl_algorithms.tokenized_data import TokenizedData
 from rl_backends import BackendSelection
 from rl_backends.backend import TrainingBackend
-from rl_generation import Sampling
+from rl_generation import Rollout, Sampling
 from rl_generation.seeding import SeededEngine
 from rl_observe import SpanLog
 from rl_observe.health import EventQueue
@@ -27,15 +29,45 @@ class RunEngine(SeededEngine):
     def collecting(self, buffer: ReplayBuffer, spans: SpanLog) -> GatedEngine[Sampling]:
         """The same engine for the threads that fill `buffer` while the policy trains.
 
-        A call first waits at the gate while a refit needs the engine for itself. It is then a span in its thread's lane
-        of the trace, of which waiting at the gate is no part.
+        A call or request first waits at the gate while a refit needs the engine for itself. It is then a span in its
+        thread's lane of the trace, of which waiting at the gate is no part; requests that overlap are one span.
         """
-        return GatedEngine(_Timed(spans.timed("generate", self.generate)), buffer=buffer)
+        return GatedRequestEngine(_Timed(self, spans), buffer=buffer)
 
 
-@dataclass(frozen=True, slots=True)
 class _Timed:
-    generate: Callable[[Sequence[Sequence[int]], Sampling], Any]
+    """An engine whose calls and requests are spans of the thread that made them."""
+
+    def __init__(self, engine: RunEngine, spans: SpanLog) -> None:
+        self._engine, self._spans = engine, spans
+        self.generate: Callable[[Sequence[Sequence[int]], Sampling], Sequence[Rollout]] = spans.timed(
+            "generate", engine.generate
+        )
+        self._lock = threading.Lock()
+        self._under_way: dict[str, tuple[int, float]] = {}
+        """How many requests each lane has, and when the first of them began."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """As the engine's."""
+        lane = threading.current_thread().name
+        with self._lock:
+            count, start_s = self._under_way.get(lane, (0, 0.0))
+            self._under_way[lane] = (count + 1, start_s if count else self._spans.now())
+        try:
+            future = self._engine.submit(prompt, sampling, seed=seed)
+        except BaseException:
+            self._end(lane)
+            raise
+        future.add_done_callback(lambda _: self._end(lane))
+        return future
+
+    def _end(self, lane: str) -> None:
+        with self._lock:
+            count, start_s = self._under_way.pop(lane)
+            if count > 1:
+                self._under_way[lane] = (count - 1, start_s)
+        if count == 1:
+            self._spans.write("generate", lane=lane, start_s=start_s, end_s=self._spans.now())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from rl_generation.load_balance import split_prompts
 from rl_generation.requests import make_requests
 from rl_launcher.ray.engine_pool import EngineDiedError, EnginePool, RunningEngine
 from rl_launcher.ray.engine_worker import GenerateReply
+from rl_launcher.ray.requests import RequestDispatch
 from rl_launcher.ray.worker_failures import RemoteDiedError
 
 
@@ -27,9 +29,9 @@ class RayEngine:
     def __init__(self, engines: EnginePool) -> None:
         self.engines = engines
         """One by one."""
+        self._requests = RequestDispatch(engines)
         self._lock = threading.Lock()
         self._retried = 0
-        self._tokens_per_s = 0.0
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Generate `n` responses for each prompt; all rollouts of prompt 0 come first, and so on.
@@ -58,16 +60,23 @@ class RayEngine:
         seconds = time.monotonic() - began
         with self._lock:
             self._retried += call.retried
-            self._tokens_per_s = sum(len(rollout.tokens) for rollout in rollouts) / max(seconds, 1e-9)
+            self._requests.tokens_per_s = sum(len(rollout.tokens) for rollout in rollouts) / max(seconds, 1e-9)
         return rollouts
 
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt beside whatever is under way; from any thread.
+
+        The future raises PromptError where the request is invalid, and otherwise what `generate` raises.
+        """
+        return self._requests.submit(prompt, sampling, seed=seed)
+
     def metrics(self) -> dict[str, float]:
-        """For the log: engines that were replaced, prompts that were sent again, and tokens/s of the latest call."""
+        """For the log: engines that were replaced, prompts that were sent again, and tokens/s lately."""
         with self._lock:
             return {
                 "engine_restarts": float(self.engines.restarts),
-                "retried_prompts": float(self._retried),
-                "engine_tokens_per_s": self._tokens_per_s,
+                "retried_prompts": float(self._retried + self._requests.retried),
+                "engine_tokens_per_s": self._requests.tokens_per_s,
             }
 
     def explain(self) -> str:
