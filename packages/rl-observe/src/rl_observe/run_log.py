@@ -25,6 +25,7 @@ from rl_observe.log_files import (
 )
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions
+from rl_observe.recorded_steps import StepRecorder
 from rl_observe.redaction import Secrets, redact
 from rl_observe.report import write_report
 from rl_observe.run_directory import RunDirectory, write_text
@@ -92,7 +93,11 @@ class RunLog:
         self.metrics = MetricsLog(run, elapsed_s=elapsed_s, tensorboard=self._config.tensorboard_enabled)
         self.spans = SpanLog(run, elapsed_s=elapsed_s)
         """Also keeps the clock of the run."""
-        self.events = EventLog(run, secrets=self.secrets)
+        self.recorded_steps = StepRecorder(
+            run, self._config.recorded_steps, secrets=self.secrets, warn=warn or messages.message
+        )
+        """Records steps token by token; nothing is written unless the loop calls its `record`."""
+        self.events = EventLog(run, secrets=self.secrets, on_write=self.recorded_steps.keep_around)
         self._reporter = Reporter(self.events, messages)
         self.refits = RefitLog(run)
         self.profiler = Profiler(self._config.profiler, run.profile, rank=rank)
@@ -212,6 +217,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files; the trackers continue until `finish`. A second call does nothing."""
+        self.recorded_steps.close()
         self.metrics.close()
         self.spans.close()
         self.refits.close()
