@@ -281,7 +281,7 @@ class StepRecorder:
         around = {
             each.path
             for each in found
-            for stage, step in self._events
+            for stage, step in tuple(self._events)  # the loop may add one meanwhile
             if each.stage == stage and abs(each.step - step) <= config.around_events * max(each.stride, 1)
         }
         kept = []
