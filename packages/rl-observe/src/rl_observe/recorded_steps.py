@@ -185,7 +185,9 @@ class StepRecorder:
         self._events: set[tuple[str, int]] = set()
         for row in read_json_lines(run.events)[0] if run.events.exists() else []:
             self.keep_around(row.get("stage"), row.get("step"))
-        self._waiting: queue.Queue[tuple[dict[str, Any], StepRollouts] | None] = queue.Queue(maxsize=1)
+        self._waiting: queue.Queue[tuple[dict[str, Any], StepRollouts | Callable[[], StepRollouts]] | None] = (
+            queue.Queue(maxsize=1)
+        )
         self._thread: threading.Thread | None = None
         self.unwritten: list[str] = []
         """Why steps could not be written, one entry per step."""
@@ -199,7 +201,7 @@ class StepRecorder:
         self,
         stage: str,
         step: int,
-        rollouts: StepRollouts,
+        rollouts: StepRollouts | Callable[[], StepRollouts],
         *,
         updates: Sequence[Mapping[str, object]] = (),
         about: Mapping[str, object] | None = None,
@@ -209,7 +211,7 @@ class StepRecorder:
         Args:
             stage: the stage of the step, such as `grpo`.
             step: its number, from 1; with several updates on the same rollouts the number of the last.
-            rollouts: what was trained on.
+            rollouts: what was trained on, or a function that returns it, which is called in the other thread.
             updates: the optimizer steps on these rollouts in their order, as plain data; usual keys are `step`, `loss`,
                 `grad_norm`, `learning_rate`, `error`.
             about: whatever else is known, as plain data: `version`, `sampling`, `objective`, `seeds`, `timings`.
@@ -220,7 +222,7 @@ class StepRecorder:
             self._thread = threading.Thread(target=self._write_all, name="recorded-steps", daemon=True)
             self._thread.start()
         self._waiting.join()
-        self._waiting.put((_described(stage, step, rollouts, updates=updates, about=about), rollouts))
+        self._waiting.put((_described(stage, step, updates=updates, about=about), rollouts))
 
     def keep_around(self, stage: object, step: object) -> None:
         """Keep the steps around an event at `step` of `stage`; without a step nothing is kept."""
@@ -244,7 +246,7 @@ class StepRecorder:
         while (given := self._waiting.get()) is not None:
             try:
                 self._write(*given)
-            except (OSError, ValueError, TypeError) as error:  # the run must not end because nobody can look at it
+            except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
                 why = describe(error) if isinstance(error, OSError) else str(error)
                 self.unwritten.append(why)
                 if len(self.unwritten) == 1 and self._warn is not None:
@@ -253,11 +255,12 @@ class StepRecorder:
                 self._waiting.task_done()
         self._waiting.task_done()
 
-    def _write(self, data: dict[str, Any], rollouts: StepRollouts) -> None:
+    def _write(self, data: dict[str, Any], given: StepRollouts | Callable[[], StepRollouts]) -> None:
+        rollouts = given() if callable(given) else given
         stage, step = data["stage"], data["step"]
         if not re.fullmatch(r"[\w.]+", stage):
             raise RecordedStepError(f"stage={stage!r} must consist of letters, digits, _ and . to be a file name")
-        data = self._secrets.scrub(data)
+        data = self._secrets.scrub({**data, "component_names": list(rollouts.component_names)})
         columns, texts = _columns(rollouts), self._secrets.scrub(_texts(rollouts))
         if self.decode is not None:
             ids = np.unique(columns["tokens"]).tolist()
@@ -305,16 +308,10 @@ class StepRecorder:
 
 
 def _described(
-    stage: str,
-    step: int,
-    rollouts: StepRollouts,
-    *,
-    updates: Sequence[Mapping[str, object]],
-    about: Mapping[str, object] | None,
+    stage: str, step: int, *, updates: Sequence[Mapping[str, object]], about: Mapping[str, object] | None
 ) -> dict[str, Any]:
-    """What step.json holds, without the texts of the tokens."""
-    names = {"component_names": list(rollouts.component_names)}
-    return {"format": FORMAT, "stage": stage, "step": step, "updates": list(updates), **names, **(about or {})}
+    """What step.json holds, without what comes from the rollouts."""
+    return {"format": FORMAT, "stage": stage, "step": step, "updates": list(updates), **(about or {})}
 
 
 def _columns(rollouts: StepRollouts) -> dict[str, Array]:
@@ -565,7 +562,8 @@ class RecordedStep:
         about: Mapping[str, object] | None = None,
     ) -> RecordedStep:
         """A recorded step that is nowhere on disk, with the arguments of `StepRecorder.record`."""
-        data = _described(stage, step, rollouts, updates=updates, about=about)
+        data = _described(stage, step, updates=updates, about=about)
+        data["component_names"] = list(rollouts.component_names)
         return cls(None, data, _columns(rollouts), _texts(rollouts))
 
     def __len__(self) -> int:
