@@ -1,12 +1,13 @@
-"""The command line: `rl-observe report|compare|trace|check|conditions`.
+"""The command line: `rl-observe report|show|diagnose|compare|trace|check|conditions`.
 
-Exit codes: 0 it holds; 1 it does not hold (`check`); 2 refused or misused, and the reason is printed.
+Exit codes: 0 it holds; 1 it does not hold (`check`, `diagnose`); 2 refused or misused, and the reason is printed.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -43,6 +44,87 @@ def report(run: Run, *, as_json: Json = False) -> None:
             _or_refuse(lambda: json.loads(opened.summary.read_text("utf-8"))) if opened.summary.is_file() else None
         )
         _print_json({"written": str(path), "summary": summary})
+
+
+@app.command(epilog=EXIT_CODES)
+def show(
+    run: Run,
+    *,
+    step: Annotated[int | None, typer.Option(help="A recorded step; without it they are listed.")] = None,
+    worst: Annotated[
+        str | None, typer.Option(metavar="ORDER", help="Lowest first: reward, advantage, length, logp, gap or loss.")
+    ] = None,
+    best: Annotated[str | None, typer.Option(metavar="ORDER", help="Highest first.")] = None,
+    row: Annotated[int | None, typer.Option(help="One rollout, token by token, with its group.")] = None,
+    limit: Annotated[int, typer.Option(help="Rollouts to show at most; 0 shows all.")] = 10,
+    stage: Annotated[str | None, typer.Option(help="A stage; by default the one recorded last.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show recorded steps: which there are, the rollouts of one, or one rollout token by token."""
+    from rich.console import Console
+
+    from rl_observe import show as pages
+    from rl_observe.recorded_steps import RecordedSteps
+
+    if worst is not None and best is not None:
+        _refuse("--worst and --best are two orders; give one of them")
+    if step is None and (worst is not None or best is not None or row is not None):
+        _refuse("--worst, --best and --row are of one step; give --step too")
+    recorded = RecordedSteps(_or_refuse(lambda: RunDirectory.open(run)), stage)
+    if not recorded:
+        of_stage = f" of the stage {stage}" if stage else ""
+        _refuse(f"{run} has no recorded steps{of_stage}; record some (logger.recorded_steps in a recipe, StepRecorder)")
+    console = Console(soft_wrap=False)
+    if step is None:
+        console.print(pages.steps_table(recorded))
+        if as_json:
+            _print_json({"stage": recorded.stage, "steps": [*recorded]})
+        return
+    try:
+        found = recorded[step]
+    except KeyError as error:
+        _refuse(str(error.args[0]))
+    except ValueError as error:
+        _refuse(str(error))
+    if row is not None:
+        console.print(_or_refuse(lambda: pages.rollout_page(found, row)))
+        if as_json:
+            _print_json({"step": found.step, "rollout": found.rows[row], "tokens": found.token_rows(row)})
+        return
+    order = worst or best
+    rows = (
+        found.rows
+        if order is None
+        else _or_refuse(lambda: pages.order_rollouts(found, order, descending=worst is None))
+    )
+    rows = rows[:limit] if limit else rows
+    console.print(pages.rollouts_table(found, rows))
+    if as_json:
+        _print_json({"step": found.step, "version": found.version, "updates": found.updates, "rollouts": rows})
+
+
+@app.command(epilog=EXIT_CODES)
+def diagnose(
+    run: Run,
+    *,
+    stage: Annotated[str | None, typer.Option(help="A stage; by default the one recorded last.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank the causes of trouble that the recorded steps and the log of a run show; exit code 1 if there are any."""
+    from rl_observe.diagnose import diagnose as look
+
+    found = _or_refuse(lambda: look(RunDirectory.open(run), stage=stage))
+    for number, finding in enumerate(found.findings, 1):
+        typer.echo(f"{number}. {finding}")
+    if not found.findings:
+        typer.echo("nothing found")
+    steps = ", ".join(map(str, found.steps)) or "none"
+    typer.echo(f"looked at the recorded steps {steps}, and at the log")
+    for remark in found.remarks:
+        typer.echo(f"not known: {remark}")
+    if as_json:
+        _print_json(found.plain())
+    raise typer.Exit(1 if found.findings else 0)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -105,9 +187,22 @@ def _or_refuse(action: Callable[[], T]) -> T:
     try:
         return action()
     except (OSError, ValueError) as error:
-        typer.echo(f"rl-observe: {error}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
+
+
+def _refuse(reason: str) -> NoReturn:
+    typer.echo(f"rl-observe: {reason}", err=True)
+    raise typer.Exit(2)
 
 
 def _print_json(figures: dict[str, Any]) -> None:
-    typer.echo(json.dumps(figures))
+    typer.echo(json.dumps(_without_nan(figures), default=str))
+
+
+def _without_nan(value: Any) -> Any:
+    """The same plain data, with null for each number that is not finite: JSON has no other word for it."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

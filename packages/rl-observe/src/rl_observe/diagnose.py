@@ -50,28 +50,28 @@ CAUSES: dict[str, str] = {
     "mask_off_by_one": "shift the mask of trainable tokens: logp[t] belongs to tokens[t], and a response is trained on "
     "from its first token to its stop token",
     "logp_off_by_one": "align the engine's log-probabilities with its tokens: logp_old[t] is that of tokens[t]",
-    "swapped_rows": "sort the engine's responses back into the order of the prompts before they are joined with rewards "
-    "and log-probabilities",
+    "swapped_rows": "sort the engine's responses back into the order of the prompts before they are joined with "
+    "rewards and log-probabilities",
     "retokenised_turn": "append the token ids that the engine sampled, never text that is tokenised again: turns of a "
     "conversation go from tokens to tokens",
     "template_drift": "render prompts once, and give engine and trainer the same token ids: the same template, options "
     "and special tokens, a BOS only once",
     "temperature": "divide the trainer's logits by the temperature of sampling too, or ask the engine for "
     "log-probabilities after temperature",
-    "truncated_sampling": "sample with top_p=1 and no top_k or min_p, or let the engine report log-probabilities of the "
-    "full distribution (vLLM: logprobs_mode)",
+    "truncated_sampling": "sample with top_p=1 and no top_k or min_p, or let the engine report log-probabilities of "
+    "the full distribution (vLLM: logprobs_mode)",
     "stale_weights": "check that every refit reaches every engine and every tensor: compare digests after each refit, "
     "and that the engine drops its prefix cache",
-    "precision": "compute the output layer and its log-softmax in float32 on both sides, and let engine and trainer run "
-    "in the same dtype",
+    "precision": "compute the output layer and its log-softmax in float32 on both sides, and let engine and trainer "
+    "run in the same dtype",
     "router_drift": "replay the engine's routing in the trainer, or correct with a truncated importance weight",
     "logp_mismatch": "compare the engine's and the trainer's log-probabilities of one prompt, layer by layer",
     "advantage_mismatch": "the advantages do not follow from the recorded rewards and groups: rewards or groups were "
     "reordered after they were compared, or another baseline was used than the objective names",
     "reward_mismatch": "rewards of tokens and of rollouts do not agree: they were summed or reordered wrongly",
-    "reward_constant": "check that the reward function tells right from wrong responses in the format that the policy "
-    "writes, and that prompts are neither too easy nor too hard",
-    "reward_inconsistent": "the reward is no function of prompt and response: fix the judge's version, prompt and seed, "
+    "reward_constant": "check that the reward function tells right from wrong responses in the format that the "
+    "policy writes, and that prompts are neither too easy nor too hard",
+    "reward_inconsistent": "the reward is no function of prompt and response: fix the judge and its seed, "
     "or average several judgements",
     "reward_drift": "the judge changed during the run: pin its version and prompt, and score a fixed set of responses "
     "every few steps",
@@ -218,9 +218,13 @@ def _check_finite(step: RecordedStep) -> Iterator[Finding]:
         row = int(bad.argmax())
         value = step.columns["rewards"][row]
         yield Finding(
-            cause="nan", score=1.0, stage="reward", step=step.step, row=row,
+            cause="nan",
+            score=1.0,
+            stage="reward",
+            step=step.step,
+            row=row,
             evidence=f"the reward of row {row} is {value}, and {int(bad.sum())} rewards are not finite",
-        )  # fmt: skip
+        )
         return
     trained = step.row("update", missing=0) >= 0
     for name in ("logp_old", "advantage", "logp_proximal", "logp_ref", "logp", "loss"):
@@ -238,18 +242,26 @@ def _check_finite(step: RecordedStep) -> Iterator[Finding]:
             row = int(bad.any(axis=1).argmax())
             token = int(bad[row].argmax())
             yield Finding(
-                cause="nan", score=1.0, stage=name, step=step.step, row=row, token=token,
+                cause="nan",
+                score=1.0,
+                stage=name,
+                step=step.step,
+                row=row,
+                token=token,
                 evidence=f"{name} of row {row}, token {token} is {values[row, token]}, the first of {int(bad.sum())} "
                 f"values that are not finite; everything computed before it is finite",
-            )  # fmt: skip
+            )
             return
     for update in step.updates:
         for name in ("loss", "grad_norm"):
             if name in update and not math.isfinite(math.nan if update[name] is None else float(update[name])):
                 yield Finding(
-                    cause="nan", score=1.0, stage="gradient" if name == "grad_norm" else "loss", step=update.get("step"),
+                    cause="nan",
+                    score=1.0,
+                    stage="gradient" if name == "grad_norm" else "loss",
+                    step=update.get("step"),
                     evidence=f"{name} is {update[name]}, and every token's values are finite",
-                )  # fmt: skip
+                )
                 return
 
 
@@ -262,10 +274,15 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
         row = int(outside.any(axis=1).argmax())
         token = int(outside[row].argmax())
         yield Finding(
-            cause="mask_off_by_one", score=0.97, stage="mask", step=step.step, row=row, token=token,
+            cause="mask_off_by_one",
+            score=0.97,
+            stage="mask",
+            step=step.step,
+            row=row,
+            token=token,
             evidence=f"token {token} of row {row} ({step.piece(int(step.padded('tokens')[row, token]))!r}) is trained "
             f"on and was not sampled, and so are {int(outside.sum())} tokens",
-        )  # fmt: skip
+        )
         return
     selects = _option(step, "selection", "tokens") is not None or bool(_option(step, "selection", "mask_truncated"))
     lost = response & ~trainable
@@ -277,14 +294,18 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
         row = int(rows.argmax())
         token = int(lost[row].argmax())
         yield Finding(
-            cause="mask_off_by_one", score=0.96 if at_ends > 0.5 else 0.5, stage="mask", step=step.step, row=row,
+            cause="mask_off_by_one",
+            score=0.96 if at_ends > 0.5 else 0.5,
+            stage="mask",
+            step=step.step,
+            row=row,
             token=token,
             evidence=f"{int(lost.sum())} sampled tokens are not trained on, {at_ends:.0%} of them the first or last of "
             f"a response; the first is token {token} of row {row}",
-        )  # fmt: skip
+        )
         return
 
-    # The mask of the responses itself: prompts within a group are the same tokens, and no response ends before its stop.
+    # The mask of the responses itself: prompts of a group are the same tokens, and a response ends with its stop token.
     tokens, groups = step.padded("tokens"), step.columns["groups"]
     starts = np.where(step.response.any(axis=1), step.response.argmax(axis=1), step.columns["lengths"])
     if step.has("turns") and step.columns["turns"].ndim == 1:
@@ -302,10 +323,15 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
     if late and len(late) >= 0.5 * len(np.unique(groups)):
         row, token = late[0]
         yield Finding(
-            cause="mask_off_by_one", score=0.95, stage="mask", step=step.step, row=row, token=token,
-            evidence=f"the prompts of {len(late)} groups differ in their last token alone, which was therefore sampled: "
+            cause="mask_off_by_one",
+            score=0.95,
+            stage="mask",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"the prompts of {len(late)} groups differ in their last token alone, which was sampled: "
             f"the mask begins one token late, at row {row} after token {token}",
-        )  # fmt: skip
+        )
         return
     if step.has("logp_old"):
         logp_old = step.padded("logp_old")
@@ -314,10 +340,15 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
         rest[np.arange(len(step)), np.minimum(starts, step.filled.shape[1] - 1)] = False
         if len(step) >= 4 and (first_logp == 0).all() and (np.abs(logp_old[rest]) > 1e-3).any():
             yield Finding(
-                cause="mask_off_by_one", score=0.93, stage="mask", step=step.step, row=0, token=int(starts[0]),
-                evidence=f"the first token of every response has the log-probability 0, as tokens of the prompt do: the "
+                cause="mask_off_by_one",
+                score=0.93,
+                stage="mask",
+                step=step.step,
+                row=0,
+                token=int(starts[0]),
+                evidence=f"the first token of every response has the log-probability 0, as those of prompts do: the "
                 f"mask begins one token early, at token {int(starts[0])} of row 0",
-            )  # fmt: skip
+            )
             return
     stops = set(step.data.get("stop_token_ids", []))
     if stops and step.has("truncated"):
@@ -333,10 +364,15 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
         if len(early) >= 0.5 * max(1, int((~step.columns["truncated"].astype(bool)).sum())):
             row = early[0]
             yield Finding(
-                cause="mask_off_by_one", score=0.94, stage="mask", step=step.step, row=row, token=int(ends[row]),
+                cause="mask_off_by_one",
+                score=0.94,
+                stage="mask",
+                step=step.step,
+                row=row,
+                token=int(ends[row]),
                 evidence=f"{len(early)} responses end just before their stop token, which is not trained on; the first "
                 f"is token {int(ends[row])} of row {row}",
-            )  # fmt: skip
+            )
 
 
 def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
@@ -349,10 +385,14 @@ def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
         if wrong.any():
             row = int(wrong.argmax())
             yield Finding(
-                cause="reward_mismatch", score=0.95, stage="reward", step=step.step, row=row,
+                cause="reward_mismatch",
+                score=0.95,
+                stage="reward",
+                step=step.step,
+                row=row,
                 evidence=f"the rewards of the tokens of row {row} add up to {earned[row]:.6g}, and its reward is "
                 f"{rewards[row]:.6g}; {int(wrong.sum())} rows differ",
-            )  # fmt: skip
+            )
             return
     if not step.has("advantage") or not np.isfinite(rewards[~failed]).all():
         return
@@ -386,10 +426,15 @@ def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
         row = int(wrong.argmax())
         token = int((~np.isnan(advantage[row])).argmax())
         yield Finding(
-            cause="advantage_mismatch", score=0.95, stage="advantage", step=step.step, row=row, token=token,
+            cause="advantage_mismatch",
+            score=0.95,
+            stage="advantage",
+            step=step.step,
+            row=row,
+            token=token,
             evidence=f"row {row} has the advantage {first[row]:.4g}, and its group's rewards give {expected[row]:.4g}; "
             f"{int(wrong.sum())} of {int(np.isfinite(first).sum())} rows differ",
-        )  # fmt: skip
+        )
 
 
 def _check_groups(step: RecordedStep) -> Iterator[Finding]:
@@ -405,11 +450,15 @@ def _check_groups(step: RecordedStep) -> Iterator[Finding]:
         group = int(names[totals.argmax()])
         row = int((np.where(groups == group, size, -1)).argmax())
         yield Finding(
-            cause="group_dominates", score=0.62, stage="advantage", step=step.step, row=row,
+            cause="group_dominates",
+            score=0.62,
+            stage="advantage",
+            step=step.step,
+            row=row,
             token=int(step.response[row].argmax()),
-            evidence=f"group {group} has {totals.max() / totals.sum():.0%} of the sum of |advantage| over all tokens of "
+            evidence=f"group {group} has {totals.max() / totals.sum():.0%} of the sum of |advantage| over tokens of "
             f"{active} groups; its largest is row {row}, {np.nanmax(np.abs(step.padded('advantage')[row])):.4g}",
-        )  # fmt: skip
+        )
 
 
 def _check_clipping(step: RecordedStep) -> Iterator[Finding]:
@@ -425,11 +474,15 @@ def _check_clipping(step: RecordedStep) -> Iterator[Finding]:
             where = clipped & of_update
             row = int(where.any(axis=1).argmax())
             yield Finding(
-                cause="clipping_saturated", score=0.6, stage="loss", step=update.get("step", step.step), row=row,
+                cause="clipping_saturated",
+                score=0.6,
+                stage="loss",
+                step=update.get("step", step.step),
+                row=row,
                 token=int(where[row].argmax()),
                 evidence=f"the clip stops {share:.0%} of the tokens of update {number}: most of the batch has no "
                 f"gradient",
-            )  # fmt: skip
+            )
             return
 
 
@@ -610,13 +663,18 @@ def _check_prompts(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Ite
             prompt = tuple(tokens[row, : starts[row]].tolist())
             if bos is not None and len(prompt) > 1 and prompt[0] == prompt[1] == bos:
                 yield Finding(
-                    cause="template_drift", score=0.93, stage="prompt", step=step.step, row=row, token=1,
+                    cause="template_drift",
+                    score=0.93,
+                    stage="prompt",
+                    step=step.step,
+                    row=row,
+                    token=1,
                     evidence=f"row {row} begins with the BOS token {bos} twice: the template writes one, and the "
                     f"tokenizer adds another",
-                )  # fmt: skip
+                )
                 return
             source = shared["source"]
-            if source is None or step.has("turns") and step.columns["turns"].ndim == 1:
+            if source is None or (step.has("turns") and step.columns["turns"].ndim == 1):
                 continue
             before = seen.setdefault(source, prompt)
             if before != prompt:
@@ -627,10 +685,15 @@ def _check_prompts(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Ite
                 if token >= min(len(before), len(prompt)) - 1 and abs(len(before) - len(prompt)) <= 1:
                     continue  # one more or less at the end is the mask's affair
                 yield Finding(
-                    cause="template_drift", score=0.9, stage="prompt", step=step.step, row=row, token=token,
-                    evidence=f"{source} is {len(prompt)} tokens in row {row} and {len(before)} tokens before; they differ "
+                    cause="template_drift",
+                    score=0.9,
+                    stage="prompt",
+                    step=step.step,
+                    row=row,
+                    token=token,
+                    evidence=f"{source} is {len(prompt)} tokens in row {row} and {len(before)} before; they differ "
                     f"from token {token} on ({step.piece(prompt[token]) if token < len(prompt) else 'the end'!r})",
-                )  # fmt: skip
+                )
                 return
 
 
@@ -665,10 +728,14 @@ def _check_rewards_over_time(steps: Sequence[RecordedStep], samples: Sequence[Ro
             and max(ups, len(over_time) - ups) >= 0.9 * len(over_time)
         )
         yield Finding(
-            cause="reward_drift" if drifts else "reward_inconsistent", score=0.85, stage="reward", step=at, row=row,
-            evidence=f"{len(changed)} of {compared} repeated responses got another reward than before; row {row} of step "
+            cause="reward_drift" if drifts else "reward_inconsistent",
+            score=0.85,
+            stage="reward",
+            step=at,
+            row=row,
+            evidence=f"{len(changed)} of {compared} repeated responses got another reward; row {row} of step "
             f"{at} got {now:.4g}, and the same response got {before_reward:.4g} at step {earlier}",
-        )  # fmt: skip
+        )
     yield from _reward_goes_with(steps)
 
 
@@ -706,25 +773,37 @@ def _reward_goes_with(steps: Sequence[RecordedStep]) -> Iterator[Finding]:
     ):
         at, row = place or (steps[0].step, 0)
         yield Finding(
-            cause="reward_hacked_format", score=0.72, stage="reward", step=at, row=row,
-            evidence=f"{len(right)} responses that are exactly the gold answer got {np.mean(right):.3g} on average, and "
+            cause="reward_hacked_format",
+            score=0.72,
+            stage="reward",
+            step=at,
+            row=row,
+            evidence=f"{len(right)} responses that are the gold answer got {np.mean(right):.3g} on average, and "
             f"the {len(best)} others {np.mean(best):.3g}",
-        )  # fmt: skip
+        )
     if len(reward) < LIMITS["tokens"] or place is None:
         return
     by_length, by_repetition = _correlation(reward, length), _correlation(reward, repeated)
     if by_repetition > LIMITS["correlation"] and by_repetition >= by_length:
         yield Finding(
-            cause="reward_hacked_repetition", score=0.7, stage="reward", step=place[0], row=place[1],
+            cause="reward_hacked_repetition",
+            score=0.7,
+            stage="reward",
+            step=place[0],
+            row=place[1],
             evidence=f"within groups the reward goes with the share of repeated tokens (correlation "
             f"{by_repetition:.2f} over {len(reward)} rollouts)",
-        )  # fmt: skip
+        )
     elif by_length > LIMITS["correlation"]:
         yield Finding(
-            cause="reward_hacked_length", score=0.7, stage="reward", step=place[0], row=place[1],
+            cause="reward_hacked_length",
+            score=0.7,
+            stage="reward",
+            step=place[0],
+            row=place[1],
             evidence=f"within groups the reward goes with the number of tokens (correlation {by_length:.2f} over "
             f"{len(reward)} rollouts)",
-        )  # fmt: skip
+        )
 
 
 def _repetition(tokens: Array) -> float:
@@ -750,19 +829,27 @@ def _check_data(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Iterat
     if leaked := [prompt for prompt in sources if prompt in held_out]:
         step_number, row = places[leaked[0]]
         yield Finding(
-            cause="leaked_data", score=0.9, stage="data", step=step_number, row=row,
+            cause="leaked_data",
+            score=0.9,
+            stage="data",
+            step=step_number,
+            row=row,
             evidence=f"{len(leaked)} of the {len(sources)} prompts that were trained on are held out too; the first is "
             f"{leaked[0]!r:.80} ({min(sources[leaked[0]])})",
-        )  # fmt: skip
+        )
     twice = [prompt for prompt, found in sources.items() if len(found) > 1]
     if len(twice) >= 2 and len(twice) > 0.05 * len(sources):
         step_number, row = places[twice[0]]
         named = sorted(sources[twice[0]])[:3]
         yield Finding(
-            cause="duplicated_data", score=0.8, stage="data", step=step_number, row=row,
+            cause="duplicated_data",
+            score=0.8,
+            stage="data",
+            step=step_number,
+            row=row,
             evidence=f"{len(twice)} of {len(sources)} prompts come from more than one row of the data; the first from "
             f"{' and '.join(named)}",
-        )  # fmt: skip
+        )
 
 
 def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Finding]:
@@ -784,9 +871,13 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
         if constant and (len(silent) == len(signal) or last[-1] < best - 0.25 * (abs(best) or 1.0)):
             begins = silent[-1][0]
             yield Finding(
-                cause="reward_constant", score=0.84, stage="reward", step=begins, row=0,
+                cause="reward_constant",
+                score=0.84,
+                stage="reward",
+                step=begins,
+                row=0,
                 evidence=f"every reward of the last {len(silent)} logged steps is {last[-1]:.4g}, since step {begins}",
-            )  # fmt: skip
+            )
     large = [
         (step, float(np.abs(gap).mean()))
         for step in steps
@@ -799,12 +890,16 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
         update = int(step.row("update", missing=0).max())
         row = int((step.row("update", missing=0) == update).argmax())
         yield Finding(
-            cause="learning_rate", score=0.74, stage="policy", step=step.step, row=row,
+            cause="learning_rate",
+            score=0.74,
+            stage="policy",
+            step=step.step,
+            row=row,
             token=int(step.response[row].argmax()),
             evidence=f"the updates on one batch move log-probabilities by {size:.2f} on average (a ratio of "
             f"{math.exp(min(size, 20)):.1f}); gradient norms go from {min(norms, default=0):.3g} to "
             f"{max(norms, default=0):.3g}",
-        )  # fmt: skip
+        )
     entropy = series("entropy")
     if len(entropy) >= 6 and len(reward) >= 6:
         most, now = max(value for _, value in entropy), float(np.mean([value for _, value in entropy[-3:]]))
@@ -813,14 +908,18 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
         if now < LIMITS["entropy_share"] * most and not learned:
             at = next(at for at, value in entropy if value < LIMITS["entropy_share"] * most)
             yield Finding(
-                cause="entropy_collapse", score=0.7, stage="policy", step=at, row=0,
+                cause="entropy_collapse",
+                score=0.7,
+                stage="policy",
+                step=at,
+                row=0,
                 evidence=f"the entropy fell from {most:.3g} to {now:.3g} nats, and the reward did not rise "
                 f"({np.mean(rewards[:3]):.3g} to {np.mean(rewards[-3:]):.3g}): responses to a prompt are all the same",
-            )  # fmt: skip
+            )
 
 
 def _later_gaps(step: RecordedStep) -> Array:
-    """logp - logp_old of the tokens that a later update on the batch trained on."""
+    """Logp - logp_old of the tokens that a later update on the batch trained on."""
     rows = step.row("update", missing=0) > 0
     where = step.response & step.trainable & rows[:, None]
     gaps: Array = (step.padded("logp") - step.padded("logp_old"))[where]
