@@ -182,7 +182,8 @@ def test_log_probabilities_of_other_rows_are_named_with_the_first_row():
     world = World()
     step = world.step(1, turns=True, logp_old=lambda given: exchange(given, "logp_old"))
     found = first(diagnose_steps([step], log=log_of(1.2)))
-    assert (found.cause, found.row, found.token) == ("swapped_rows", 1, P)
+    assert (found.cause, found.row) == ("swapped_rows", 1)
+    assert found.token >= P  # rows of one group may begin with the same tokens
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -246,8 +247,8 @@ def test_the_first_value_that_is_not_finite_is_the_source():
 
     found = first(diagnose_steps([World().step(1, logp=nan_at("logp", 3, P + 2), loss=nan_at("loss", 0, P))]))
     assert (found.cause, found.stage, found.row, found.token) == ("nan", "logp", 3, P + 2)
-    rewards = World().step(1, rewards=lambda given: np.where(np.arange(PROMPTS * GROUP) == 5, np.inf, given["rewards"]))
-    found = first(diagnose_steps([rewards]))
+    infinite = np.where(np.arange(PROMPTS * GROUP) == 5, np.inf, 0.0)
+    found = first(diagnose_steps([World().step(1, rewards=infinite, advantage=np.zeros(PROMPTS * GROUP))]))
     assert (found.cause, found.stage, found.row) == ("nan", "reward", 5)
 
 
@@ -294,10 +295,15 @@ def test_updates_that_move_the_policy_far_are_named():
 
 def test_a_reward_that_is_no_function_of_the_response_is_named():
     world = World()
-    same = {"responses": [f"text {row % 8}" for row in range(PROMPTS * GROUP)], "prompts": ["p"] * PROMPTS * GROUP,
-            "sources": ["rows.jsonl line 1"] * PROMPTS * GROUP, "tokens": lambda g: np.where(np.arange(P + T) < P, 5, g["tokens"])}  # fmt: skip
+    rows = np.arange(PROMPTS * GROUP)
+    same = {
+        "responses": [f"text {row % 8}" for row in rows],
+        "prompts": ["p"] * len(rows),
+        "sources": ["rows.jsonl line 1"] * len(rows),
+        "tokens": lambda given: np.where(np.arange(P + T) < P, 5, given["tokens"]),
+    }
     assert first(diagnose_steps([world.step(1, **same)])).cause == "reward_inconsistent"
-    drifting = [world.step(n, **same, rewards=(np.arange(PROMPTS * GROUP) % 8) / 8 + (n > 2) * 0.5) for n in (1, 2, 3)]
+    drifting = [world.step(n, **same, rewards=rows % 8 / 8 + (n > 2) * 0.5) for n in (1, 2, 3)]
     assert first(diagnose_steps(drifting)).cause == "reward_drift"
 
 

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from rl_observe.glossary import finite_number
 from rl_observe.log_files import Row, read_json_lines, read_metrics
 from rl_observe.recorded_steps import CLIPPED, RecordedStep, RecordedSteps
+from rl_observe.replay import NotReplayable, plain_advantages
 from rl_observe.run_directory import RunDirectory
 
 __all__ = ["CAUSES", "LIMITS", "Diagnosis", "Finding", "check_step", "diagnose", "diagnose_steps"]
@@ -230,7 +231,7 @@ def _check_finite(step: RecordedStep) -> Iterator[Finding]:
     for name in ("logp_old", "advantage", "logp_proximal", "logp_ref", "logp", "loss"):
         if not step.has(name):
             continue
-        where = step.response if name == "logp_old" else step.trainable & trained[:, None]
+        where = step.response if name == "logp_old" else step.response & step.trainable & trained[:, None]
         values = step.padded(name)
         if not np.isfinite(values[where]).any() and name in {"logp_ref", "logp_proximal", "loss", "logp"}:
             # Nothing of it is known: the objective does not need it, or no update was taken. All NaN is told by error.
@@ -396,35 +397,16 @@ def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
             return
     if not step.has("advantage") or not np.isfinite(rewards[~failed]).all():
         return
-    config = step.data.get("objective", {}).get("advantage", {})
-    plain = (
-        config.get("baseline", "none") in {"group_mean", "leave_one_out"}
-        and config.get("scale") in {"none", "group_std"}
-        and config.get("whiten") == "none"
-        and not config.get("normalize_each_reward")
-        and config.get("estimator") is None
-        and _option(step, "overlong", "max_length") is None
-        and not (_option(step, "kl", "weight") and _option(step, "kl", "place") == "reward")
-    )
-    if not plain:
+    try:
+        expected_tokens = plain_advantages(step)
+    except NotReplayable:
         return
-    expected = np.zeros(len(step))
-    for group in np.unique(groups[~failed]):
-        rows = np.flatnonzero((groups == group) & ~failed)
-        centered = rewards[rows] - rewards[rows].mean()
-        if len(rows) < 2 or not np.ptp(rewards[rows]):
-            continue
-        if config["baseline"] == "leave_one_out":
-            centered = centered * len(rows) / (len(rows) - 1)
-        if config["scale"] == "group_std":
-            centered = centered / (rewards[rows].std(ddof=1) + config.get("epsilon", 1e-6))
-        expected[rows] = centered
     advantage = step.padded("advantage")
-    first = np.array([float(row[~np.isnan(row)][0]) if (~np.isnan(row)).any() else math.nan for row in advantage])
-    wrong = np.isfinite(first) & ~np.isclose(first, expected, rtol=1e-3, atol=1e-4)
+    known = np.isfinite(advantage)
+    wrong = (known & ~np.isclose(advantage, expected_tokens, rtol=1e-3, atol=1e-4)).any(axis=1)
     if wrong.any():
         row = int(wrong.argmax())
-        token = int((~np.isnan(advantage[row])).argmax())
+        token = int(known[row].argmax())
         yield Finding(
             cause="advantage_mismatch",
             score=0.95,
@@ -432,8 +414,8 @@ def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
             step=step.step,
             row=row,
             token=token,
-            evidence=f"row {row} has the advantage {first[row]:.4g}, and its group's rewards give {expected[row]:.4g}; "
-            f"{int(wrong.sum())} of {int(np.isfinite(first).sum())} rows differ",
+            evidence=f"row {row} has the advantage {advantage[row, token]:.4g}, and its group's rewards give "
+            f"{expected_tokens[row, token]:.4g}; {int(wrong.sum())} of {int(known.any(axis=1).sum())} rows differ",
         )
 
 
