@@ -10,8 +10,11 @@ from rl_algorithms import stepping
 from rl_launcher.errors import RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
+from rl_launcher.run.replay_step import recompute
 from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory, read_metrics
+from rl_observe.diagnose import diagnose
+from rl_observe.replay import replay
 
 
 def start(recipe, *overrides):
@@ -83,3 +86,27 @@ def test_a_resumed_run_records_the_same_steps(recipe, tmp_path, stop_after, monk
         for name, column in each.columns.items():
             assert np.array_equal(column, other.columns[name], equal_nan=True), (step, name)
         assert json.dumps(each.updates) == json.dumps(other.updates)
+
+
+def test_a_clean_step_is_replayed_bit_for_bit_and_nothing_is_found_in_it(recipe):
+    _, directory = start(recipe, "checkpointing.save_period=4")
+    assert [each.cause for each in diagnose(directory).findings] == []
+    step = directory.steps[6]  # it began with the weights of version 4, of which there is a checkpoint
+    with recompute(directory, step) as stages:
+        found = replay(step, stages)
+    assert {each.stage: each.outcome for each in found.results} == dict.fromkeys(
+        ("prompt", "reward", "advantage", "logp_old", "logp", "loss", "gradient"), "same"
+    )
+
+
+def test_a_step_whose_weights_are_gone_says_so_and_replays_the_rest(recipe):
+    _, directory = start(recipe)
+    step = directory.steps[8]
+    source = (recipe.parent / "reward.py").read_text()
+    (recipe.parent / "reward.py").write_text(source.replace("/ 5 for c", "/ 4 for c"))  # the user changed the reward
+    with recompute(directory, step) as stages:
+        found = {each.stage: each for each in replay(step, stages).results}
+    assert found["prompt"].outcome == found["advantage"].outcome == "same"
+    assert "version 6" in found["logp"].reason
+    assert found["reward"].outcome == "differs"
+    assert found["reward"].row is not None

@@ -1,6 +1,6 @@
-"""The command line: `rl-observe report|show|diagnose|compare|trace|check|conditions`.
+"""The command line: `rl-observe report|show|replay|diagnose|compare|trace|check|conditions`.
 
-Exit codes: 0 it holds; 1 it does not hold (`check`, `diagnose`); 2 refused or misused, and the reason is printed.
+Exit codes: 0 it holds; 1 it does not (`check`, `replay`, `diagnose`); 2 refused or misused, and the reason is printed.
 """
 
 import json
@@ -101,6 +101,50 @@ def show(
     console.print(pages.rollouts_table(found, rows))
     if as_json:
         _print_json({"step": found.step, "version": found.version, "updates": found.updates, "rollouts": rows})
+
+
+@app.command(epilog=EXIT_CODES)
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="A recorded step.", show_default=False)],
+    *,
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder with the weights before the step.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="A stage; by default the one recorded last.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute each stage of a recorded step again, and name the first that differs; exit code 1 if one does.
+
+    Prompts, rewards and log-probabilities are computed by the trainer that is installed beside rl-observe, such as
+    rl-launcher; without one, only advantages and losses are.
+    """
+    from contextlib import ExitStack
+    from importlib.metadata import entry_points
+
+    from rl_observe.recorded_steps import RecordedSteps
+    from rl_observe.replay import replay as compute
+
+    opened = _or_refuse(lambda: RunDirectory.open(run))
+    try:
+        recorded = RecordedSteps(opened, stage)[step]
+    except (KeyError, ValueError) as error:
+        _refuse(str(error.args[0]))
+    with ExitStack() as stack:
+        trainers = [*entry_points(group="rl_observe.recompute")]
+        if weights is not None and not trainers:
+            _refuse("--weights is for the trainer of the run, and none is installed here (pip install rl-launcher)")
+        given = {}
+        for trainer in trainers:
+            given |= _or_refuse(lambda of=trainer: stack.enter_context(of.load()(opened, recorded, weights=weights)))
+        found = _or_refuse(lambda: compute(recorded, given))
+    for result in found.results:
+        typer.echo(result)
+    first = found.first_difference
+    typer.echo("every stage that was replayed agrees" if first is None else f"the first difference: {first}")
+    if as_json:
+        _print_json(found.plain())
+    raise typer.Exit(0 if first is None else 1)
 
 
 @app.command(epilog=EXIT_CODES)

@@ -192,6 +192,7 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
     findings += _check_mismatch(steps, log)
     for check in (_check_prompts, _check_rewards_over_time, _check_data):
         findings += check(steps, samples)
+    findings += _reward_goes_with(steps, log)
     findings += _check_log(log, steps)
     # One finding per cause: the first place of the highest score.
     best: dict[str, Finding] = {}
@@ -379,7 +380,7 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
 def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
     """Group advantages again from the recorded rewards, where the objective is one of the plain ones."""
     failed = step.row("failed", missing=0).astype(bool)
-    rewards, groups = step.columns["rewards"], step.columns["groups"]
+    rewards = step.columns["rewards"]
     if step.has("token_rewards"):
         earned = np.nansum(step.padded("token_rewards"), axis=1)
         wrong = ~np.isclose(earned, rewards, rtol=1e-6, atol=1e-9) & ~failed & np.isfinite(rewards)
@@ -718,11 +719,13 @@ def _check_rewards_over_time(steps: Sequence[RecordedStep], samples: Sequence[Ro
             evidence=f"{len(changed)} of {compared} repeated responses got another reward; row {row} of step "
             f"{at} got {now:.4g}, and the same response got {before_reward:.4g} at step {earlier}",
         )
-    yield from _reward_goes_with(steps)
 
 
-def _reward_goes_with(steps: Sequence[RecordedStep]) -> Iterator[Finding]:
-    """Correlations of the reward within groups, with length and with repetition, and the rewards of gold answers."""
+def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
+    """Correlations of the reward within groups, with length and with repetition, and the rewards of gold answers.
+
+    Length is right for many tasks; it is reported only where it also grows over the run.
+    """
     reward, length, repeated = [], [], []
     right: list[float] = []
     best: list[float] = []
@@ -766,6 +769,11 @@ def _reward_goes_with(steps: Sequence[RecordedStep]) -> Iterator[Finding]:
     if len(reward) < LIMITS["tokens"] or place is None:
         return
     by_length, by_repetition = _correlation(reward, length), _correlation(reward, repeated)
+    lengths = [value for row in log if (value := finite_number(row.get("response_tokens"))) is not None]
+    if len(lengths) < 6:
+        lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
+    third = max(1, len(lengths) // 3)
+    growth = np.mean(lengths[-third:]) / max(1.0, float(np.mean(lengths[:third])))
     if by_repetition > LIMITS["correlation"] and by_repetition >= by_length:
         yield Finding(
             cause="reward_hacked_repetition",
@@ -776,7 +784,7 @@ def _reward_goes_with(steps: Sequence[RecordedStep]) -> Iterator[Finding]:
             evidence=f"within groups the reward goes with the share of repeated tokens (correlation "
             f"{by_repetition:.2f} over {len(reward)} rollouts)",
         )
-    elif by_length > LIMITS["correlation"]:
+    elif by_length > LIMITS["correlation"] and growth >= LIMITS["length_growth"]:
         yield Finding(
             cause="reward_hacked_length",
             score=0.7,
@@ -784,7 +792,7 @@ def _reward_goes_with(steps: Sequence[RecordedStep]) -> Iterator[Finding]:
             step=place[0],
             row=place[1],
             evidence=f"within groups the reward goes with the number of tokens (correlation {by_length:.2f} over "
-            f"{len(reward)} rollouts)",
+            f"{len(reward)} rollouts), and responses are {growth:.1f} times as long as at first",
         )
 
 
