@@ -118,8 +118,11 @@ def advantages(rewards):
 def log_of(error_at_start, steps=6, **columns):
     """Lines of metrics.jsonl."""
     rows = [
-        {"stage": "grpo", "step": n + 1, "token_mult_prob_error": error_at_start if n == 0 else 1.3, "reward": 0.4 + n / 50,
-         "groups_with_signal": 0.9, "grad_norm": 1.0, "entropy": 2.0 - n / 10, "reward_std": 0.5}
+        {
+            "stage": "grpo", "step": n + 1, "token_mult_prob_error": error_at_start if n == 0 else 1.3,
+            "reward": 0.4 + n / 50, "groups_with_signal": 0.9, "grad_norm": 1.0, "entropy": 2.0 - n / 10,
+            "reward_std": 0.5,
+        }
         for n in range(steps)
     ]  # fmt: skip
     for name, values in columns.items():
@@ -311,9 +314,11 @@ def test_rewards_for_length_and_for_repetition_are_named():
     def by_length(given):
         return given["response"].sum(1).astype(float)
 
-    assert (
-        first(diagnose_steps([World(1).step(n, rewards=by_length) for n in (1, 2, 3)])).cause == "reward_hacked_length"
-    )
+    steps = [World(1).step(n, rewards=by_length) for n in (1, 2, 3)]
+    longer = log_of(1.0, token_mult_prob_error=[1.0] * 6, response_tokens=[4, 4, 5, 7, 8, 9])
+    assert first(diagnose_steps(steps, log=longer)).cause == "reward_hacked_length"
+    as_long = log_of(1.0, token_mult_prob_error=[1.0] * 6, response_tokens=[8] * 6)
+    assert diagnose_steps(steps, log=as_long).findings == []  # some tasks need long answers
 
     def by_repetition(given):
         rows = [given["tokens"][row][given["response"][row]] for row in range(PROMPTS * GROUP)]
