@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rl_observe import LoggerConfig, RunLog, StepRollouts
+from rl_observe import LoggerConfig, RunDirectory, RunLog, StepRollouts
 from rl_observe.cli import app
 from rl_observe.health import CONDITIONS
 
@@ -139,6 +139,38 @@ def test_diagnose_names_the_fault_and_ends_with_1(recorded):
     (recorded / "steps" / "grpo-00000002.zip").unlink()
     code, lines = call("diagnose", recorded)
     assert (code, lines[0]) == (0, "nothing found")
+
+
+def test_what_a_recorded_step_shows_becomes_an_event_once(recorded):
+    events = [json.loads(line) for line in (recorded / "events.jsonl").read_text().splitlines()]
+    assert [event["name"] for event in events] == ["temperature"]
+    assert "step 2 of grpo" in events[0]["message"]
+
+
+def test_two_runs_are_compared_by_their_recorded_steps_too(recorded, tmp_path):
+    with RunLog(tmp_path / "other", QUIET) as log:
+        rollouts = RunDirectory(recorded).steps[1]
+        given = {name: rollouts.padded(name) for name in ("logp_old", "logp")}
+        given["logp_old"][3, 7] = -9.0
+        log.recorded_steps.record(
+            "grpo",
+            1,
+            StepRollouts(
+                tokens=rollouts.padded("tokens"),
+                lengths=rollouts.columns["lengths"],
+                response=rollouts.response,
+                rewards=rollouts.columns["rewards"],
+                groups=rollouts.columns["groups"],
+                **given,
+            ),
+        )
+        log.step("grpo", 1, reward=0.5)
+    code, lines = call("compare", recorded, tmp_path / "other", "--out", tmp_path / "page.html", "--json")
+    found = json.loads(lines[-1])
+    assert code == 0
+    first = found["first_difference"]
+    assert (first["step"], first["stage"], first["row"], first["token"]) == (1, "logp_old", 3, 7)
+    assert lines[0].startswith("first difference: step 1, logp_old, row 3, token 7")
 
 
 def test_replay_says_what_it_needs(recorded):

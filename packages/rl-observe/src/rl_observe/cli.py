@@ -178,14 +178,32 @@ def compare(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the page goes.")] = Path("comparison.html"),
     as_json: Json = False,
 ) -> None:
-    """Write one page that compares several runs: their curves, their results, and how their settings differ."""
+    """Write one page that compares several runs: their curves, their results, and how their settings differ.
+
+    Of two runs it also prints the first step, stage, row and token where their recorded steps part, and which logged
+    figures differ since when.
+    """
+    from rl_observe.compare import compare_records
     from rl_observe.report import compare_runs
 
     opened = _or_refuse(lambda: [RunDirectory.open(run) for run in runs])
     path = _or_refuse(lambda: compare_runs(opened, to=out))
+    figures: dict[str, Any] = {"written": str(path), "runs": [str(each.path) for each in opened]}
+    if len(opened) == 2:
+        found = _or_refuse(lambda: compare_records(*opened))
+        if found.steps:
+            shared = ", ".join(map(str, found.steps))
+            typer.echo(f"first difference: {found.first}" if found.first else f"the recorded steps {shared} are equal")
+        else:
+            typer.echo("no step is recorded in both runs")
+        if found.logged and not found.figures:
+            typer.echo(f"every figure of {found.logged} logged steps is equal")
+        for figure in found.figures[:12]:
+            typer.echo(figure)
+        figures |= found.plain()
     typer.echo(path)
     if as_json:
-        _print_json({"written": str(path), "runs": [str(each.path) for each in opened]})
+        _print_json(figures)
 
 
 @app.command(epilog=EXIT_CODES)

@@ -40,7 +40,7 @@ from rl_observe.recorded_steps import CLIPPED, RecordedStep, RecordedSteps
 from rl_observe.replay import NotReplayable, plain_advantages
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["CAUSES", "LIMITS", "Diagnosis", "Finding", "check_step", "diagnose", "diagnose_steps"]
+__all__ = ["CAUSES", "LIMITS", "Diagnosis", "Finding", "check_step", "diagnose", "diagnose_steps", "monitor_step"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -203,8 +203,13 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
     return Diagnosis(findings=ranked, steps=[each.step for each in steps], remarks=remarks)
 
 
+def monitor_step(step: RecordedStep) -> list[Finding]:
+    """What one step alone shows, engine against trainer included; cheap enough for every step of a run."""
+    return [*check_step(step), *_check_mismatch([step], ())]
+
+
 def check_step(step: RecordedStep) -> list[Finding]:
-    """The checks that need one step alone; cheap enough to run on every step of a run."""
+    """The checks that need one step alone, and no engine."""
     checks = (_check_finite, _check_mask, _check_advantages, _check_groups, _check_clipping)
     return [finding for check in checks for finding in check(step)]
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,6 +41,9 @@ from rl_observe.config import RecordedStepsConfig
 from rl_observe.log_files import read_json_lines
 from rl_observe.redaction import Secrets
 from rl_observe.run_directory import RunDirectory, describe
+
+if TYPE_CHECKING:
+    from rl_observe.diagnose import Finding
 
 __all__ = ["RecordedStep", "RecordedStepError", "RecordedSteps", "StepRecorder", "StepRollouts"]
 
@@ -167,6 +170,8 @@ class StepRecorder:
         secrets: credentials to remove from all texts.
         decode: token ids to text, such as `tokenizer.decode`; each id is decoded once, for viewers.
         warn: called if a step could not be written; the run continues.
+        on_finding: called, in the other thread, with the stage and each cause of trouble that `monitor_step` finds in a
+            step, once per cause; the steps around it are kept. None checks nothing.
     """
 
     def __init__(
@@ -177,9 +182,11 @@ class StepRecorder:
         secrets: Secrets | None = None,
         decode: Callable[[list[int]], str] | None = None,
         warn: Callable[[str], object] | None = None,
+        on_finding: Callable[[str, Finding], object] | None = None,
     ) -> None:
         self.config = config or RecordedStepsConfig()
-        self.decode = decode
+        self.decode, self.on_finding = decode, on_finding
+        self._found: set[str] = set()
         self._folder, self._secrets, self._warn = run.recorded_steps, secrets or Secrets(), warn
         self._pieces: dict[int, str] = {}
         self._events: set[tuple[str, int]] = set()
@@ -274,7 +281,15 @@ class StepRecorder:
         # same; then the checksums of the zip file do not match, and the reader says so.
         unfinished = self._folder / f".{stage}-{step}.unfinished"
         unfinished.write_bytes(written)
-        unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
+        path = unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
+        if self.on_finding is not None:
+            from rl_observe.diagnose import monitor_step  # it imports this module
+
+            for finding in monitor_step(RecordedStep(path, data, columns, texts)):
+                if finding.cause not in self._found:
+                    self._found.add(finding.cause)
+                    self.keep_around(stage, step)
+                    self.on_finding(stage, finding)
         self._delete_old()
 
     def _delete_old(self) -> None:
