@@ -1,5 +1,6 @@
 """Claims about recorded steps of a run: they hold what was trained on, bit for bit, also of a run that failed."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_a_resumed_run_records_the_same_steps(recipe, tmp_path, stop_after, monk
 
 
 def test_a_clean_step_is_replayed_bit_for_bit_and_nothing_is_found_in_it(recipe):
-    _, directory = start(recipe, "checkpointing.save_period=4")
+    _, directory = start(recipe, "checkpointing={save_period: 4, ft_keep_latest_k: 2}")
     assert [each.cause for each in diagnose(directory).findings] == []
     step = directory.steps[6]  # it began with the weights of version 4, of which there is a checkpoint
     with recompute(directory, step) as stages:
@@ -102,11 +103,13 @@ def test_a_clean_step_is_replayed_bit_for_bit_and_nothing_is_found_in_it(recipe)
 def test_a_step_whose_weights_are_gone_says_so_and_replays_the_rest(recipe):
     _, directory = start(recipe)
     step = directory.steps[8]
-    source = (recipe.parent / "reward.py").read_text()
-    (recipe.parent / "reward.py").write_text(source.replace("/ 5 for c", "/ 4 for c"))  # the user changed the reward
+    rewards = step.columns["rewards"].copy()
+    rewards[3] += 1.0  # as if another reward function had given it
+    step = dataclasses.replace(step, columns={**step.columns, "rewards": rewards})
     with recompute(directory, step) as stages:
-        found = {each.stage: each for each in replay(step, stages).results}
-    assert found["prompt"].outcome == found["advantage"].outcome == "same"
+        replayed = replay(step, stages)
+    found = {each.stage: each for each in replayed.results}
+    assert found["prompt"].outcome == "same"
     assert "version 6" in found["logp"].reason
-    assert found["reward"].outcome == "differs"
-    assert found["reward"].row is not None
+    first = replayed.first_difference
+    assert (first.stage, first.row, first.recorded - first.recomputed) == ("reward", 3, pytest.approx(1.0))

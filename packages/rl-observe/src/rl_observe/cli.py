@@ -1,4 +1,4 @@
-"""The command line: `rl-observe report|show|replay|diagnose|compare|trace|check|conditions`.
+"""The command line: `rl-observe report|show|replay|diagnose|compare|import|trace|check|conditions`.
 
 Exit codes: 0 it holds; 1 it does not (`check`, `replay`, `diagnose`); 2 refused or misused, and the reason is printed.
 """
@@ -204,6 +204,26 @@ def compare(
     typer.echo(path)
     if as_json:
         _print_json(figures)
+
+
+@app.command(name="import", epilog=EXIT_CODES)
+def import_(
+    trainer: Annotated[str, typer.Argument(help="verl, trl, nemo-rl or slime.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="Its dump: a file, or the folder of all.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A new run directory.", show_default=False)],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Make a run directory of the rollouts that another trainer dumped, for show, diagnose and compare."""
+    from rl_observe.importers import import_run
+
+    opened, lacks = _or_refuse(lambda: import_run(trainer, source, run))
+    steps = [*opened.steps]
+    typer.echo(f"{opened.path}: {len(steps)} steps of {trainer}")
+    for lack in lacks:
+        typer.echo(f"not in these files: {lack}")
+    if as_json:
+        _print_json({"run_dir": str(opened.path), "steps": steps, "lacks": lacks})
 
 
 @app.command(epilog=EXIT_CODES)
