@@ -10,16 +10,17 @@ from rl_algorithms import grpo
 from rl_algorithms.corrections import CorrectionConfig
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_algorithms.objective import Objective, RatioConfig, SelectionConfig
+from rl_algorithms.observation import ObservedPolicy
 
 
 def share_of_threes(completions):
     return [completion.count("3") / 3 for completion in completions]
 
 
-def run(table, engine, chat, rows, *, config, **options):
+def run(table, engine, chat, rows, *, config, on_step=None, **options):
     return list(
         grpo.train(
-            policy=table,
+            policy=table if on_step is None else ObservedPolicy(table, on_step),
             engine=engine,
             weight_sync=engine,
             environment=RewardFunctionEnvironment(reward=share_of_threes),

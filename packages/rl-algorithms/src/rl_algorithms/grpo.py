@@ -17,13 +17,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rl_algorithms import policy_gradient, presets
+from rl_algorithms import observation, policy_gradient, presets
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.losses import Counts
 from rl_algorithms.objective import Objective
-from rl_algorithms.observation import ObservingLoss, OnStep, number_rows
 from rl_algorithms.policy_gradient import Examples, LossFunction, check_finite, prepare, select_tokens
 from rl_algorithms.presets import *  # noqa: F403 - `grpo.dapo()` and its kin
 from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
@@ -97,15 +96,13 @@ def train(
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
-    on_rollouts: Callable[[Rollouts], object] | None = None,
-    on_step: OnStep | None = None,
+    on_rollouts: Callable[[Rollouts], object] = lambda _: None,
 ) -> Iterator[dict[str, float]]:
     """Train for `max_num_steps`; after each batch of rollouts, yield what to log, the new `version` included.
 
     `version` is how many steps the weights have seen at the start, and the engine must already hold them. `prompts`
     yields `num_prompts` at a time. When a dict is yielded, the engine holds the policy's weights. To go on with a run,
-    give the `steps_taken` so far, and prompts from there on. `on_rollouts` gets each batch before it is trained on, and
-    `on_step` each optimizer step on it (`observation`).
+    give the `steps_taken` so far, and prompts from there on. `on_rollouts` gets each batch before it is trained on.
     """
     timer = PhaseTimer()
     ask: dict[str, Any] = {"engine": engine, "sampling": sampling, "chat": chat, "environment": environment}
@@ -114,14 +111,12 @@ def train(
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:
         rollouts = collect_batch(given, config, number=number, version=version, seed=seed, **ask)
-        if on_rollouts is not None:
-            on_rollouts(rollouts)
+        on_rollouts(rollouts)
         with timer.phase("train"):
             examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
-            if on_step is not None:
-                examples = number_rows(examples, rollouts, config.objective)
+            examples = observation.number_rows(examples, rollouts, config.objective)
             parts = minibatches(examples, config, seed=episode_seed(seed, number))
-            steps = [step(policy, part, config.objective, on_step=on_step) for part in parts]
+            steps = [step(policy, part, config.objective) for part in parts]
         metrics = describe(rollouts, version=version)
         version += len(steps)
         if steps:  # nothing to train on, no step, nothing new to transfer
@@ -138,16 +133,9 @@ def minibatches(examples: Examples, config: GRPOConfig, *, seed: int) -> Iterato
 
 
 def step(
-    policy: Policy,
-    examples: Examples,
-    objective: Objective,
-    *,
-    loss: LossFunction = policy_gradient.loss,
-    on_step: OnStep | None = None,
+    policy: Policy, examples: Examples, objective: Objective, *, loss: LossFunction = policy_gradient.loss
 ) -> dict[str, float]:
     """Take one optimizer step on `examples`, those of every rank, with the objective's loss or another; return metrics.
-
-    `on_step` is told of the step also where it is refused; the examples must then know their rows (`number_rows`).
 
     Raises:
         ValueError: no token is trainable, a sampler's log-probability is missing, or the loss is not finite.
@@ -156,20 +144,7 @@ def step(
     counts = Counts.of(examples.trainable)
     if not counts.tokens:
         raise ValueError(f"none of the {examples.tokens.numel()} tokens of this step is trainable")
+    bound = functools.partial(loss, objective=objective, counts=counts)
     output: Any = {"output": "logp_and_entropy"} if objective.needs_entropy else {}
-    examples = select_tokens(examples, objective)
-
-    def take(bound: Callable[..., Any]) -> dict[str, float]:
-        sums = policy.forward_backward(examples, bound, **output)
-        return {"grad_norm": finite_step(policy, sums), **figures(sums, num_tokens=counts.tokens)}
-
-    if on_step is None:
-        return take(functools.partial(loss, objective=objective, counts=counts))
-    observing = ObservingLoss(loss, objective=objective, counts=counts)
-    try:
-        metrics = take(observing)
-    except Exception as error:
-        on_step(observing.observed(examples, error=str(error)))
-        raise
-    on_step(observing.observed(examples, metrics=metrics))
-    return metrics
+    sums = policy.forward_backward(select_tokens(examples, objective), bound, **output)
+    return {"grad_norm": finite_step(policy, sums), **figures(sums, num_tokens=counts.tokens)}

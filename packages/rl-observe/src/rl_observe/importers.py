@@ -7,8 +7,8 @@
     slime     --save-debug-rollout-data: <name>_<rollout_id>.pt    token ids, mask, the engine's logp, reward
 
 Where a file has text and no token ids, each word stands for a token, so that lengths and repetition can be looked at,
-and `about["lacks"]` says what cannot be answered. Files of slime are read by `torch.load(weights_only=True)`
-, which runs no code of them.
+and `about["lacks"]` says what cannot be answered. Files of slime are read by `torch.load(weights_only=True)`, so that
+nothing in them is run.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_algorithms import grpo
 from rl_algorithms.contracts import Conversation, ResettingEnvironment, TokenBatch
-from rl_algorithms.observation import ObservedStep, number_rows
+from rl_algorithms.observation import ObservedPolicy, ObservedStep, number_rows
 from rl_algorithms.policy_gradient import kept_rows, prepare
 from rl_algorithms.rollouts import Rollouts, episode_seed
 from rl_launcher.build.build import build
@@ -178,7 +178,7 @@ class _Stages:
                 f"other advantages"
             )
         seen: list[ObservedStep] = []
-        grpo.step(policy, first, config.objective, on_step=seen.append)
+        grpo.step(ObservedPolicy(policy, seen.append), first, config.objective)
         return seen[0]
 
     def _prompts(self) -> list[Any]:

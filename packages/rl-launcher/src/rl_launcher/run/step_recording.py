@@ -1,7 +1,7 @@
 """Hand each batch of rollouts, and the optimizer steps on it, to rl-observe, which records them token by token.
 
-The loop tells of both (`on_rollouts`, `on_step`); nothing here computes what the loop has not computed itself. On Ray
-the loss runs in other processes, and the trainer's log-probabilities and losses of tokens are not recorded.
+The loop tells of the rollouts (`on_rollouts`), an `ObservedPolicy` of the steps; nothing is computed that the loop has
+not computed itself. On Ray the loss runs in other processes, and what it computes of each token is not recorded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_algorithms.observation import ObservedStep
+from rl_algorithms.contracts import Policy
+from rl_algorithms.observation import ObservedPolicy, ObservedStep
 from rl_algorithms.rollouts import Rollouts
 from rl_launcher.build.parts import Parts
 from rl_launcher.recipe_files.dataclass_schema import to_plain
@@ -63,10 +64,9 @@ class StepRecording:
         self._steps.append(step)
         self._learning_rates.append(self._parts.policy.learning_rate)
 
-    @property
-    def observer(self) -> Any:
-        """`on_step`, or None if nothing is recorded: then the loop does not watch its loss."""
-        return self.on_step if self._recorder.enabled else None
+    def observed(self, policy: Policy) -> Policy:
+        """The policy, which tells of its optimizer steps; as it is, if nothing is recorded."""
+        return ObservedPolicy(policy, self.on_step) if self._recorder.enabled else policy
 
     def next_of(self, steps: Iterator[dict[str, float]], *, number: int) -> dict[str, float] | None:
         """The metrics of the next batch, or None after the last; a batch that fails is recorded as step `number`."""

@@ -37,7 +37,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         recording.on_rollouts(rollouts)
 
     shared: dict[str, Any] = {
-        "policy": policy,
+        "policy": recording.observed(policy),
         "weight_sync": parts.weight_sync,
         "environment": parts.environment,
         "prompts": prompts,
@@ -48,7 +48,6 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         "steps_taken": started.taken,
         "seed": recipe.seed,
         "on_rollouts": on_rollouts,
-        "on_step": recording.observer,
     }
     buffer = None
     if stage.async_grpo is None:
