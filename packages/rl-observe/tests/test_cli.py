@@ -42,7 +42,9 @@ def test_report_writes_the_page_again_and_json_holds_the_summary(runs):
 def test_compare_writes_one_page(runs, tmp_path):
     code, lines = call("compare", *runs, "--out", tmp_path / "both.html", "--json")
     assert code == 0
-    assert json.loads(lines[-1]) == {"written": str(tmp_path / "both.html"), "runs": [str(run) for run in runs]}
+    found = json.loads(lines[-1])
+    assert (found["written"], found["runs"]) == (str(tmp_path / "both.html"), [str(run) for run in runs])
+    assert (found["recorded_steps"], [each["name"] for each in found["figures"]]) == ([], ["groups_with_signal"])
     assert (tmp_path / "both.html").exists()
 
 

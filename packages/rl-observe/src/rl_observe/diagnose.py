@@ -574,23 +574,24 @@ def _cause_of_mismatch(
             )
             return Finding(cause="retokenised_turn", score=0.92, **(found | {"stage": "tokens"}), evidence=evidence)
 
-    # A cut distribution: the engine's log-probabilities are never below the trainer's.
-    above, below = float((flat > limit).mean()), float((flat < -limit).mean())
-    if above > 0.05 and below < 0.01 * max(above, 0.1):
-        evidence = f"{told}; the engine's is higher for {above:.0%} of the tokens and lower for {below:.1%}"
-        return Finding(cause="truncated_sampling", score=0.9, evidence=evidence, **found)
-
     # Temperature: differences grow with how unlikely a token is.
     x = logp[where]
     slope, r2 = _fit(x, flat)
     slope_old, r2_old = _fit(logp_old[where], flat)
-    if max(r2, r2_old) > LIMITS["temperature_r2"] and size.mean() > limit:
+    above, below = float((flat > limit).mean()), float((flat < -limit).mean())
+    one_sided = above > 0.05 and below < 0.01 * max(above, 0.1)
+    if max(r2, r2_old) > (0.95 if one_sided else LIMITS["temperature_r2"]):
         times = 1 + slope if r2 >= r2_old else 1 / (1 - slope_old)
         evidence = (
             f"{told}, and {max(r2, r2_old):.0%} of its variance is proportional to logp: logp_old is about "
             f"{times:.2f} logp, as if the engine's temperature were {1 / times:.2f} of the trainer's"
         )
         return Finding(cause="temperature", score=0.88, evidence=evidence, **found)
+
+    # A cut distribution: the engine's log-probabilities are never below the trainer's.
+    if one_sided:
+        evidence = f"{told}; the engine's is higher for {above:.0%} of the tokens and lower for {below:.1%}"
+        return Finding(cause="truncated_sampling", score=0.9, evidence=evidence, **found)
 
     if quantised is not None and size.mean() < 0.5:
         evidence = f"{told}, and every log-probability of the {quantised} is a number of bfloat16"
