@@ -47,6 +47,7 @@ MODULES = {
     "orpo": {"ORPOConfig", "train"},
     "reward_model": {"RewardModelConfig", "train"},
     "distill": {"train"},
+    "observation": {"NumberedExamples", "ObservedPolicy", "ObservedStep", "number_rows"},
     "policy_gradient": {"Examples", "loss", "prepare"},
     "rollouts": {"Rollouts", "collect", "concatenate"},
     "evaluation": {"Accuracy", "evaluate"},

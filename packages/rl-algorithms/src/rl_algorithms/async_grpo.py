@@ -26,6 +26,7 @@ from rl_algorithms.background_collection import Collectors, gated
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.grpo import GRPOConfig, minibatches, prepare, step
+from rl_algorithms.observation import number_rows
 from rl_algorithms.replay import ReplayBuffer, checked_buffer
 from rl_algorithms.rollouts import Rollouts, collect, concatenate, describe, episode_seed, require_some_judged
 from rl_algorithms.staleness import AsyncConfig, batches_ahead, explain_bound, refuse_uncorrected
@@ -83,7 +84,7 @@ def train(
     steps_taken: int = 0,
     seed: int = 0,
     buffer: ReplayBuffer | None = None,
-    on_rollouts: Callable[[Rollouts], object] | None = None,
+    on_rollouts: Callable[[Rollouts], object] = lambda _: None,
 ) -> Iterator[dict[str, float]]:
     """As `grpo.train`, but `engine`, `environment`, `chat` and `prompts` are called by the collecting threads.
 
@@ -117,10 +118,10 @@ def train(
             with timer.phase("wait"):
                 held = buffer.take(config.num_prompts, version=last, timeout_s=config.timeout_s)
             rollouts = require_some_judged(concatenate([each.rollouts for each in held.groups]))
-            if on_rollouts is not None:
-                on_rollouts(rollouts)
+            on_rollouts(rollouts)
             with timer.phase("train"):
                 examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
+                examples = number_rows(examples, rollouts, config.objective)
                 parts = minibatches(examples, config, seed=episode_seed(seed, number))
                 steps = [step(policy, part, config.objective) for part in parts]
             metrics = {**describe(rollouts, version=version), "dropped_groups": float(len(held.dropped))}

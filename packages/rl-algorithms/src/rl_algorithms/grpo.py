@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rl_algorithms import policy_gradient, presets
+from rl_algorithms import observation, policy_gradient, presets
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
@@ -95,7 +95,7 @@ def train(
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
-    on_rollouts: Callable[[Rollouts], object] | None = None,
+    on_rollouts: Callable[[Rollouts], object] = lambda _: None,
 ) -> Iterator[dict[str, float]]:
     """Train for `max_num_steps`; after each batch of rollouts, yield what to log, the new `version` included.
 
@@ -111,10 +111,10 @@ def train(
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:
         rollouts = collect_batch(given, config, number=number, version=version, seed=seed, **ask)
-        if on_rollouts is not None:
-            on_rollouts(rollouts)
+        on_rollouts(rollouts)
         with timer.phase("train"):
             examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
+            examples = observation.number_rows(examples, rollouts, config.objective)
             parts = minibatches(examples, config, seed=episode_seed(seed, number))
             steps = [step(policy, part, config.objective) for part in parts]
         metrics = describe(rollouts, version=version)

@@ -46,10 +46,12 @@ __all__ = [
     "LossFunction",
     "SelectedExamples",
     "check_finite",
+    "kept_rows",
     "loss",
     "prepare",
     "reward_tokens",
     "select_tokens",
+    "token_losses",
 ]
 
 LossFunction: TypeAlias = Callable[..., tuple[Tensor, Sums]]
@@ -183,11 +185,7 @@ def reward_tokens(
     Raises:
         ValueError: see `prepare`.
     """
-    rows = ~rollouts.failed
-    if objective.selection.groups_without_signal == "drop":
-        valid = rows.clone()
-        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
-    kept = rollouts.take(rows)
+    kept = rollouts.take(kept_rows(rollouts, objective))
 
     unknown = torch.full(kept.tokens.shape, math.nan)
     examples = Examples(
@@ -231,6 +229,15 @@ def reward_tokens(
     return kept, examples, rewards
 
 
+def kept_rows(rollouts: Rollouts, objective: Objective) -> Bool[Tensor, " B"]:
+    """The rollouts that `prepare` keeps: those that did not fail, and whose group has a signal if that is asked for."""
+    rows = ~rollouts.failed
+    if objective.selection.groups_without_signal == "drop":
+        valid = rows.clone()
+        rows[valid] = advantages.has_signal(rollouts.rewards[valid], rollouts.groups[valid])
+    return rows
+
+
 def select_tokens(examples: Examples, objective: Objective) -> Examples:
     """The same examples, with the tokens that the objective selects by looking at the whole step.
 
@@ -254,8 +261,11 @@ def select_tokens(examples: Examples, objective: Objective) -> Examples:
             f"selection.tokens={piece.name!r} looks at the whole step before any forward of it, and asks for "
             f"{', '.join(missing)}; there are {', '.join(available)}"
         )
+    selected = piece(available, objective.selection.numbers) & mask
+    if isinstance(examples, SelectedExamples):
+        return replace(examples, selected=selected)
     given = {each.name: getattr(examples, each.name) for each in fields(examples)}
-    return SelectedExamples(**given, selected=piece(available, objective.selection.numbers) & mask)
+    return SelectedExamples(**given, selected=selected)
 
 
 def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Counts) -> tuple[Tensor, Sums]:
@@ -266,6 +276,21 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         examples: rows of the step, each whole.
         objective: what is minimised.
         counts: of the whole step.
+    """
+    columns, sums = token_losses(output, examples, objective=objective, counts=counts)
+    return columns["loss"].sum(), sums
+
+
+def token_losses(
+    output: Tensor, examples: Examples, *, objective: Objective, counts: Counts
+) -> tuple[dict[str, Tensor], Sums]:
+    """`loss` before it is added up: what each token contributes, and the sums of metrics.
+
+    Args: as of `loss`.
+
+    Returns:
+        Columns [B, T] and the sums. `loss` adds up to the loss and has its gradient; the others are for people to look
+        at: `logp`, `clipped`, `weight` where the sampler's mismatch is corrected, `entropy` where it was asked for.
     """
     mask, config = examples.trainable, objective.ratio
     logp, entropy = (output, None) if output.ndim == 2 else output.unbind(-1)
@@ -330,11 +355,13 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         per_token = torch.where(dropped, 0.0, per_token)
         sums["off_policy_fraction"] = dropped.sum()
 
+    columns: dict[str, Tensor] = {"logp": logp.detach(), "clipped": clipped & mask}
+
     # The correction. Where the sampler is the proximal policy there is none: every weight would be 1.
     if config.proximal != "sampler" and objective.correction.active:
         weight = corrections.token_factors(logp_proximal, logp_old, mask, config=objective.correction)
         per_token = torch.where(weight == 0, 0.0, per_token * weight)  # what is rejected may be infinite
-        masked = torch.where(mask, weight, 0.0)
+        columns["weight"] = masked = torch.where(mask, weight, 0.0)
         sums |= {
             "importance_weight": masked.sum(),
             "importance_weight_squared": masked.square().sum(),
@@ -349,12 +376,12 @@ def loss(output: Tensor, examples: Examples, *, objective: Objective, counts: Co
         sums["kl_reference"] = k3(logp.detach(), logp_ref).sum()  # both are 0 off the mask
 
     weights = token_weights(mask, objective.aggregation, counts, max_length=objective.max_length).to(logp.dtype)
-    total = (weights * torch.where(mask, per_token, 0.0)).sum()
+    columns["loss"] = weights * torch.where(mask, per_token, 0.0)
     if entropy is not None:
-        entropy = available["entropy"].sum()
-        total = total - objective.entropy_weight * entropy / max(counts.tokens, 1)
-        sums["entropy"] = entropy.detach()
-    return total, {"loss": total.detach(), **sums}
+        columns["loss"] = columns["loss"] - objective.entropy_weight * available["entropy"] / max(counts.tokens, 1)
+        columns["entropy"] = available["entropy"].detach()
+        sums["entropy"] = columns["entropy"].sum()
+    return columns, {"loss": columns["loss"].detach().sum(), **sums}
 
 
 def check_finite(name: str, logp: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:

@@ -115,6 +115,9 @@ class Rollouts:
     failures: tuple[str | None, ...]
     """Why a row failed; None for those that did not."""
 
+    sources: tuple[str, ...] = ()
+    """The data row behind each row, such as `rows.jsonl line 7`; empty where it is not known."""
+
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's numbers for the log, averaged over the conversations that it judged."""
 
@@ -136,6 +139,7 @@ class Rollouts:
             component_names=self.component_names,
             answers=tuple(self.answers[row] for row in kept),
             failures=tuple(self.failures[row] for row in kept),
+            sources=tuple(self.sources[row] for row in kept) if self.sources else (),
             metrics=self.metrics,
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[rows],
         )
@@ -721,6 +725,7 @@ def _lay_out(
         failed=torch.tensor([episode.failed is not None for episode in episodes]),
         answers=tuple(episode.answer for episode in episodes),
         failures=tuple(episode.failed for episode in episodes),
+        sources=tuple(episode.prompt.row.where for episode in episodes),
         metrics=metrics,
     )
 
@@ -790,6 +795,8 @@ def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
             )
     width = max(part.tokens.shape[1] for part in parts)
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_ROW}
+    answers = tuple(itertools.chain.from_iterable(part.answers for part in parts))
+    sources = tuple(itertools.chain.from_iterable(part.sources for part in parts))
     for name in PER_TOKEN:
         tensors[name] = torch.cat([_widen(getattr(part, name), width, PADDING.get(name, 0)) for part in parts])
     greedy: list[Any] = [part.greedy_rewards for part in parts]
@@ -797,8 +804,9 @@ def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
         **tensors,
         component_names=names,
         groups=_renumber(parts),
-        answers=tuple(itertools.chain.from_iterable(part.answers for part in parts)),
+        answers=answers,
         failures=tuple(itertools.chain.from_iterable(part.failures for part in parts)),
+        sources=sources if len(sources) == len(answers) else (),
         metrics=_average(parts),
         greedy_rewards=None if any(each is None for each in greedy) else torch.cat(greedy),
     )

@@ -3,7 +3,7 @@
 Nothing here changes what is trained. Start with `RunLog`.
 """
 
-from rl_observe.config import HealthConfig, LoggerConfig, ProfilerConfig
+from rl_observe.config import HealthConfig, LoggerConfig, ProfilerConfig, RecordedStepsConfig
 from rl_observe.health import HealthError
 from rl_observe.live import LiveView, StageTotal
 from rl_observe.log_files import (
@@ -19,6 +19,7 @@ from rl_observe.log_files import (
 )
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions, write_origins
+from rl_observe.recorded_steps import RecordedStep, RecordedStepError, RecordedSteps, StepRecorder, StepRollouts
 from rl_observe.redaction import REDACTED, Secrets, redact, redacted_keys
 from rl_observe.report import compare_runs, write_report
 from rl_observe.run_directory import RunDirectory, RunDirectoryError
@@ -38,6 +39,10 @@ __all__ = [
     "MetricsLog",
     "Profiler",
     "ProfilerConfig",
+    "RecordedStep",
+    "RecordedStepError",
+    "RecordedSteps",
+    "RecordedStepsConfig",
     "RefitLog",
     "RunDirectory",
     "RunDirectoryError",
@@ -48,6 +53,8 @@ __all__ = [
     "Secrets",
     "SpanLog",
     "StageTotal",
+    "StepRecorder",
+    "StepRollouts",
     "TrackerError",
     "check_trackers",
     "collect_versions",

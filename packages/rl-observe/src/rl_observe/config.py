@@ -101,6 +101,31 @@ class ProfilerConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStepsConfig(_Section):
+    """Steps that are recorded token by token in `run_dir/steps`, for `rl-observe show`, `replay` and `diagnose`."""
+
+    last: int = 4
+    """The newest steps, which are always kept; 0 keeps none."""
+
+    every: int = 0
+    """Keep every k-th step for good as well; 0 keeps none."""
+
+    around_events: int = 2
+    """Keep so many recorded steps before and after each event of `events.jsonl`; not above `last`."""
+
+    max_bytes: int = 1 << 30
+    """What all recorded steps may take on disk together. Beyond it the oldest are deleted, those around events last."""
+
+    def __post_init__(self) -> None:
+        self._refuse_below(last=0, every=0, around_events=0, max_bytes=1)
+        if self.around_events > self.last > 0:
+            raise ValueError(
+                f"around_events={self.around_events} keeps steps before an event, and last={self.last} has deleted "
+                f"them by then; raise last"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerConfig(_Section):
     """Where metrics go in addition to `metrics.jsonl` and `report.html`, which are always written."""
 
@@ -127,6 +152,9 @@ class LoggerConfig(_Section):
 
     num_samples_with_tokens: int = 4
     """Held-out responses, before and after training, that the report shows token by token with log-probabilities."""
+
+    recorded_steps: RecordedStepsConfig = field(default_factory=RecordedStepsConfig)
+    """Which steps are recorded token by token."""
 
     trace: bool = False
     """Write `run_dir/trace.json` at the end, for ui.perfetto.dev: what each process did, and when."""

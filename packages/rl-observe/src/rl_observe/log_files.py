@@ -114,11 +114,17 @@ class MetricsLog(Closing):
 class EventLog:
     """Write `events.jsonl`, from any thread. The file appears with the first event; most runs have none.
 
-    Credentials in `secrets` are removed from every message.
+    Credentials in `secrets` are removed from every message. `on_write` is called with stage and step of each event.
     """
 
-    def __init__(self, run: RunDirectory, *, secrets: Secrets | None = None) -> None:
-        self._run, self._secrets = run, secrets or Secrets()
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        secrets: Secrets | None = None,
+        on_write: Callable[[str | None, int | None], object] = lambda *_: None,
+    ) -> None:
+        self._run, self._secrets, self._on_write = run, secrets or Secrets(), on_write
 
     def write(self, name: str, step: int | None, message: str, *, reaction: str, stage: str | None = None) -> None:
         """Append one event: the condition's name, such as `engine_died`, what happened, and what was done about it.
@@ -129,6 +135,7 @@ class EventLog:
         row = {"name": name, "message": message, "reaction": reaction}
         with JsonLinesWriter(self._run.events) as lines:
             lines.append({"time": moment, "stage": stage, "step": step, **self._secrets.scrub(row)})
+        self._on_write(stage, step)
 
 
 class RefitFigures(Protocol):

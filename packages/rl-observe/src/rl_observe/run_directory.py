@@ -7,6 +7,10 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_observe.recorded_steps import RecordedSteps
 
 _REASONS = {
     errno.EACCES: "permission denied",
@@ -59,6 +63,7 @@ class RunDirectory:
     refits = _Entry("refits.jsonl", "Every refit, one JSON object per line (see `RefitLog`).")
     summary = _Entry("summary.json", "The figures of the whole run, one JSON object.")
     report = _Entry("report.html", "The page that `write_report` makes of all other files.")
+    recorded_steps = _Entry("steps", "The folder of recorded steps (see `StepRecorder`).")
     trace = _Entry("trace.json", "Spans and events for a trace viewer (see `write_trace`).")
     tensorboard = _Entry("tensorboard", "The folder of TensorBoard event files.")
     profile = _Entry("profile", "The folder of `torch.profiler` recordings (see `Profiler`).")
@@ -123,6 +128,13 @@ class RunDirectory:
                 f"run_dir={str(run.path)!r} is not a run directory: it has none of {names}; name another directory"
             )
         return run
+
+    @property
+    def steps(self) -> RecordedSteps:
+        """The recorded steps by number, those of the stage that was recorded last (see `RecordedSteps`)."""
+        from rl_observe.recorded_steps import RecordedSteps
+
+        return RecordedSteps(self)
 
     def discard(self) -> None:
         """Delete the run, and those of its parents that `create` made."""

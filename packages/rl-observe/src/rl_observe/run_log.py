@@ -11,7 +11,7 @@ from typing import Self
 
 from rl_observe.config import HealthConfig, LoggerConfig
 from rl_observe.glossary import PHASE_PREFIX, finite_number, phase_seconds
-from rl_observe.health import HealthError, Reporter, Watch, count_events, name_of
+from rl_observe.health import EventQueue, HealthError, Reporter, Watch, count_events, name_of
 from rl_observe.live import LiveView
 from rl_observe.log_files import (
     TRAINER,
@@ -25,6 +25,7 @@ from rl_observe.log_files import (
 )
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions
+from rl_observe.recorded_steps import StepRecorder
 from rl_observe.redaction import Secrets, redact
 from rl_observe.report import write_report
 from rl_observe.run_directory import RunDirectory, write_text
@@ -92,7 +93,21 @@ class RunLog:
         self.metrics = MetricsLog(run, elapsed_s=elapsed_s, tensorboard=self._config.tensorboard_enabled)
         self.spans = SpanLog(run, elapsed_s=elapsed_s)
         """Also keeps the clock of the run."""
-        self.events = EventLog(run, secrets=self.secrets)
+        self.findings = EventQueue()
+        """Causes of trouble that recorded steps show; `step` reports them inside the context."""
+        self.recorded_steps = StepRecorder(
+            run,
+            self._config.recorded_steps,
+            secrets=self.secrets,
+            warn=warn or messages.message,
+            on_finding=lambda stage, found: self.findings.add(
+                found.cause,
+                f"step {found.step} of {stage}: {found.evidence}",
+                f"the run continues, and the steps around it are kept; {found.remedy}",
+            ),
+        )
+        """Records steps token by token; nothing is written unless the loop calls its `record`."""
+        self.events = EventLog(run, secrets=self.secrets, on_write=self.recorded_steps.keep_around)
         self._reporter = Reporter(self.events, messages)
         self.refits = RefitLog(run)
         self.profiler = Profiler(self._config.profiler, run.profile, rank=rank)
@@ -164,9 +179,15 @@ class RunLog:
         for event in () if self._watch is None else self._watch.observe(stage, logged):
             self._reporter.report(event.name, event.message, reaction=event.reaction, stage=stage, step=step)
             stop = HealthError(event.name, event.message) if event.stop else stop
+        if self._watch is not None:
+            self._report_findings(stage, step)
         if stop is not None:
             raise stop
         return logged
+
+    def _report_findings(self, stage: str | None, step: int | None) -> None:
+        for each in self.findings.take():
+            self._reporter.report(each.name, each.message, reaction=each.reaction, stage=stage, step=step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -212,6 +233,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files; the trackers continue until `finish`. A second call does nothing."""
+        self.recorded_steps.close()
         self.metrics.close()
         self.spans.close()
         self.refits.close()
@@ -234,6 +256,8 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Write summary and report, also if one of them fails; an error that ended the run stays the one raised."""
+        self.recorded_steps.close()
+        self._report_findings(*next(reversed(self._last_steps.items()), (None, None)))
         ended_by = None if error is None else name_of(error)
         status: Status = "finished" if error is None else "interrupted" if ended_by == "interrupted" else "failed"
         summary = {**self._figures(ended_by), **self.summary}

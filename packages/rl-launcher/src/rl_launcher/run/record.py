@@ -139,7 +139,7 @@ class Recorder:
 
     def report_events(self, stage: str | None = None, step: int | None = None) -> None:
         """Report what happened to the parts since the last time."""
-        for each in self._parts.events.take():
+        for each in (*self._parts.events.take(), *self.log.findings.take()):
             self._events.report(each.name, each.message, reaction=each.reaction, stage=stage, step=step)
 
 

@@ -245,6 +245,10 @@ class Run:
         if recipe.cluster.runtime == "ray":  # there the ranks record themselves
             logger = replace(logger, profiler=None)
         self.log = RunLog(directory, logger, recipe=plain, warn=self.view.message, elapsed_s=elapsed_s)
+        reached = list(recipe.stages).index(progress.stage) if progress.stage in recipe.stages else -1
+        for number, name in enumerate(recipe.stages):  # what is going to be taken again
+            if number >= reached:
+                self.log.recorded_steps.discard_after(name, progress.step if number == reached else 0)
         self.events = Reporter(self.log.events, self.view)
         watch = Watch(recipe.health)
         watch.replay(read_metrics(directory), errors=progress.reward_errors)

@@ -9,8 +9,9 @@ from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.rollouts import Rollouts
 from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
-from rl_launcher.run.record import Recorder
+from rl_launcher.run.record import PHASE, Recorder
 from rl_launcher.run.stages.start_stage import start_stage
+from rl_launcher.run.step_recording import StepRecording
 from rl_launcher.schema import GRPOStage, Recipe
 from rl_observe import ScoredResponse
 
@@ -29,8 +30,14 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     )
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     latest: list[Rollouts] = []
+    recording = StepRecording(recorder.log.recorded_steps, stage, recipe=recipe, parts=parts)
+
+    def on_rollouts(rollouts: Rollouts) -> None:
+        latest[:] = [rollouts]
+        recording.on_rollouts(rollouts)
+
     shared: dict[str, Any] = {
-        "policy": policy,
+        "policy": recording.observed(policy),
         "weight_sync": parts.weight_sync,
         "environment": parts.environment,
         "prompts": prompts,
@@ -40,7 +47,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         "version": policy.version,
         "steps_taken": started.taken,
         "seed": recipe.seed,
-        "on_rollouts": lambda rollouts: latest.__setitem__(slice(None), [rollouts]),
+        "on_rollouts": on_rollouts,
     }
     buffer = None
     if stage.async_grpo is None:
@@ -63,13 +70,14 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
         collecting = engine.collecting(buffer, recorder.log.spans)
         steps = async_grpo.train(engine=collecting, config=config, buffer=buffer, **shared)
     taken, learning_rate = started.taken, policy.learning_rate
-    for metrics in steps:
+    while (metrics := recording.next_of(steps, number=taken + stage.steps_per_generation)) is not None:
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
         if recipe.evaluation.due(previous, taken):
             # The engine is idle, or takes any number of callers: it gets no new weights before the next step.
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
+        recording.record(taken, timings={name: value for name, value in metrics.items() if name.startswith(PHASE)})
         recorder.step(
             "grpo",
             taken,

@@ -1,0 +1,84 @@
+"""What recording a step costs: CPU time of the training loop's thread and of the writer's, and bytes on disk.
+
+    python packages/rl-observe/benchmarks/recorded_steps.py
+
+CPU times are used, since another process on the machine changes them little. The work of a step is not measured here:
+a step of 256 rollouts of 512 tokens takes seconds on any machine, of which 1 % are tens of milliseconds.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from rl_observe import RecordedStepsConfig, RunDirectory, StepRecorder, StepRollouts
+from rl_observe.recorded_steps import RecordedStep
+
+STEPS = 5
+
+
+def make(rows, prompt, response, seed):
+    """Rollouts with everything that a GRPO step records, and text of four characters a token."""
+    rng = np.random.default_rng(seed)
+    width = prompt + response
+    lengths = prompt + rng.integers(response // 4, response + 1, rows)
+    places = np.arange(width)
+    sampled = (places >= prompt) & (places < lengths[:, None])
+    logp = np.where(sampled, -rng.random((rows, width)), np.nan).astype(np.float32)
+    words = rng.choice(["abc ", "def ", "ghi ", "jkl "], (rows, response))
+    return StepRollouts(
+        tokens=rng.integers(0, 50_000, (rows, width)),
+        lengths=lengths,
+        response=sampled,
+        logp_old=np.nan_to_num(logp),
+        logp=logp,
+        advantage=np.where(sampled, rng.normal(size=(rows, 1)), np.nan),
+        loss=logp,
+        turns=np.where(sampled, 0, -1),
+        versions=np.where(sampled, seed, -1),
+        rewards=rng.random(rows),
+        groups=np.arange(rows) // 8,
+        update=np.zeros(rows, dtype=int),
+        responses=["".join(row[: int(n) - prompt]) for row, n in zip(words, lengths, strict=True)],
+        prompts=[f"prompt {row // 8}" for row in range(rows)],
+        sources=[f"rows.jsonl line {row // 8}" for row in range(rows)],
+    )
+
+
+def measure(rows, prompt, response):
+    """Figures of one shape."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory.create(Path(folder) / "run")
+        recorder = StepRecorder(run, RecordedStepsConfig(last=STEPS), decode=lambda ids: f"<{ids[0]}>")
+        batches = [make(rows, prompt, response, seed) for seed in range(STEPS)]
+        of_loop, of_all = [], []
+        for step, batch in enumerate(batches, 1):
+            before, loop = time.process_time(), time.thread_time()
+            recorder.record("grpo", step, batch)
+            of_loop.append(time.thread_time() - loop)
+            recorder.close()  # wait: what it took the writer
+            of_all.append(time.process_time() - before)
+        read = RecordedStep.read(next(run.recorded_steps.glob("*.zip")))
+        least = 4 * int(read.filled.sum()) + 8 * int(read.response.sum())
+        size = read.path.stat().st_size
+    return {
+        "rollouts": rows,
+        "tokens": int(read.filled.sum()),
+        "loop_ms": round(1000 * float(np.median(of_loop)), 3),
+        "writer_ms": round(1000 * float(np.median(of_all) - np.median(of_loop)), 1),
+        "bytes": size,
+        "bytes_over_tokens_and_logp": round(size / least, 3),
+    }
+
+
+if __name__ == "__main__":
+    figures = [measure(256, 8, 9), measure(256, 128, 384), measure(64, 1000, 3000)]
+    for each in figures:
+        print(
+            f"{each['rollouts']} rollouts, {each['tokens']} tokens: {each['loop_ms']} ms in the loop, "
+            f"{each['writer_ms']} ms in the writer, {each['bytes'] / 1e6:.2f} MB, "
+            f"{each['bytes_over_tokens_and_logp']} times the tokens and log-probabilities"
+        )
+    print(json.dumps({"figures": figures}))

@@ -1,0 +1,932 @@
+"""Why did my run diverge? Rank causes by what its recorded steps and its log show.
+
+    for finding in diagnose(RunDirectory.open("runs/mine")).findings:
+        print(finding)
+
+Each check looks for the mark that one cause leaves, and reports it with the first step, row and token where it shows,
+the numbers, and what to do. No check needs a model: engine and trainer each gave a log-probability for the same tokens,
+and how the two differ says a lot.
+
+    d = logp_old - logp, on the first update after sampling, where the trainer holds the weights that sampled
+
+    d                                                      cause
+    proportional to logp                                   the engine samples at another temperature
+    never below 0, and above it for many tokens            top-p, top-k: the engine's distribution was cut
+    0 once it is shifted by one token                      log-probabilities or mask are off by one
+    0 once rows are exchanged                              rollouts went to other rows
+    0 in the first turn and not in later ones              a turn was tokenised again
+    0 until the first update of the run, not since         the engine's weights are old, or only partly new
+    small noise from the first step on                     precision, most often of the output layer
+    0 for most tokens and large for scattered ones         the routers of a mixture chose other experts
+
+What a single number decides stands in `LIMITS`; what is right in one run and wrong in another is not reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_observe.glossary import finite_number
+from rl_observe.log_files import Row, read_json_lines, read_metrics
+from rl_observe.recorded_steps import CLIPPED, RecordedStep, RecordedSteps
+from rl_observe.replay import NotReplayable, plain_advantages
+from rl_observe.run_directory import RunDirectory
+
+__all__ = ["CAUSES", "LIMITS", "Diagnosis", "Finding", "check_step", "diagnose", "diagnose_steps", "monitor_step"]
+
+Array: TypeAlias = NDArray[Any]
+
+CAUSES: dict[str, str] = {
+    "nan": "look at the row and token that is named: a reward function that divides by zero, a log-probability of a "
+    "token that cannot be sampled, or weights that overflowed in the step before (lower the learning rate, clip the "
+    "gradient)",
+    "mask_off_by_one": "shift the mask of trainable tokens: logp[t] belongs to tokens[t], and a response is trained on "
+    "from its first token to its stop token",
+    "logp_off_by_one": "align the engine's log-probabilities with its tokens: logp_old[t] is that of tokens[t]",
+    "swapped_rows": "sort the engine's responses back into the order of the prompts before they are joined with "
+    "rewards and log-probabilities",
+    "retokenised_turn": "append the token ids that the engine sampled, never text that is tokenised again: turns of a "
+    "conversation go from tokens to tokens",
+    "template_drift": "render prompts once, and give engine and trainer the same token ids: the same template, options "
+    "and special tokens, a BOS only once",
+    "temperature": "divide the trainer's logits by the temperature of sampling too, or ask the engine for "
+    "log-probabilities after temperature",
+    "truncated_sampling": "sample with top_p=1 and no top_k or min_p, or let the engine report log-probabilities of "
+    "the full distribution (vLLM: logprobs_mode)",
+    "stale_weights": "check that every refit reaches every engine and every tensor: compare digests after each refit, "
+    "and that the engine drops its prefix cache",
+    "precision": "compute the output layer and its log-softmax in float32 on both sides, and let engine and trainer "
+    "run in the same dtype",
+    "router_drift": "replay the engine's routing in the trainer, or correct with a truncated importance weight",
+    "logp_mismatch": "compare the engine's and the trainer's log-probabilities of one prompt, layer by layer",
+    "advantage_mismatch": "the advantages do not follow from the recorded rewards and groups: rewards or groups were "
+    "reordered after they were compared, or another baseline was used than the objective names",
+    "reward_mismatch": "rewards of tokens and of rollouts do not agree: they were summed or reordered wrongly",
+    "reward_constant": "check that the reward function tells right from wrong responses in the format that the "
+    "policy writes, and that prompts are neither too easy nor too hard",
+    "reward_inconsistent": "the reward is no function of prompt and response: fix the judge and its seed, "
+    "or average several judgements",
+    "reward_drift": "the judge changed during the run: pin its version and prompt, and score a fixed set of responses "
+    "every few steps",
+    "reward_hacked_length": "subtract a penalty of length, or judge the answer apart from its length",
+    "reward_hacked_repetition": "penalise repeated text, or judge the answer apart from its form",
+    "reward_hacked_format": "the gold answer itself gets less than other responses: make the reward look for the "
+    "answer, not for its form",
+    "group_dominates": "scale advantages within groups (advantage.scale=group_std), or bound rewards of that prompt",
+    "clipping_saturated": "take fewer steps on each batch, lower the learning rate, or widen the clip range",
+    "learning_rate": "lower the learning rate, take fewer steps on each batch, or clip the gradient",
+    "entropy_collapse": "raise the upper clip (clip_high), add an entropy bonus or a KL to the reference, or lower the "
+    "learning rate",
+    "duplicated_data": "remove duplicates from the data: a prompt that stands there twice counts twice",
+    "leaked_data": "remove the held-out prompts from the training data: what is measured on them is memorised",
+}
+"""Every cause that can be reported, with its remedy."""
+
+LIMITS: dict[str, float] = {
+    "mismatch/float32": 2e-3,  # mean |d|; float32 on both sides gives 1e-6 to 1e-4
+    "mismatch/bfloat16": 6e-2,  # bfloat16 gives 0.005 to 0.03
+    "tokens": 40,  # fewer tokens decide nothing
+    "temperature_r2": 0.75,
+    "precision_most": 0.05,  # noise of a dtype is below; other causes are mostly above
+    "group_share": 0.6,
+    "group_count": 6,
+    "clip_fraction": 0.4,
+    "log_ratio": 0.7,
+    "entropy_share": 0.05,
+    "length_growth": 1.3,
+    "correlation": 0.8,
+}
+"""The numbers that the checks compare with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One cause, and where it shows first."""
+
+    cause: str
+    """A key of `CAUSES`."""
+
+    score: float
+    """From 0 to 1: how surely the evidence means this cause and not another. Findings are ranked by it."""
+
+    stage: str
+    """What is wrong first: `prompt`, `tokens`, `mask`, `reward`, `advantage`, `logp_old`, `logp`, `loss`, `gradient`,
+    `data`, `policy`."""
+
+    evidence: str
+    """The numbers."""
+
+    step: int | None = None
+    """The first recorded or logged step that shows it."""
+
+    row: int | None = None
+    """The first rollout of that step."""
+
+    token: int | None = None
+    """The first token of that rollout, counted from the start of the prompt."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        return CAUSES[self.cause]
+
+    def __str__(self) -> str:
+        """The finding in two lines."""
+        places = [f"{name} {place}" for name in ("step", "row", "token") if (place := getattr(self, name)) is not None]
+        where = f" ({self.stage}; {', '.join(places)})" if places else f" ({self.stage})"
+        return f"{self.cause}{where}: {self.evidence}\n    {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found, and what could not be looked at."""
+
+    findings: list[Finding]
+    """The most certain first; empty if nothing was found."""
+
+    steps: list[int]
+    """The recorded steps that were looked at."""
+
+    remarks: list[str] = field(default_factory=list)
+    """What was missing, so that some causes could not be checked."""
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        found = [{**asdict(each), "remedy": each.remedy} for each in self.findings]
+        return {"findings": found, "steps": self.steps, "remarks": self.remarks, "holds": not found}
+
+
+def diagnose(run: RunDirectory, *, stage: str | None = None) -> Diagnosis:
+    """Look for causes in the recorded steps and the log of a run."""
+    recorded = RecordedSteps(run, stage)
+    steps, remarks = recorded.readable()
+    rows = [row for row in read_metrics(run) if recorded.stage is None or row.get("stage") == recorded.stage]
+    samples = read_json_lines(run.samples)[0] if run.samples.exists() else []
+    found = diagnose_steps(steps, log=rows, samples=samples)
+    return Diagnosis(findings=found.findings, steps=found.steps, remarks=[*remarks, *found.remarks])
+
+
+def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), samples: Sequence[Row] = ()) -> Diagnosis:
+    """The same for steps from anywhere, such as imported ones.
+
+    Args:
+        steps: of one stage, in their order.
+        log: the logged steps of the stage, as `read_metrics` returns them.
+        samples: held-out responses, as `samples.jsonl` holds them.
+    """
+    remarks = [] if steps else ["no step is recorded, so that only the log was looked at"]
+    for name, lost in (("logp_old", "the engine's"), ("logp", "the trainer's")):
+        if steps and not any(each.has(name) for each in steps):
+            remarks.append(
+                f"{lost} log-probabilities ({name}) are not recorded: whether engine and trainer agree is not known"
+            )
+    findings = [finding for step in steps for finding in check_step(step)]
+    findings += _check_mismatch(steps, log)
+    for check in (_check_prompts, _check_rewards_over_time, _check_data):
+        findings += check(steps, samples)
+    findings += _reward_goes_with(steps, log)
+    findings += _check_log(log, steps)
+    # One finding per cause: the first place of the highest score.
+    best: dict[str, Finding] = {}
+    for each in findings:
+        if each.cause not in best or each.score > best[each.cause].score:
+            best[each.cause] = each
+    ranked = sorted(best.values(), key=lambda each: -each.score)
+    return Diagnosis(findings=ranked, steps=[each.step for each in steps], remarks=remarks)
+
+
+def monitor_step(step: RecordedStep) -> list[Finding]:
+    """What one step alone shows, engine against trainer included; cheap enough for every step of a run."""
+    return [*check_step(step), *_check_mismatch([step], ())]
+
+
+def check_step(step: RecordedStep) -> list[Finding]:
+    """The checks that need one step alone, and no engine."""
+    checks = (_check_finite, _check_mask, _check_advantages, _check_groups, _check_clipping)
+    return [finding for check in checks for finding in check(step)]
+
+
+# -- One step ------------------------------------------------------------------------------------------------------
+
+
+def _check_finite(step: RecordedStep) -> Iterator[Finding]:
+    """The first column, in the order in which they are computed, that is not finite."""
+    failed = step.row("failed", missing=0).astype(bool)
+    bad = ~np.isfinite(step.columns["rewards"]) & ~failed
+    if bad.any():
+        row = int(bad.argmax())
+        value = step.columns["rewards"][row]
+        yield Finding(
+            cause="nan",
+            score=1.0,
+            stage="reward",
+            step=step.step,
+            row=row,
+            evidence=f"the reward of row {row} is {value}, and {int(bad.sum())} rewards are not finite",
+        )
+        return
+    trained = step.row("update", missing=0) >= 0
+    for name in ("logp_old", "advantage", "logp_proximal", "logp_ref", "logp", "loss"):
+        if not step.has(name):
+            continue
+        where = step.response if name == "logp_old" else step.response & step.trainable & trained[:, None]
+        values = step.padded(name)
+        if not np.isfinite(values[where]).any() and name in {"logp_ref", "logp_proximal", "loss", "logp"}:
+            # Nothing of it is known: the objective does not need it, or no update was taken. All NaN is told by error.
+            errors = [str(update["error"]) for update in step.updates if "error" in update]
+            if name != "logp" or not errors or "nan" not in errors[0].lower():
+                continue
+        bad = where & ~np.isfinite(values)
+        if bad.any():
+            row = int(bad.any(axis=1).argmax())
+            token = int(bad[row].argmax())
+            yield Finding(
+                cause="nan",
+                score=1.0,
+                stage=name,
+                step=step.step,
+                row=row,
+                token=token,
+                evidence=f"{name} of row {row}, token {token} is {values[row, token]}, the first of {int(bad.sum())} "
+                f"values that are not finite; everything computed before it is finite",
+            )
+            return
+    for update in step.updates:
+        for name in ("loss", "grad_norm"):
+            if name in update and not math.isfinite(math.nan if update[name] is None else float(update[name])):
+                yield Finding(
+                    cause="nan",
+                    score=1.0,
+                    stage="gradient" if name == "grad_norm" else "loss",
+                    step=update.get("step"),
+                    evidence=f"{name} is {update[name]}, and every token's values are finite",
+                )
+                return
+
+
+def _check_mask(step: RecordedStep) -> Iterator[Finding]:
+    """Trainable tokens are those of the responses, from the first to the stop token."""
+    trained = step.row("update", missing=0) >= 0
+    response, trainable = step.response & trained[:, None], step.trainable & trained[:, None]
+    outside = trainable & ~step.response
+    if outside.any():
+        row = int(outside.any(axis=1).argmax())
+        token = int(outside[row].argmax())
+        yield Finding(
+            cause="mask_off_by_one",
+            score=0.97,
+            stage="mask",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"token {token} of row {row} ({step.piece(int(step.padded('tokens')[row, token]))!r}) is trained "
+            f"on and was not sampled, and so are {int(outside.sum())} tokens",
+        )
+        return
+    selects = _option(step, "selection", "tokens") is not None or bool(_option(step, "selection", "mask_truncated"))
+    lost = response & ~trainable
+    rows = lost.any(axis=1) & trainable.any(axis=1)
+    if rows.any() and not selects:
+        first = lost & ~np.concatenate([np.zeros((len(step), 1), bool), step.response[:, :-1]], axis=1)
+        last = lost & ~np.concatenate([step.response[:, 1:], np.zeros((len(step), 1), bool)], axis=1)
+        at_ends = (first | last).sum() / max(lost.sum(), 1)
+        row = int(rows.argmax())
+        token = int(lost[row].argmax())
+        yield Finding(
+            cause="mask_off_by_one",
+            score=0.96 if at_ends > 0.5 else 0.5,
+            stage="mask",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"{int(lost.sum())} sampled tokens are not trained on, {at_ends:.0%} of them the first or last of "
+            f"a response; the first is token {token} of row {row}",
+        )
+        return
+
+    # The mask of the responses itself: prompts of a group are the same tokens, and a response ends with its stop token.
+    tokens, groups = step.padded("tokens"), step.columns["groups"]
+    starts = np.where(step.response.any(axis=1), step.response.argmax(axis=1), step.columns["lengths"])
+    if step.has("turns") and step.columns["turns"].ndim == 1:
+        return  # several turns: prompts may differ by design of the environment
+    late: list[tuple[int, int]] = []
+    for group in np.unique(groups):
+        rows_of = np.flatnonzero(groups == group)
+        shortest = int(starts[rows_of].min())
+        common = tokens[rows_of[0], :shortest]
+        if shortest < 1 or len({int(start) for start in starts[rows_of]}) > 1:
+            continue
+        differing = (tokens[rows_of, :shortest] != common).any(axis=0)
+        if differing[-1] and not differing[:-1].any():  # only the last token of the "prompt" differs: it was sampled
+            late += [(int(rows_of[int((tokens[rows_of, shortest - 1] != common[-1]).argmax())]), shortest - 1)]
+    if late and len(late) >= 0.5 * len(np.unique(groups)):
+        row, token = late[0]
+        yield Finding(
+            cause="mask_off_by_one",
+            score=0.95,
+            stage="mask",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"the prompts of {len(late)} groups differ in their last token alone, which was sampled: "
+            f"the mask begins one token late, at row {row} after token {token}",
+        )
+        return
+    if step.has("logp_old"):
+        logp_old = step.padded("logp_old")
+        first_logp = logp_old[np.arange(len(step)), np.minimum(starts, step.filled.shape[1] - 1)]
+        rest = step.response.copy()
+        rest[np.arange(len(step)), np.minimum(starts, step.filled.shape[1] - 1)] = False
+        if len(step) >= 4 and (first_logp == 0).all() and (np.abs(logp_old[rest]) > 1e-3).any():
+            yield Finding(
+                cause="mask_off_by_one",
+                score=0.93,
+                stage="mask",
+                step=step.step,
+                row=0,
+                token=int(starts[0]),
+                evidence=f"the first token of every response has the log-probability 0, as those of prompts do: the "
+                f"mask begins one token early, at token {int(starts[0])} of row 0",
+            )
+            return
+    stops = set(step.data.get("stop_token_ids", []))
+    if stops and step.has("truncated"):
+        lengths = step.columns["lengths"]
+        ends = np.where(step.response.any(axis=1), step.filled.shape[1] - step.response[:, ::-1].argmax(axis=1), 0)
+        early = [
+            row
+            for row in np.flatnonzero(ends > 0).tolist()
+            if ends[row] < lengths[row]
+            and int(tokens[row, ends[row]]) in stops
+            and int(tokens[row, ends[row] - 1]) not in stops
+        ]
+        if len(early) >= 0.5 * max(1, int((~step.columns["truncated"].astype(bool)).sum())):
+            row = early[0]
+            yield Finding(
+                cause="mask_off_by_one",
+                score=0.94,
+                stage="mask",
+                step=step.step,
+                row=row,
+                token=int(ends[row]),
+                evidence=f"{len(early)} responses end just before their stop token, which is not trained on; the first "
+                f"is token {int(ends[row])} of row {row}",
+            )
+
+
+def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
+    """Group advantages again from the recorded rewards, where the objective is one of the plain ones."""
+    failed = step.row("failed", missing=0).astype(bool)
+    rewards = step.columns["rewards"]
+    if step.has("token_rewards"):
+        earned = np.nansum(step.padded("token_rewards"), axis=1)
+        wrong = ~np.isclose(earned, rewards, rtol=1e-6, atol=1e-9) & ~failed & np.isfinite(rewards)
+        if wrong.any():
+            row = int(wrong.argmax())
+            yield Finding(
+                cause="reward_mismatch",
+                score=0.95,
+                stage="reward",
+                step=step.step,
+                row=row,
+                evidence=f"the rewards of the tokens of row {row} add up to {earned[row]:.6g}, and its reward is "
+                f"{rewards[row]:.6g}; {int(wrong.sum())} rows differ",
+            )
+            return
+    if not step.has("advantage") or not np.isfinite(rewards[~failed]).all():
+        return
+    try:
+        expected_tokens = plain_advantages(step)
+    except NotReplayable:
+        return
+    advantage = step.padded("advantage")
+    known = np.isfinite(advantage)
+    wrong = (known & ~np.isclose(advantage, expected_tokens, rtol=1e-3, atol=1e-4)).any(axis=1)
+    if wrong.any():
+        row = int(wrong.argmax())
+        token = int(known[row].argmax())
+        yield Finding(
+            cause="advantage_mismatch",
+            score=0.95,
+            stage="advantage",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"row {row} has the advantage {advantage[row, token]:.4g}, and its group's rewards give "
+            f"{expected_tokens[row, token]:.4g}; {int(wrong.sum())} of {int(known.any(axis=1).sum())} rows differ",
+        )
+
+
+def _check_groups(step: RecordedStep) -> Iterator[Finding]:
+    """Whether one group makes most of the gradient."""
+    if not step.has("advantage"):
+        return
+    size = np.abs(np.nan_to_num(step.padded("advantage"))).sum(axis=1)
+    groups = step.columns["groups"]
+    names, index = np.unique(groups, return_inverse=True)
+    totals = np.bincount(index, weights=size)
+    active = int((totals > 0).sum())
+    if active >= LIMITS["group_count"] and totals.max() > LIMITS["group_share"] * totals.sum():
+        group = int(names[totals.argmax()])
+        row = int((np.where(groups == group, size, -1)).argmax())
+        yield Finding(
+            cause="group_dominates",
+            score=0.62,
+            stage="advantage",
+            step=step.step,
+            row=row,
+            token=int(step.response[row].argmax()),
+            evidence=f"group {group} has {totals.max() / totals.sum():.0%} of the sum of |advantage| over tokens of "
+            f"{active} groups; its largest is row {row}, {np.nanmax(np.abs(step.padded('advantage')[row])):.4g}",
+        )
+
+
+def _check_clipping(step: RecordedStep) -> Iterator[Finding]:
+    """Whether the clip stops most tokens."""
+    clipped, trainable = step.flag(CLIPPED), step.trainable
+    for number, update in enumerate(step.updates):
+        rows = step.row("update", missing=0) == number
+        of_update = trainable & rows[:, None]
+        if of_update.sum() < LIMITS["tokens"]:
+            continue
+        share = (clipped & of_update).sum() / of_update.sum()
+        if share > LIMITS["clip_fraction"]:
+            where = clipped & of_update
+            row = int(where.any(axis=1).argmax())
+            yield Finding(
+                cause="clipping_saturated",
+                score=0.6,
+                stage="loss",
+                step=update.get("step", step.step),
+                row=row,
+                token=int(where[row].argmax()),
+                evidence=f"the clip stops {share:.0%} of the tokens of update {number}: most of the batch has no "
+                f"gradient",
+            )
+            return
+
+
+# -- Engine and trainer --------------------------------------------------------------------------------------------
+
+
+def _check_mismatch(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
+    """What the difference of the engine's and the trainer's log-probabilities looks like, and since when."""
+    start = _first_number(log, "token_mult_prob_error")
+    for step in steps:
+        if not (step.has("logp_old") and step.has("logp")):
+            continue
+        d, where = _difference(step)
+        if where.sum() < LIMITS["tokens"]:
+            continue
+        size = np.abs(d[where])
+        low = step.data.get("precision") == "bfloat16"
+        limit = LIMITS["mismatch/bfloat16" if low else "mismatch/float32"]
+        quantised = None if low else _quantised(step, where)
+        far = int((size > 10 * limit).sum())  # a mean hides a few tokens that are far off
+        if size.mean() <= limit and far < max(2, 0.002 * len(size)) and (quantised is None or size.mean() <= 1e-5):
+            continue
+        wrong = where & (np.abs(d) > min(limit, size.max() / 2))
+        row = int(wrong.any(axis=1).argmax())
+        token = int(wrong[row].argmax())
+        yield _cause_of_mismatch(step, d, where, limit=limit, start=start, quantised=quantised, place=(row, token))
+        return
+
+
+def _difference(step: RecordedStep) -> tuple[Array, Array]:
+    """logp_old - logp [B, T], and where it says whether engine and trainer agree: on each batch's first update."""
+    rows = step.row("update", missing=0) == 0
+    where = step.response & step.trainable & rows[:, None]
+    if step.has("versions") and step.version is not None:
+        where &= step.padded("versions") == step.version  # asynchronous rollouts differ by right
+    logp_old, logp = step.padded("logp_old").astype(np.float64), step.padded("logp").astype(np.float64)
+    where &= np.isfinite(logp_old) & np.isfinite(logp)
+    return np.where(where, logp_old - logp, 0.0), where
+
+
+def _quantised(step: RecordedStep, where: Array) -> str | None:
+    """The side whose log-probabilities all are numbers of bfloat16, as an output layer in bfloat16 gives them."""
+    for name, side in (("logp_old", "engine"), ("logp", "trainer")):
+        values = step.padded(name)[where].astype(np.float32)
+        values = values[values != 0]
+        if len(values) >= LIMITS["tokens"] and not (values.view(np.uint32) & 0xFFFF).any():
+            return side
+    return None
+
+
+def _cause_of_mismatch(
+    step: RecordedStep,
+    d: Array,
+    where: Array,
+    *,
+    limit: float,
+    start: float | None,
+    quantised: str | None,
+    place: tuple[int, int],
+) -> Finding:
+    row, token = place
+    logp_old, logp = step.padded("logp_old").astype(np.float64), step.padded("logp").astype(np.float64)
+    size, flat = np.abs(d[where]), d[where]
+    found: dict[str, Any] = {"step": step.step, "row": row, "token": token, "stage": "logp_old"}
+    told = f"|logp_old - logp| is {size.mean():.3g} on average and {size.max():.3g} at most"
+
+    # Off by one: the differences vanish when one side is moved by a token.
+    for shift, side in ((1, "late"), (-1, "early")):
+        moved = np.roll(logp_old, -shift, axis=1)
+        both = where & np.roll(where, -shift, axis=1)
+        if both.sum() >= LIMITS["tokens"] / 2 and np.abs((moved - logp)[both]).mean() < 0.1 * size.mean():
+            left = np.abs((moved - logp)[both]).mean()
+            evidence = f"{told}; logp_old is one token too {side}: moved back, {left:.3g} is left"
+            return Finding(cause="logp_off_by_one", score=0.95, evidence=evidence, **found)
+
+    # Exchanged rows: what is wrong in one row is right in another of the same length.
+    by_row = np.array([np.abs(d[r][where[r]]).mean() if where[r].any() else 0.0 for r in range(len(step))])
+    wrong_rows = np.flatnonzero(by_row > limit)
+    matched = 0
+    for each in wrong_rows:
+        others = [r for r in wrong_rows if r != each and np.array_equal(where[r], where[each])]
+        matched += any(np.abs(logp_old[r] - logp[each])[where[each]].mean() < 0.1 * by_row[each] for r in others)
+    comparable = sum(
+        any(r != each and np.array_equal(where[r], where[each]) for r in wrong_rows) for each in wrong_rows
+    )
+    if matched >= 2 and matched >= 0.5 * comparable:
+        evidence = f"{told} in {len(wrong_rows)} rows; {matched} of them have the log-probabilities of another row"
+        return Finding(cause="swapped_rows", score=0.95, evidence=evidence, **found)
+
+    # Later turns alone.
+    if step.has("turns"):
+        turns = step.padded("turns")
+        first, later = where & (turns == 0), where & (turns > 0)
+        if first.any() and later.any() and np.abs(d[first]).mean() <= limit < np.abs(d[later]).mean():
+            wrong = later & (np.abs(d) > limit)
+            found["row"] = int(wrong.any(axis=1).argmax())
+            found["token"] = int(wrong[found["row"]].argmax())
+            evidence = (
+                f"first turns agree ({np.abs(d[first]).mean():.2g}), and later ones do not "
+                f"({np.abs(d[later]).mean():.3g}): engine and trainer read other tokens before them"
+            )
+            return Finding(cause="retokenised_turn", score=0.92, **(found | {"stage": "tokens"}), evidence=evidence)
+
+    # Temperature: differences grow with how unlikely a token is.
+    x = logp[where]
+    slope, r2 = _fit(x, flat)
+    slope_old, r2_old = _fit(logp_old[where], flat)
+    above, below = float((flat > limit).mean()), float((flat < -limit).mean())
+    one_sided = above > 0.05 and below < 0.01 * max(above, 0.1)
+    if max(r2, r2_old) > (0.95 if one_sided else LIMITS["temperature_r2"]):
+        times = 1 + slope if r2 >= r2_old else 1 / (1 - slope_old)
+        evidence = (
+            f"{told}, and {max(r2, r2_old):.0%} of its variance is proportional to logp: logp_old is about "
+            f"{times:.2f} logp, as if the engine's temperature were {1 / times:.2f} of the trainer's"
+        )
+        return Finding(cause="temperature", score=0.88, evidence=evidence, **found)
+
+    # A cut distribution: the engine's log-probabilities are never below the trainer's.
+    if one_sided:
+        evidence = f"{told}; the engine's is higher for {above:.0%} of the tokens and lower for {below:.1%}"
+        return Finding(cause="truncated_sampling", score=0.9, evidence=evidence, **found)
+
+    if quantised is not None and size.mean() < 0.5:
+        evidence = f"{told}, and every log-probability of the {quantised} is a number of bfloat16"
+        return Finding(cause="precision", score=0.9, evidence=evidence, **found)
+
+    # A few rows alone: some engines, or some prompts.
+    share_of_rows = len(wrong_rows) / max(1, int(where.any(axis=1).sum()))
+    exact = float((size <= limit).mean())
+    agreed_at_start = start is not None and start - 1 <= 2 * limit
+    if step.data.get("mixture") and exact > 0.5 and share_of_rows > 0.3:
+        evidence = (
+            f"{told}; {exact:.0%} of the tokens agree and the others are scattered over {share_of_rows:.0%} of rows"
+        )
+        return Finding(cause="router_drift", score=0.8, evidence=evidence, **found)
+    unknown_start = start is None and bool(step.version) and size.mean() > LIMITS["precision_most"]
+    if agreed_at_start or unknown_start:
+        evidence = told
+        if agreed_at_start:
+            evidence += f", and at the first step of the run they agreed (token_mult_prob_error {start:.6f})"
+        if share_of_rows < 0.9:
+            evidence += f"; {share_of_rows:.0%} of the rows are affected"
+        return Finding(cause="stale_weights", score=0.8, evidence=evidence, **found)
+    if size.mean() <= LIMITS["precision_most"] and exact < 0.99:
+        bias = abs(flat.mean()) / size.mean()
+        evidence = f"{told}, in both directions (bias {bias:.0%}) and from the first step on"
+        return Finding(cause="precision", score=0.7, evidence=evidence, **found)
+    if start is not None:
+        evidence = (
+            f"{told}, from the first step of the run on (token_mult_prob_error {start:.4f}), for every kind of token"
+        )
+        return Finding(cause="template_drift", score=0.65, **(found | {"stage": "prompt"}), evidence=evidence)
+    return Finding(cause="logp_mismatch", score=0.55, evidence=told, **found)
+
+
+def _fit(x: Array, y: Array) -> tuple[float, float]:
+    """Slope and share of variance of a least-squares line of `y` over `x`."""
+    x, y = x - x.mean(), y - y.mean()
+    if not (x @ x) or not (y @ y):
+        return 0.0, 0.0
+    slope = (x @ y) / (x @ x)
+    return float(slope), float((x @ y) ** 2 / ((x @ x) * (y @ y)))
+
+
+# -- Several steps -------------------------------------------------------------------------------------------------
+
+
+def _check_prompts(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Iterator[Finding]:
+    """The same data row is the same tokens in every step, and a BOS stands there once."""
+    del samples
+    seen: dict[str, tuple[int, ...]] = {}
+    for step in steps:
+        tokens = step.padded("tokens")
+        bos = step.data.get("special_token_ids", {}).get("bos")
+        starts = step.response.argmax(axis=1)
+        for row, shared in enumerate(step.shared):
+            if not step.response[row].any():
+                continue
+            prompt = tuple(tokens[row, : starts[row]].tolist())
+            if bos is not None and len(prompt) > 1 and prompt[0] == prompt[1] == bos:
+                yield Finding(
+                    cause="template_drift",
+                    score=0.93,
+                    stage="prompt",
+                    step=step.step,
+                    row=row,
+                    token=1,
+                    evidence=f"row {row} begins with the BOS token {bos} twice: the template writes one, and the "
+                    f"tokenizer adds another",
+                )
+                return
+            source = shared["source"]
+            if source is None or (step.has("turns") and step.columns["turns"].ndim == 1):
+                continue
+            before = seen.setdefault(source, prompt)
+            if before != prompt:
+                token = next(
+                    (i for i, pair in enumerate(zip(before, prompt, strict=False)) if pair[0] != pair[1]),
+                    min(len(before), len(prompt)),
+                )
+                if token >= min(len(before), len(prompt)) - 1 and abs(len(before) - len(prompt)) <= 1:
+                    continue  # one more or less at the end is the mask's affair
+                yield Finding(
+                    cause="template_drift",
+                    score=0.9,
+                    stage="prompt",
+                    step=step.step,
+                    row=row,
+                    token=token,
+                    evidence=f"{source} is {len(prompt)} tokens in row {row} and {len(before)} before; they differ "
+                    f"from token {token} on ({step.piece(prompt[token]) if token < len(prompt) else 'the end'!r})",
+                )
+                return
+
+
+def _check_rewards_over_time(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Iterator[Finding]:
+    """Whether equal responses get equal rewards, and what else the reward goes with."""
+    del samples
+    given: dict[tuple[object, str], tuple[float, int, int]] = {}
+    changed: list[tuple[int, int, float, float, int]] = []
+    compared = 0
+    for step in steps:
+        several_turns = step.has("turns") and step.columns["turns"].ndim == 1
+        failed = step.row("failed", missing=0).astype(bool)
+        for row, shared in enumerate(step.shared):
+            if several_turns or failed[row] or step.lines[row].get("response") is None:
+                continue
+            reward = float(step.columns["rewards"][row])
+            key = (shared["source"] or shared["prompt"], str(step.lines[row]["response"]))
+            if key[0] is None or not math.isfinite(reward):
+                continue
+            before = given.setdefault(key, (reward, step.step, row))
+            if before[1:] != (step.step, row):
+                compared += 1
+                if abs(before[0] - reward) > 1e-6 * max(1.0, abs(reward)):
+                    changed.append((step.step, row, before[0], reward, before[1]))
+    if len(changed) >= 3 and len(changed) > 0.02 * compared:
+        at, row, before_reward, now, earlier = changed[0]
+        over_time = [each for each in changed if each[4] != each[0]]
+        ups = sum(each[3] > each[2] for each in over_time)
+        drifts = (
+            len(over_time) == len(changed)
+            and len(over_time) >= 3
+            and max(ups, len(over_time) - ups) >= 0.9 * len(over_time)
+        )
+        yield Finding(
+            cause="reward_drift" if drifts else "reward_inconsistent",
+            score=0.85,
+            stage="reward",
+            step=at,
+            row=row,
+            evidence=f"{len(changed)} of {compared} repeated responses got another reward; row {row} of step "
+            f"{at} got {now:.4g}, and the same response got {before_reward:.4g} at step {earlier}",
+        )
+
+
+def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
+    """Correlations of the reward within groups, with length and with repetition, and the rewards of gold answers.
+
+    Length is right for many tasks; it is reported only where it also grows over the run.
+    """
+    reward, length, repeated = [], [], []
+    right: list[float] = []
+    best: list[float] = []
+    place: tuple[int, int] | None = None
+    for step in steps:
+        tokens, response, groups = step.padded("tokens"), step.response, step.columns["groups"]
+        rewards = step.columns["rewards"]
+        for group in np.unique(groups):
+            rows = np.flatnonzero((groups == group) & np.isfinite(rewards))
+            if len(rows) < 2 or not np.ptp(rewards[rows]):
+                continue
+            counts = response[rows].sum(axis=1)
+            same = [_repetition(tokens[row][response[row]]) for row in rows.tolist()]
+            reward += (rewards[rows] - rewards[rows].mean()).tolist()
+            length += (counts - counts.mean()).tolist()
+            repeated += (np.array(same) - np.mean(same)).tolist()
+            place = place or (step.step, int(rows[rewards[rows].argmax()]))
+        for row, shared in enumerate(step.shared):
+            expected = shared["expected"]
+            if expected and step.lines[row].get("response") is not None and math.isfinite(rewards[row]):
+                if str(step.lines[row]["response"]).strip() == str(expected).strip():
+                    right.append(float(rewards[row]))
+                else:
+                    best.append(float(rewards[row]))
+    if (
+        len(right) >= 5
+        and len(best) >= 5
+        and np.mean(right) < np.quantile(best, 0.75)
+        and np.mean(right) < np.mean(best)
+    ):
+        at, row = place or (steps[0].step, 0)
+        yield Finding(
+            cause="reward_hacked_format",
+            score=0.72,
+            stage="reward",
+            step=at,
+            row=row,
+            evidence=f"{len(right)} responses that are the gold answer got {np.mean(right):.3g} on average, and "
+            f"the {len(best)} others {np.mean(best):.3g}",
+        )
+    if len(reward) < LIMITS["tokens"] or place is None:
+        return
+    by_length, by_repetition = _correlation(reward, length), _correlation(reward, repeated)
+    lengths = [value for row in log if (value := finite_number(row.get("response_tokens"))) is not None]
+    if len(lengths) < 6:
+        lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
+    third = max(1, len(lengths) // 3)
+    growth = np.mean(lengths[-third:]) / max(1.0, float(np.mean(lengths[:third])))
+    if by_repetition > LIMITS["correlation"] and by_repetition >= by_length:
+        yield Finding(
+            cause="reward_hacked_repetition",
+            score=0.7,
+            stage="reward",
+            step=place[0],
+            row=place[1],
+            evidence=f"within groups the reward goes with the share of repeated tokens (correlation "
+            f"{by_repetition:.2f} over {len(reward)} rollouts)",
+        )
+    elif by_length > LIMITS["correlation"] and growth >= LIMITS["length_growth"]:
+        yield Finding(
+            cause="reward_hacked_length",
+            score=0.7,
+            stage="reward",
+            step=place[0],
+            row=place[1],
+            evidence=f"within groups the reward goes with the number of tokens (correlation {by_length:.2f} over "
+            f"{len(reward)} rollouts), and responses are {growth:.1f} times as long as at first",
+        )
+
+
+def _repetition(tokens: Array) -> float:
+    """The share of a response's tokens that stood there before."""
+    return 1 - len(np.unique(tokens)) / len(tokens) if len(tokens) else 0.0
+
+
+def _correlation(one: Sequence[float], two: Sequence[float]) -> float:
+    slope, r2 = _fit(np.array(one), np.array(two))
+    return math.copysign(math.sqrt(r2), slope)
+
+
+def _check_data(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Iterator[Finding]:
+    """Prompts that stand twice in the data, or among those that are held out."""
+    sources: dict[str, set[str]] = defaultdict(set)
+    places: dict[str, tuple[int, int]] = {}
+    for step in steps:
+        for row, shared in enumerate(step.shared):
+            if shared["prompt"] and shared["source"]:
+                sources[shared["prompt"]].add(shared["source"])
+                places.setdefault(shared["prompt"], (step.step, row))
+    held_out = {str(sample["prompt"]) for sample in samples if sample.get("prompt")}
+    if leaked := [prompt for prompt in sources if prompt in held_out]:
+        step_number, row = places[leaked[0]]
+        yield Finding(
+            cause="leaked_data",
+            score=0.9,
+            stage="data",
+            step=step_number,
+            row=row,
+            evidence=f"{len(leaked)} of the {len(sources)} prompts that were trained on are held out too; the first is "
+            f"{leaked[0]!r:.80} ({min(sources[leaked[0]])})",
+        )
+    twice = [prompt for prompt, found in sources.items() if len(found) > 1]
+    if len(twice) >= 2 and len(twice) > 0.05 * len(sources):
+        step_number, row = places[twice[0]]
+        named = sorted(sources[twice[0]])[:3]
+        yield Finding(
+            cause="duplicated_data",
+            score=0.8,
+            stage="data",
+            step=step_number,
+            row=row,
+            evidence=f"{len(twice)} of {len(sources)} prompts come from more than one row of the data; the first from "
+            f"{' and '.join(named)}",
+        )
+
+
+def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Finding]:
+    """What the curves show: no signal, collapse of the entropy, steps that are too large."""
+
+    def series(name: str) -> list[tuple[int, float]]:
+        return [
+            (int(float(str(row["step"]))), value) for row in log if (value := finite_number(row.get(name))) is not None
+        ]
+
+    signal, reward, spread = series("groups_with_signal"), series("reward"), dict(series("reward_std"))
+    if len(signal) >= 3 and len(reward) >= 3:
+        silent = list(itertools.takewhile(lambda each: each[1] == 0, reversed(signal)))
+        last = [value for _, value in reward[-len(silent) :]] if silent else []
+        best = max(value for _, value in reward)
+        constant = (
+            len(silent) >= 3 and max(last) - min(last) <= 1e-9 and not any(spread.get(at, 0.0) for at, _ in silent)
+        )
+        if constant and (len(silent) == len(signal) or last[-1] < best - 0.25 * (abs(best) or 1.0)):
+            begins = silent[-1][0]
+            yield Finding(
+                cause="reward_constant",
+                score=0.84,
+                stage="reward",
+                step=begins,
+                row=0,
+                evidence=f"every reward of the last {len(silent)} logged steps is {last[-1]:.4g}, since step {begins}",
+            )
+    large = [
+        (step, float(np.abs(gap).mean()))
+        for step in steps
+        if step.has("logp") and step.has("logp_old") and len(gap := _later_gaps(step)) >= LIMITS["tokens"]
+    ]
+    too_large = [(step, size) for step, size in large if size > LIMITS["log_ratio"]]
+    norms = [value for _, value in series("grad_norm")]
+    if too_large:
+        step, size = too_large[0]
+        update = int(step.row("update", missing=0).max())
+        row = int((step.row("update", missing=0) == update).argmax())
+        yield Finding(
+            cause="learning_rate",
+            score=0.74,
+            stage="policy",
+            step=step.step,
+            row=row,
+            token=int(step.response[row].argmax()),
+            evidence=f"the updates on one batch move log-probabilities by {size:.2f} on average (a ratio of "
+            f"{math.exp(min(size, 20)):.1f}); gradient norms go from {min(norms, default=0):.3g} to "
+            f"{max(norms, default=0):.3g}",
+        )
+    entropy = series("entropy")
+    if len(entropy) >= 6 and len(reward) >= 6:
+        most, now = max(value for _, value in entropy), float(np.mean([value for _, value in entropy[-3:]]))
+        rewards = [value for _, value in reward]
+        learned = np.mean(rewards[-3:]) >= np.mean(rewards[:3]) + 0.05 * max(1e-9, abs(max(rewards)))
+        if now < LIMITS["entropy_share"] * most and not learned:
+            at = next(at for at, value in entropy if value < LIMITS["entropy_share"] * most)
+            yield Finding(
+                cause="entropy_collapse",
+                score=0.7,
+                stage="policy",
+                step=at,
+                row=0,
+                evidence=f"the entropy fell from {most:.3g} to {now:.3g} nats, and the reward did not rise "
+                f"({np.mean(rewards[:3]):.3g} to {np.mean(rewards[-3:]):.3g}): responses to a prompt are all the same",
+            )
+
+
+def _later_gaps(step: RecordedStep) -> Array:
+    """Logp - logp_old of the tokens that a later update on the batch trained on."""
+    rows = step.row("update", missing=0) > 0
+    where = step.response & step.trainable & rows[:, None]
+    gaps: Array = (step.padded("logp") - step.padded("logp_old"))[where]
+    return gaps[np.isfinite(gaps)]
+
+
+def _first_number(log: Sequence[Row], name: str) -> float | None:
+    return next((value for row in log if (value := finite_number(row.get(name))) is not None), None)
+
+
+def _option(step: RecordedStep, section: str, name: str) -> Any:
+    """A setting of the objective that the step was recorded with; None if that is not known."""
+    found: Mapping[str, Any] = step.data.get("objective", {}).get(section, {})
+    return found.get(name)

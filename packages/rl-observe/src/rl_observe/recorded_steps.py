@@ -1,0 +1,768 @@
+"""Recorded steps: what an optimizer step was trained on, token by token, in one portable file.
+
+    recorder = StepRecorder(run, RecordedStepsConfig(last=4, every=100, around_events=2))
+    recorder.record("grpo", 120, StepRollouts(tokens=..., lengths=..., ...), updates=[...])
+    recorder.close()
+    run.steps[120].rollouts                                 # a pandas DataFrame, one line per rollout
+
+A bundle is `steps/<stage>-<step>.zip` in the run directory. It holds one batch of rollouts and every optimizer step
+that was taken on them:
+
+    step.json             stage, step, version of the weights, the optimizer steps, sampling, objective, seeds, timings
+    rollouts.jsonl        one object per rollout: source row, prompt, response, gold answer, why it failed
+    tensors.safetensors   one array per column: of rollouts [B], of tokens [N], or of response tokens [R]; a column of
+                          tokens that has one value per rollout is [B, 1]
+
+Padding is not stored: N counts the tokens of all rollouts one after another, and R those that the policy sampled. Token
+ids take 4 bytes, a log-probability 4, and all other columns together less than these. Writing happens in a thread of
+its own, one step at a time; the file appears under its name when it is complete, and a reader checks its checksums.
+There is no pickle: nothing in a bundle can run.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import queue
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rl_observe.config import RecordedStepsConfig
+from rl_observe.log_files import read_json_lines
+from rl_observe.redaction import Secrets
+from rl_observe.run_directory import RunDirectory, describe
+
+if TYPE_CHECKING:
+    from rl_observe.diagnose import Finding
+
+__all__ = ["RecordedStep", "RecordedStepError", "RecordedSteps", "StepRecorder", "StepRollouts"]
+
+Array: TypeAlias = NDArray[Any]
+
+FORMAT = 1
+"""The version of the format; a reader refuses others."""
+
+RESPONSE, TRAINABLE, CLIPPED = 1, 2, 4
+"""Bits of the column `flags`."""
+
+PER_RESPONSE_TOKEN = ("logp_old", "logp", "logp_ref", "logp_proximal", "loss", "weight", "entropy")
+"""Columns of float32 that only tokens of a response have; NaN where it is not known."""
+
+
+class RecordedStepError(ValueError):
+    """A recorded step that cannot be read, or rollouts that cannot be recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The rollouts of a batch as a training loop has them: padded arrays or CPU tensors. B rollouts, T tokens, K parts.
+
+    Whatever is None is not recorded, and what would need it cannot be answered later.
+    """
+
+    tokens: ArrayLike
+    """[B, T] token ids: the prompt, then responses and observations in turn, right-padded."""
+
+    lengths: ArrayLike
+    """[B] tokens of each row that are not padding."""
+
+    response: ArrayLike
+    """[B, T] bool: the tokens that the policy sampled."""
+
+    rewards: ArrayLike
+    """[B] the reward of each rollout, float64."""
+
+    groups: ArrayLike
+    """[B] which rollouts answer the same prompt: those with equal numbers."""
+
+    logp_old: ArrayLike | None = None
+    """[B, T] the sampler's log-probability of each response token."""
+
+    logp: ArrayLike | None = None
+    """[B, T] the trainer's, in the optimizer step that trained on the token; NaN if none did."""
+
+    logp_ref: ArrayLike | None = None
+    """[B, T] the reference's."""
+
+    logp_proximal: ArrayLike | None = None
+    """[B, T] the trainer's when the batch was begun, if the loss takes its ratio to that."""
+
+    trainable: ArrayLike | None = None
+    """[B, T] bool: the tokens that the loss looks at. By default `response`."""
+
+    advantage: ArrayLike | None = None
+    """[B] or [B, T]."""
+
+    loss: ArrayLike | None = None
+    """[B, T] what each token adds to the loss of its optimizer step."""
+
+    weight: ArrayLike | None = None
+    """[B, T] the weight that corrects for the sampler's mismatch."""
+
+    entropy: ArrayLike | None = None
+    """[B, T] of the policy's distribution, in nats."""
+
+    clipped: ArrayLike | None = None
+    """[B, T] bool: tokens whose ratio was clipped."""
+
+    token_rewards: ArrayLike | None = None
+    """[B, T] the reward of each response at its last token; 0 elsewhere."""
+
+    components: ArrayLike | None = None
+    """[B, K] the named parts of the reward."""
+
+    component_names: Sequence[str] = ()
+    """What the K parts are called."""
+
+    turns: ArrayLike | None = None
+    """[B, T] which response of its conversation a token belongs to, from 0; -1 outside of responses."""
+
+    versions: ArrayLike | None = None
+    """[B, T] the version of the weights that sampled each response token; -1 outside of responses."""
+
+    truncated: ArrayLike | None = None
+    """[B] bool: ended at a limit."""
+
+    failed: ArrayLike | None = None
+    """[B] bool: could not be judged, and is not trained on."""
+
+    update: ArrayLike | None = None
+    """[B] which of the step's updates trained on the row, from 0; -1 for none. By default 0."""
+
+    sources: Sequence[str] = ()
+    """Where each prompt comes from, such as `rows.jsonl line 7`."""
+
+    prompts: Sequence[str] = ()
+    """The prompts as text, one per rollout."""
+
+    responses: Sequence[str] = ()
+    """The last response of each rollout as text."""
+
+    expected: Sequence[str | None] = ()
+    """The gold answers."""
+
+    failures: Sequence[str | None] = ()
+    """Why a rollout failed."""
+
+
+# -- Writing -------------------------------------------------------------------------------------------------------
+
+
+class StepRecorder:
+    """Write recorded steps in a thread of its own, and delete those that need not be kept.
+
+    One step is written at a time: `record` waits until the step before it is on disk, so that a process that is killed
+    loses at most the step that is being written.
+
+    Args:
+        run: whose directory they go to.
+        config: which steps are kept, and how many bytes they may take.
+        secrets: credentials to remove from all texts.
+        decode: token ids to text, such as `tokenizer.decode`; each id is decoded once, for viewers.
+        warn: called if a step could not be written; the run continues.
+        on_finding: called, in the other thread, with the stage and each cause of trouble that `monitor_step` finds in a
+            step, once per cause; the steps around it are kept. None checks nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RecordedStepsConfig | None = None,
+        *,
+        secrets: Secrets | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        warn: Callable[[str], object] | None = None,
+        on_finding: Callable[[str, Finding], object] | None = None,
+    ) -> None:
+        self.config = config or RecordedStepsConfig()
+        self.decode, self.on_finding = decode, on_finding
+        self._found: set[str] = set()
+        self._folder, self._secrets, self._warn = run.recorded_steps, secrets or Secrets(), warn
+        self._pieces: dict[int, str] = {}
+        self._events: set[tuple[str, int]] = set()
+        for row in read_json_lines(run.events)[0] if run.events.exists() else []:
+            self.keep_around(row.get("stage"), row.get("step"))
+        self._waiting: queue.Queue[tuple[dict[str, Any], StepRollouts | Callable[[], StepRollouts]] | None] = (
+            queue.Queue(maxsize=1)
+        )
+        self._thread: threading.Thread | None = None
+        self.unwritten: list[str] = []
+        """Why steps could not be written, one entry per step."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any step is kept."""
+        return self.config.last > 0 or self.config.every > 0
+
+    def record(
+        self,
+        stage: str,
+        step: int,
+        rollouts: StepRollouts | Callable[[], StepRollouts],
+        *,
+        updates: Sequence[Mapping[str, object]] = (),
+        about: Mapping[str, object] | None = None,
+    ) -> None:
+        """Record one step. Arrays must not be changed afterwards: they are read in another thread.
+
+        Args:
+            stage: the stage of the step, such as `grpo`.
+            step: its number, from 1; with several updates on the same rollouts the number of the last.
+            rollouts: what was trained on, or a function that returns it, which is called in the other thread.
+            updates: the optimizer steps on these rollouts in their order, as plain data; usual keys are `step`, `loss`,
+                `grad_norm`, `learning_rate`, `error`.
+            about: whatever else is known, as plain data: `version`, `sampling`, `objective`, `seeds`, `timings`.
+        """
+        if not self.enabled:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="recorded-steps", daemon=True)
+            self._thread.start()
+        self._waiting.join()
+        self._waiting.put((_described(stage, step, updates=updates, about=about), rollouts))
+
+    def keep_around(self, stage: object, step: object) -> None:
+        """Keep the steps around an event at `step` of `stage`; without a step nothing is kept."""
+        if isinstance(stage, str) and isinstance(step, int):
+            self._events.add((stage, step))
+
+    def discard_after(self, stage: str, step: int) -> None:
+        """Delete the recorded steps of `stage` after `step`, which a resumed run is going to take again."""
+        for each in _bundles(self._folder):
+            if each.stage == stage and each.step > step:
+                each.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Wait until everything is written; a second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join()
+
+    def _write_all(self) -> None:
+        while (given := self._waiting.get()) is not None:
+            try:
+                self._write(*given)
+            except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
+                why = describe(error) if isinstance(error, OSError) else str(error)
+                self.unwritten.append(why)
+                if len(self.unwritten) == 1 and self._warn is not None:
+                    self._warn(f"a step could not be recorded: {why}")
+            finally:
+                self._waiting.task_done()
+        self._waiting.task_done()
+
+    def _write(self, data: dict[str, Any], given: StepRollouts | Callable[[], StepRollouts]) -> None:
+        rollouts = given() if callable(given) else given
+        stage, step = data["stage"], data["step"]
+        if not re.fullmatch(r"[\w.]+", stage):
+            raise RecordedStepError(f"stage={stage!r} must consist of letters, digits, _ and . to be a file name")
+        data = self._secrets.scrub({**data, "component_names": list(rollouts.component_names)})
+        columns, texts = _columns(rollouts), self._secrets.scrub(_texts(rollouts))
+        if self.decode is not None:
+            ids = np.unique(columns["tokens"]).tolist()
+            for each in ids:
+                if each not in self._pieces:
+                    self._pieces[each] = self.decode([each])
+            data["pieces"] = {str(each): self._pieces[each] for each in ids}
+        written = _to_zip(data, texts, columns)
+        self._folder.mkdir(exist_ok=True)
+        # The name appears when every byte is written. A machine that loses power may lose the newest bytes all the
+        # same; then the checksums of the zip file do not match, and the reader says so.
+        unfinished = self._folder / f".{stage}-{step}.unfinished"
+        unfinished.write_bytes(written)
+        path = unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
+        if self.on_finding is not None:
+            from rl_observe.diagnose import monitor_step  # it imports this module
+
+            for finding in monitor_step(RecordedStep(path, data, columns, texts)):
+                if finding.cause not in self._found:
+                    self._found.add(finding.cause)
+                    self.keep_around(stage, step)
+                    self.on_finding(stage, finding)
+        self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Delete what the configuration does not keep; if there are too many bytes, the oldest of the rest."""
+        config, found = self.config, _bundles(self._folder)  # oldest first
+        newest = {each.path for each in found[max(0, len(found) - config.last) :]}
+        around = {
+            each.path
+            for each in found
+            for stage, step in tuple(self._events)  # the loop may add one meanwhile
+            if each.stage == stage and abs(each.step - step) <= config.around_events * max(each.stride, 1)
+        }
+        kept = []
+        for each in found:
+            if each.path in newest | around or (config.every and each.step % config.every == 0):
+                kept.append(each)
+            else:
+                each.path.unlink(missing_ok=True)
+        # The newest go last, and those around an event before them: they explain what happened.
+        kept.sort(key=lambda each: (each.path in newest, each.path in around))
+        total = sum(each.size for each in kept)
+        for each in kept:
+            if total <= config.max_bytes:
+                break
+            each.path.unlink(missing_ok=True)
+            total -= each.size
+            if each.path == found[-1].path:
+                raise RecordedStepError(
+                    f"step {each.step} of {each.stage} takes {each.size} bytes, and max_bytes={config.max_bytes}"
+                )
+
+
+def _described(
+    stage: str, step: int, *, updates: Sequence[Mapping[str, object]], about: Mapping[str, object] | None
+) -> dict[str, Any]:
+    """What step.json holds, without what comes from the rollouts."""
+    return {"format": FORMAT, "stage": stage, "step": step, "updates": list(updates), **(about or {})}
+
+
+def _columns(rollouts: StepRollouts) -> dict[str, Array]:
+    """The arrays of a bundle: of rows [B], of tokens [N], and of response tokens [R]."""
+    lengths = np.asarray(rollouts.lengths, dtype=np.int64)
+    padded = np.asarray(rollouts.tokens)
+    if padded.ndim != 2 or len(lengths) != len(padded) or (len(lengths) and lengths.max() > padded.shape[1]):
+        raise RecordedStepError(
+            f"tokens has the shape {list(padded.shape)}, and lengths are {len(lengths)} numbers up to "
+            f"{lengths.max() if len(lengths) else 0}; tokens is [B, T], padded to the longest row"
+        )
+    filled = np.arange(padded.shape[1]) < lengths[:, None]
+
+    def of_tokens(name: str, given: ArrayLike) -> Array:
+        array = np.asarray(given)
+        if array.shape != padded.shape:
+            raise RecordedStepError(f"{name} has the shape {list(array.shape)}, and tokens {list(padded.shape)}")
+        return array
+
+    def of_rows(name: str, given: ArrayLike) -> Array:
+        array = np.asarray(given)
+        if len(array) != len(lengths):
+            raise RecordedStepError(f"{name} has {len(array)} entries, and there are {len(lengths)} rollouts")
+        return array
+
+    response = of_tokens("response", rollouts.response).astype(bool) & filled
+    trainable = response if rollouts.trainable is None else of_tokens("trainable", rollouts.trainable).astype(bool)
+    flags = RESPONSE * response + TRAINABLE * trainable.astype(np.uint8)
+    if rollouts.clipped is not None:
+        flags = flags + CLIPPED * (of_tokens("clipped", rollouts.clipped).astype(bool) & trainable)
+    columns: dict[str, Array] = {
+        "lengths": lengths.astype(np.int32),
+        "rewards": of_rows("rewards", rollouts.rewards).astype(np.float64),
+        "groups": of_rows("groups", rollouts.groups).astype(np.int32),
+        "tokens": padded[filled].astype(np.int32),
+        "flags": flags[filled].astype(np.uint8),
+    }
+    for name in PER_RESPONSE_TOKEN:
+        if (given := getattr(rollouts, name)) is not None:
+            columns[name] = of_tokens(name, given)[response].astype(np.float32)
+    if rollouts.advantage is not None:
+        advantage = np.asarray(rollouts.advantage, dtype=np.float32)
+        if advantage.ndim == 1:
+            columns["advantage"] = of_rows("advantage", advantage)[:, None]
+        else:
+            columns["advantage"] = _one_per_row(of_tokens("advantage", advantage), trainable & response)
+    if rollouts.token_rewards is not None:
+        earned = of_tokens("token_rewards", rollouts.token_rewards)
+        last = padded.shape[1] - 1 - response[:, ::-1].argmax(axis=1)  # of the last response token
+        expected = np.zeros(padded.shape)
+        expected[np.arange(len(lengths)), last] = columns["rewards"]
+        if not np.array_equal(earned, expected):  # more than one reward in a conversation
+            columns["token_rewards"] = earned[response].astype(np.float64)
+    for name, dtype, missing in (("turns", np.int16, -1), ("versions", np.int32, -1)):
+        if (given := getattr(rollouts, name)) is not None:
+            columns[name] = _one_per_row(of_tokens(name, given).astype(dtype), response, missing=missing)
+    for name in ("truncated", "failed"):
+        if (given := getattr(rollouts, name)) is not None:
+            columns[name] = of_rows(name, given).astype(np.uint8)
+    if rollouts.update is not None:
+        columns["update"] = of_rows("update", rollouts.update).astype(np.int16)
+    if rollouts.components is not None and len(rollouts.component_names):
+        columns["components"] = of_rows("components", rollouts.components).astype(np.float64)
+    return columns
+
+
+def _one_per_row(values: Array, where: Array, *, missing: float = np.nan) -> Array:
+    """One value per row [B, 1] if all tokens of each row have the same, else those of the tokens `where` [R]."""
+    first = values[np.arange(len(values)), where.argmax(axis=1)]
+    first = np.where(where.any(axis=1), first, missing).astype(values.dtype)
+    same = (values == first[:, None]) | ~where | (np.isnan(values) & np.isnan(first[:, None]))
+    return first[:, None] if same.all() else values[where]
+
+
+def _texts(rollouts: StepRollouts) -> list[dict[str, object]]:
+    """One object per rollout; prompt, source and gold answer only at the first rollout of a group that has them."""
+    groups = np.asarray(rollouts.groups).tolist()
+    lines: list[dict[str, object]] = []
+    told: dict[int, tuple[object, ...]] = {}
+    for row, group in enumerate(groups):
+        line: dict[str, object] = {}
+        named = {"source": rollouts.sources, "prompt": rollouts.prompts, "expected": rollouts.expected}
+        shared = {name: values[row] for name, values in named.items() if len(values)}
+        if told.setdefault(group, ()) != tuple(shared.values()):
+            told[group] = tuple(shared.values())
+            line |= shared
+        if len(rollouts.responses):
+            line["response"] = rollouts.responses[row]
+        if len(rollouts.failures) and rollouts.failures[row] is not None:
+            line["failure"] = rollouts.failures[row]
+        lines.append(line)
+    return lines
+
+
+def _to_zip(data: Mapping[str, object], texts: Sequence[Mapping[str, object]], columns: Mapping[str, Array]) -> bytes:
+    from safetensors.numpy import save
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as bundle:
+        for name, content, method in (
+            ("step.json", json.dumps(data, ensure_ascii=False, default=_plain), zipfile.ZIP_DEFLATED),
+            ("rollouts.jsonl", "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in texts), 8),
+            ("tensors.safetensors", save({name: np.ascontiguousarray(each) for name, each in columns.items()}), 0),
+        ):
+            # A fixed date: equal steps are equal bytes.
+            bundle.writestr(
+                zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, compress_type=method, compresslevel=1
+            )
+    return buffer.getvalue()
+
+
+def _plain(value: object) -> object:
+    """Numbers of numpy and torch, and whatever else JSON does not know, as plain data."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
+
+
+# -- Reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    path: Path
+    stage: str
+    step: int
+    size: int
+    order: float
+    stride: int = 1
+
+
+def _bundles(folder: Path) -> list[_Bundle]:
+    """The files of recorded steps, oldest first: by stage in the order in which they were written, then by step."""
+    found: list[_Bundle] = []
+    for path in folder.glob("*.zip") if folder.is_dir() else []:
+        if (name := re.fullmatch(r"(.+)-(\d{8,})\.zip", path.name)) is not None:
+            stat = path.stat()
+            found.append(_Bundle(path, name[1], int(name[2]), stat.st_size, stat.st_mtime))
+    newest = {stage: max(each.order for each in found if each.stage == stage) for stage in {e.stage for e in found}}
+    found.sort(key=lambda each: (newest[each.stage], each.stage, each.step))
+    strides: dict[str, int] = {}  # optimizer steps from one recorded step to the next, where several share a batch
+    for one, two in itertools.pairwise(found):
+        if one.stage == two.stage:
+            strides[one.stage] = min(strides.get(one.stage, two.step - one.step), two.step - one.step)
+    return [
+        _Bundle(each.path, each.stage, each.step, each.size, each.order, strides.get(each.stage, 1)) for each in found
+    ]
+
+
+class RecordedSteps(Mapping[int, "RecordedStep"]):
+    """The recorded steps of a run by number. A number between two recorded ones finds the batch that it trained on.
+
+    Args:
+        run: the run directory.
+        stage: only steps of this stage; by default those of the stage that was recorded last.
+    """
+
+    def __init__(self, run: RunDirectory, stage: str | None = None) -> None:
+        found = _bundles(run.recorded_steps)
+        self.stage = stage or (found[-1].stage if found else None)
+        self._run, self._paths = run, {each.step: each.path for each in found if each.stage == self.stage}
+
+    def of_stage(self, stage: str) -> RecordedSteps:
+        """The steps of another stage."""
+        return RecordedSteps(self._run, stage)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, step: int) -> RecordedStep:
+        path = self._paths.get(step)
+        if path is None:  # it may be one of several optimizer steps on the same rollouts
+            later = [number for number in self._paths if number > step]
+            found = RecordedStep.read(self._paths[min(later)]) if later else None
+            if found is not None and any(update.get("step") == step for update in found.updates):
+                return found
+            known = ", ".join(map(str, self._paths)) or "none"
+            of_stage = f" of {self.stage}" if self.stage else ""
+            raise KeyError(
+                f"step {step}{of_stage} is not recorded in {self._run.path}; recorded are {known}. Which steps are "
+                f"kept says RecordedStepsConfig (logger.recorded_steps in a recipe)"
+            )
+        return RecordedStep.read(path)
+
+    def readable(self) -> tuple[list[RecordedStep], list[str]]:
+        """All steps that can be read in their order, and one sentence about each that cannot."""
+        steps, remarks = [], []
+        for path in self._paths.values():
+            try:
+                steps.append(RecordedStep.read(path))
+            except RecordedStepError as error:
+                remarks.append(str(error))
+        return steps, remarks
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One recorded step. B rollouts, T tokens of the longest, N tokens of all, R response tokens of all."""
+
+    path: Path | None
+    """The bundle; None for a step that was imported."""
+
+    data: Mapping[str, Any]
+    """What step.json holds."""
+
+    columns: Mapping[str, Array] = field(repr=False)
+    """The arrays as they are stored."""
+
+    lines: Sequence[Mapping[str, Any]] = field(repr=False)
+    """One object per rollout, as rollouts.jsonl has them."""
+
+    @classmethod
+    def read(cls, path: Path | str) -> RecordedStep:
+        """Read a bundle.
+
+        Raises:
+            RecordedStepError: it is incomplete, damaged, or of a format that this version does not know.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        path = Path(path)
+        try:
+            with zipfile.ZipFile(path) as bundle:
+                data = json.loads(bundle.read("step.json"))
+                lines = [json.loads(line) for line in bundle.read("rollouts.jsonl").splitlines()]
+                columns = load(bundle.read("tensors.safetensors"))
+        except OSError as error:
+            raise RecordedStepError(f"{path} cannot be read: {describe(error)}") from error
+        except (zipfile.BadZipFile, KeyError, ValueError, SafetensorError) as error:
+            raise RecordedStepError(
+                f"{path} is no complete recorded step ({error}); it was cut off or changed, delete it"
+            ) from error
+        if data.get("format") != FORMAT:
+            raise RecordedStepError(f"{path} has the format {data.get('format')}, and this version reads {FORMAT}")
+        return cls(path, data, columns, lines)
+
+    @classmethod
+    def of(
+        cls,
+        stage: str,
+        step: int,
+        rollouts: StepRollouts,
+        *,
+        updates: Sequence[Mapping[str, object]] = (),
+        about: Mapping[str, object] | None = None,
+    ) -> RecordedStep:
+        """A recorded step that is nowhere on disk, with the arguments of `StepRecorder.record`."""
+        data = _described(stage, step, updates=updates, about=about)
+        data["component_names"] = list(rollouts.component_names)
+        return cls(None, data, _columns(rollouts), _texts(rollouts))
+
+    def __len__(self) -> int:
+        """How many rollouts there are: B."""
+        return len(self.columns["lengths"])
+
+    @property
+    def stage(self) -> str:
+        """Whose step it is."""
+        return str(self.data["stage"])
+
+    @property
+    def step(self) -> int:
+        """Its number: that of the last optimizer step on these rollouts."""
+        return int(self.data["step"])
+
+    @property
+    def version(self) -> int | None:
+        """Optimizer steps that the weights had seen before the first update; None if not recorded."""
+        version = self.data.get("version")
+        return None if version is None else int(version)
+
+    @property
+    def updates(self) -> list[dict[str, Any]]:
+        """The optimizer steps on these rollouts."""
+        return list(self.data.get("updates", []))
+
+    @property
+    def component_names(self) -> list[str]:
+        """The names of the parts of the reward."""
+        return list(self.data.get("component_names", []))
+
+    @cached_property
+    def filled(self) -> Array:
+        """[B, T] bool: True where there is a token, False in padding."""
+        lengths = self.columns["lengths"]
+        filled: Array = np.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
+        return filled
+
+    @cached_property
+    def response(self) -> Array:
+        """[B, T] bool: the tokens that the policy sampled."""
+        return self.flag(RESPONSE)
+
+    @cached_property
+    def trainable(self) -> Array:
+        """[B, T] bool: the tokens that the loss looked at."""
+        return self.flag(TRAINABLE)
+
+    def flag(self, bit: int) -> Array:
+        """[B, T] bool: the tokens with this bit in `flags`."""
+        flags = np.zeros(self.filled.shape, dtype=bool)
+        flags[self.filled] = self.columns["flags"] & bit > 0
+        return flags
+
+    def has(self, name: str) -> bool:
+        """Whether a column was recorded."""
+        return name in self.columns
+
+    def padded(self, name: str) -> Array:
+        """A column as [B, T]: NaN, or -1 for whole numbers, where there is no token or nothing is known.
+
+        Raises:
+            RecordedStepError: it was not recorded.
+        """
+        if not self.has(name):
+            raise RecordedStepError(f"step {self.step} has no column {name}; it has {', '.join(sorted(self.columns))}")
+        values = self.columns[name]
+        if name in {"tokens", "flags"}:
+            padded = np.full(self.filled.shape, -1, dtype=np.int64)
+            padded[self.filled] = values
+            return padded
+        where = self.trainable & self.response if name == "advantage" else self.response
+        padded = np.full(self.filled.shape, np.nan if values.dtype.kind == "f" else -1, dtype=values.dtype)
+        # One value per row is stored as [B, 1].
+        padded[where] = np.broadcast_to(values, where.shape)[where] if values.ndim == 2 else values
+        return padded
+
+    def row(self, name: str, *, missing: Any = None) -> Array:
+        """A column of rollouts [B], or `missing` for each if it was not recorded."""
+        return self.columns[name] if self.has(name) else np.full(len(self), missing)
+
+    @cached_property
+    def shared(self) -> list[dict[str, Any]]:
+        """`source`, `prompt` and `expected` of each rollout."""
+        by_group: dict[int, dict[str, Any]] = {}
+        found = []
+        for group, line in zip(self.columns["groups"].tolist(), self.lines, strict=True):
+            if {"source", "prompt", "expected"} & line.keys():
+                by_group[group] = {name: line.get(name) for name in ("source", "prompt", "expected")}
+            found.append(by_group.get(group, {"source": None, "prompt": None, "expected": None}))
+        return found
+
+    def piece(self, token: int) -> str:
+        """The text of one token, or its id in angle brackets."""
+        text = self.data.get("pieces", {}).get(str(token))
+        return f"<{token}>" if text is None else str(text)
+
+    def text(self, row: int, *, part: str = "response") -> str:
+        """The `prompt` or `response` of a rollout as text; joined from its tokens if the text was not recorded."""
+        given = self.lines[row].get("response") if part == "response" else self.shared[row]["prompt"]
+        if given is not None:
+            return str(given)
+        where = self.response[row] if part == "response" else self.filled[row] & ~self.response[row]
+        return "".join(self.piece(token) for token in self.padded("tokens")[row][where].tolist())
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict per rollout: what `rollouts` shows, without pandas."""
+        response = self.response
+        counts = response.sum(axis=1)
+        logp_old = self.padded("logp_old") if self.has("logp_old") else None
+        logp = self.padded("logp") if self.has("logp") else None
+        advantage = self.padded("advantage") if self.has("advantage") else None
+        loss = self.padded("loss") if self.has("loss") else None
+        clipped = self.flag(CLIPPED)
+        rows: list[dict[str, Any]] = []
+        for row in range(len(self)):
+            where = response[row]
+            each: dict[str, Any] = {
+                "row": row,
+                "group": int(self.columns["groups"][row]),
+                **self.shared[row],
+                "response": self.text(row),
+                "reward": float(self.columns["rewards"][row]),
+            }
+            if self.has("components"):
+                parts = self.columns["components"][row].tolist()
+                each |= {f"reward/{name}": part for name, part in zip(self.component_names, parts, strict=True)}
+            each["advantage"] = None if advantage is None else _mean(advantage[row])
+            each["response_tokens"] = int(counts[row])
+            each["truncated"] = bool(self.row("truncated", missing=False)[row])
+            each["failed"] = bool(self.row("failed", missing=False)[row])
+            each["failure"] = self.lines[row].get("failure")
+            each["update"] = int(self.row("update", missing=0)[row])
+            each["logp_old"] = None if logp_old is None else _mean(logp_old[row][where])
+            each["logp"] = None if logp is None else _mean(logp[row][where])
+            if logp is not None and logp_old is not None:
+                gaps = np.abs(logp[row][where] - logp_old[row][where])
+                each["max_logp_gap"] = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else None
+            each["loss"] = None if loss is None else float(np.nansum(loss[row]))
+            each["clip_fraction"] = float(clipped[row].sum() / max(counts[row], 1))
+            rows.append(each)
+        return rows
+
+    @property
+    def rollouts(self) -> Any:
+        """The rollouts as a DataFrame, one line each. Needs pandas: `pip install 'rl-observe[notebook]'`."""
+        return _pandas().DataFrame(self.rows)
+
+    def tokens(self, row: int) -> Any:
+        """The tokens of one rollout as a DataFrame, one line each. Needs pandas."""
+        return _pandas().DataFrame(self.token_rows(row))
+
+    def token_rows(self, row: int) -> list[dict[str, Any]]:
+        """One dict per token of one rollout: its text and every column that was recorded of it."""
+        if not 0 <= row < len(self):
+            raise RecordedStepError(f"row {row} is not in step {self.step}, which has rows 0 to {len(self) - 1}")
+        length = int(self.columns["lengths"][row])
+        ids = self.padded("tokens")[row][:length].tolist()
+        names = [name for name in (*PER_RESPONSE_TOKEN, "advantage", "turns", "versions") if self.has(name)]
+        values = {name: self.padded(name)[row][:length].tolist() for name in names}
+        flags = {"response": RESPONSE, "trainable": TRAINABLE, "clipped": CLIPPED}
+        bits = {name: self.flag(bit)[row][:length].tolist() for name, bit in flags.items()}
+        rows = []
+        for index, token in enumerate(ids):
+            each = {"index": index, "token": token, "text": self.piece(token)}
+            each |= {name: values_of[index] for name, values_of in (bits | values).items()}
+            if "logp" in values and "logp_old" in values:
+                each["ratio"] = float(np.exp(np.clip(values["logp"][index] - values["logp_old"][index], -20, 20)))
+            rows.append(each)
+        return rows
+
+
+def _mean(values: Array) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _pandas() -> Any:
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise RecordedStepError(
+            "a DataFrame needs pandas: pip install 'rl-observe[notebook]'; `rows` and `token_rows` are lists of dicts"
+        ) from error
+    return pd

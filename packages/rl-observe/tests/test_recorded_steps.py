@@ -1,0 +1,262 @@
+"""Recorded steps: what was recorded is read back, whatever a kill leaves is complete or refused, and few bytes go."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import zipfile
+
+import numpy as np
+import pytest
+
+from rl_observe import RunDirectory
+from rl_observe.config import RecordedStepsConfig
+from rl_observe.recorded_steps import RecordedStep, RecordedStepError, RecordedSteps, StepRecorder, StepRollouts
+
+
+def make_rollouts(*, rows=8, group_size=4, prompt=3, response=5, seed=0, **changes):
+    """Rollouts of random lengths: `prompt` tokens, then up to `response` more."""
+    rng = np.random.default_rng(seed)
+    lengths = prompt + rng.integers(1, response + 1, rows)
+    lengths[0] = prompt + response
+    places = np.arange(prompt + response)
+    filled = places < lengths[:, None]
+    sampled = filled & (places >= prompt)
+    logp_old = np.where(sampled, -rng.random(filled.shape), 0.0).astype(np.float32)
+    rewards = rng.integers(0, 2, rows).astype(np.float64)
+    given = {
+        "tokens": np.where(filled, rng.integers(3, 40, filled.shape), 0),
+        "lengths": lengths,
+        "response": sampled,
+        "logp_old": logp_old,
+        "logp": np.where(sampled, logp_old + 1e-3, np.nan).astype(np.float32),
+        "advantage": np.where(sampled, rewards[:, None] - 0.5, np.nan),
+        "loss": np.where(sampled, 0.25, np.nan),
+        "turns": np.where(sampled, 0, -1),
+        "versions": np.where(sampled, 7, -1),
+        "rewards": rewards,
+        "groups": np.arange(rows) // group_size,
+        "truncated": np.zeros(rows, dtype=bool),
+        "failed": np.zeros(rows, dtype=bool),
+        "sources": [f"rows.jsonl line {row // group_size + 1}" for row in range(rows)],
+        "prompts": [f"question {row // group_size}" for row in range(rows)],
+        "responses": [f"answer {row}" for row in range(rows)],
+    }
+    return StepRollouts(**(given | changes))
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run")
+    directory.metrics.touch()
+    return directory
+
+
+def record(run, steps, config=None, **options):
+    recorder = StepRecorder(run, config, **options)
+    for step in steps:
+        recorder.record("grpo", step, make_rollouts(seed=step), updates=[{"step": step, "loss": 0.5}])
+    recorder.close()
+    return recorder
+
+
+def test_what_was_recorded_is_read_back_bit_for_bit(run):
+    given = make_rollouts()
+    recorder = StepRecorder(run, decode=lambda ids: f"[{ids[0]}]")
+    recorder.record("grpo", 3, given, updates=[{"step": 3, "grad_norm": 1.5}], about={"version": 2})
+    recorder.close()
+    step = run.steps[3]
+    assert (step.stage, step.step, step.version) == ("grpo", 3, 2)
+    assert step.updates == [{"step": 3, "grad_norm": 1.5}]
+    where = np.asarray(given.response)
+    assert np.array_equal(step.response, where)
+    assert np.array_equal(np.where(step.filled, step.padded("tokens"), 0), given.tokens)
+    for name in ("logp_old", "logp", "advantage", "loss"):
+        assert np.array_equal(step.padded(name)[where], np.asarray(getattr(given, name), dtype=np.float32)[where]), name
+    assert np.isnan(step.padded("logp")[~where]).all()
+    assert np.array_equal(step.padded("versions"), given.versions)
+    assert np.array_equal(step.columns["rewards"], given.rewards)
+    assert [each["source"] for each in step.shared] == given.sources
+    assert step.text(5) == "answer 5"
+    first = step.token_rows(0)[3]
+    assert first["text"] == f"[{first['token']}]"
+    assert first["ratio"] == pytest.approx(np.exp(1e-3), rel=1e-4)
+
+
+def test_columns_that_differ_within_a_row_keep_every_token(run):
+    given = make_rollouts()
+    versions = np.where(given.response, np.arange(given.response.shape[1]), -1)
+    advantage = np.where(given.response, np.linspace(-1, 1, given.response.shape[1]), np.nan)
+    step = RecordedStep.of("grpo", 1, make_rollouts(versions=versions, advantage=advantage))
+    assert np.array_equal(step.padded("versions"), versions)
+    assert np.array_equal(step.padded("advantage")[given.response], advantage.astype(np.float32)[given.response])
+
+
+def test_rollouts_are_a_dataframe(run):
+    pandas = pytest.importorskip("pandas")
+    record(run, [1])
+    frame = run.steps[1].rollouts
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == 8
+    assert {"group", "source", "prompt", "response", "reward", "advantage", "response_tokens"} <= {*frame.columns}
+    assert frame.sort_values("reward").iloc[0].reward == frame.reward.min()
+    assert len(run.steps[1].tokens(0)) == 8
+
+
+def test_a_bundle_takes_at_most_twice_its_tokens_and_log_probabilities(run):
+    """Measured on responses of a few tokens, where everything that is not a token weighs most, and on long ones."""
+    for step, (prompt, response) in enumerate([(8, 9), (100, 400)], 1):
+        rng = np.random.default_rng(step)
+        given = make_rollouts(rows=64, group_size=8, prompt=prompt, response=response, seed=step)
+        # Four characters a token, as a usual tokenizer has them.
+        words = [" ".join(rng.choice(["abc", "def", "gh", "ijkl"], int(n) - prompt)) for n in given.lengths]
+        given = make_rollouts(
+            rows=64, group_size=8, prompt=prompt, response=response, seed=step, responses=words,
+            token_rewards=None, truncated=np.zeros(64, bool), update=np.zeros(64, int),
+        )  # fmt: skip
+        recorder = StepRecorder(run, decode=lambda ids: f"w{ids[0]}")
+        recorder.record("grpo", step, given, updates=[{"step": step}])
+        recorder.close()
+        step_read = run.steps[step]
+        tokens, sampled = int(step_read.filled.sum()), int(step_read.response.sum())
+        least = 4 * tokens + 2 * 4 * sampled
+        assert step_read.path.stat().st_size <= 2 * least + 3000, (
+            step,
+            least,
+        )  # 3 kB: names, dates, one table of texts
+
+
+def test_only_the_steps_that_the_configuration_names_are_kept(run):
+    record(run, range(1, 13), RecordedStepsConfig(last=2, every=5, around_events=0))
+    assert [*run.steps] == [5, 10, 11, 12]
+
+
+def test_steps_around_an_event_are_kept(run):
+    recorder = StepRecorder(run, RecordedStepsConfig(last=2, around_events=1))
+    for step in range(1, 10):
+        recorder.record("grpo", step, make_rollouts(seed=step))
+        if step == 4:
+            recorder.keep_around("grpo", step)
+    recorder.close()
+    assert [*run.steps] == [3, 4, 5, 8, 9]
+    with run.events.open("w") as file:
+        file.write(json.dumps({"stage": "grpo", "step": 8, "name": "no_signal"}) + "\n")
+    resumed = StepRecorder(run, RecordedStepsConfig(last=1, around_events=1))  # reads the events of the earlier process
+    for step in (10, 11, 12):
+        resumed.record("grpo", step, make_rollouts(seed=step))
+    resumed.close()
+    assert [*run.steps] == [8, 9, 12]
+
+
+def test_several_optimizer_steps_on_one_batch_are_one_bundle_found_by_each_number(run):
+    recorder = StepRecorder(run)
+    for last in (4, 8):
+        recorder.record("grpo", last, make_rollouts(), updates=[{"step": last - 3 + each} for each in range(4)])
+    recorder.close()
+    assert run.steps[6].step == 8
+    with pytest.raises(KeyError, match=r"step 9 of grpo is not recorded.*recorded are 4, 8"):
+        run.steps[9]
+
+
+def test_bytes_are_bounded_and_the_newest_steps_stay(run):
+    record(run, range(1, 4), RecordedStepsConfig(last=8))
+    size = max(path.stat().st_size for path in run.recorded_steps.glob("*.zip"))
+    record(run, range(4, 9), RecordedStepsConfig(last=8, max_bytes=3 * size + 100))
+    assert [*run.steps] == [6, 7, 8]
+
+
+def test_a_step_larger_than_all_bytes_is_told_and_the_run_goes_on(run):
+    told = []
+    recorder = record(run, [1], RecordedStepsConfig(max_bytes=10), warn=told.append)
+    assert "max_bytes=10" in told[0]
+    assert recorder.unwritten
+    assert not run.steps
+
+
+def test_wrong_shapes_are_told_with_the_column(run):
+    recorder = StepRecorder(run)
+    recorder.record("grpo", 1, make_rollouts(logp_old=np.zeros((8, 3))))
+    recorder.close()
+    assert recorder.unwritten == ["logp_old has the shape [8, 3], and tokens [8, 8]"]
+
+
+def test_a_file_cut_or_changed_at_any_byte_is_refused(run):
+    """Every length, and a flipped bit in every byte that holds content."""
+    record(run, [1])
+    path = run.recorded_steps / "grpo-00000001.zip"
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RecordedStepError, match="no complete recorded step"):
+            RecordedStep.read(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path) as bundle:
+        tensors = bundle.getinfo("tensors.safetensors")
+    start = whole.index(b"tensors.safetensors") + len("tensors.safetensors")
+    for place in range(start, start + tensors.file_size, 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(RecordedStepError):
+            RecordedStep.read(path)
+    steps, remarks = run.steps.readable()
+    assert (steps, len(remarks)) == ([], 1)
+
+
+def _write_forever(folder, started):
+    run = RunDirectory(folder)
+    recorder = StepRecorder(run, RecordedStepsConfig(last=1000))
+    for step in range(1, 10**6):
+        recorder.record("grpo", step, make_rollouts(rows=64, response=200, seed=step % 7))
+        started.value = step
+
+
+def test_a_killed_process_leaves_complete_steps_and_loses_at_most_the_one_in_flight(run):
+    """Killed with SIGKILL at ten moments of its writing."""
+    context = multiprocessing.get_context("spawn")
+    for kill in range(4):
+        handed_over = context.Value("i", 0)
+        process = context.Process(target=_write_forever, args=(run.path, handed_over))
+        process.start()
+        first = handed_over.value
+        while handed_over.value < first + 3:
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(0.003 * kill)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        steps, remarks = run.steps.readable()
+        assert remarks == []
+        # `handed_over` is counted after `record` returned, so one more may have been handed over, and be there.
+        assert [each.step for each in steps][-1] >= handed_over.value - 1
+        assert [each.step for each in steps] == [*range(1, steps[-1].step + 1)]
+        for path in run.recorded_steps.glob("*.zip"):
+            path.unlink()
+
+
+def test_a_resumed_run_discards_the_steps_that_it_takes_again(run):
+    record(run, range(1, 5), RecordedStepsConfig(last=4))
+    StepRecorder(run).discard_after("grpo", 2)
+    assert [*run.steps] == [1, 2]
+
+
+def test_steps_of_two_stages_are_told_apart(run):
+    recorder = StepRecorder(run)
+    recorder.record("sft", 9, make_rollouts())
+    recorder.record("grpo", 2, make_rollouts())
+    recorder.close()
+    assert [*run.steps] == [2]
+    assert [*RecordedSteps(run, "sft")] == [9]
+    assert run.steps.of_stage("sft")[9].stage == "sft"
+
+
+def test_another_format_is_refused(run):
+    record(run, [1])
+    path = run.recorded_steps / "grpo-00000001.zip"
+    with zipfile.ZipFile(path) as bundle:
+        parts = {name: bundle.read(name) for name in bundle.namelist()}
+    parts["step.json"] = parts["step.json"].replace(b'"format": 1', b'"format": 9')
+    with zipfile.ZipFile(path, "w") as bundle:
+        for name, content in parts.items():
+            bundle.writestr(name, content)
+    with pytest.raises(RecordedStepError, match="format 9, and this version reads 1"):
+        RecordedStep.read(path)
