@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from rl_algorithms.chat import Chat
-from rl_algorithms.data import Dataset, SkippedRows, Source
+from rl_algorithms.data import Dataset, LabelledData, PreferenceData, SkippedRows, Source
 from rl_algorithms.data import held_out_demonstrations as held_out_responses
 from rl_algorithms.data.config import read_configured
 from rl_algorithms.data.datasets import check_rows
 from rl_algorithms.environments.counted_environment import Judge
-from rl_algorithms.tokenized_data import TokenizedData
+from rl_algorithms.tokenized_data import PreferenceExamples, TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
 from rl_backends.loading import stop_token_ids
 from rl_launcher.build.environments import NoEnvironment, load_environment
 from rl_launcher.build.models import lora_key
 from rl_launcher.errors import Refusal
-from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
+from rl_launcher.schema import HOW_TO_JUDGE, DataConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
 
@@ -45,6 +45,12 @@ class Inputs:
 
     skipped: SkippedRows
     """Which rows were left out."""
+
+    reward_data: PreferenceData | None = None
+    """The pairs of `reward_model.data`; None where there is no such section."""
+
+    reward_skipped: SkippedRows | None = None
+    """Which of them were left out."""
 
 
 def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
@@ -72,8 +78,17 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
             )
     environment = load_environment(recipe.env, objects)
     dataset, skipped = load_dataset(recipe, objects)
-    environment.check(dataset.columns)
-    return Inputs(selection=selection, environment=environment, dataset=dataset, skipped=skipped)
+    if recipe.sampled_by is not None or recipe.env is not None:
+        environment.check(dataset.columns)
+    reward_data, reward_skipped = load_reward_data(recipe)
+    return Inputs(
+        selection=selection,
+        environment=environment,
+        dataset=dataset,
+        skipped=skipped,
+        reward_data=reward_data,
+        reward_skipped=reward_skipped,
+    )
 
 
 def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> TokenizedData:
@@ -99,6 +114,29 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
         skipped=inputs.skipped,
         skip_bad_rows=recipe.data.on_bad_row == "skip",
     )
+
+
+def tokenize_reward_pairs(
+    recipe: Recipe, inputs: Inputs, tokenized: TokenizedData, *, model: Any
+) -> PreferenceExamples | None:
+    """Tokenize what the stage `reward_model` learns from: `reward_model.data`, or else the pairs of `data`.
+
+    Raises:
+        DataError: as `tokenize`.
+    """
+    stage = recipe.reward_model
+    if stage is None or stage.data is None:
+        return None if stage is None else tokenized.pairs
+    assert inputs.reward_data is not None  # read_inputs has read it
+    return tokenize_dataset(
+        inputs.reward_data,
+        tokenized.chat,
+        context_length=getattr(model.config, "max_position_embeddings", None),
+        max_new_tokens=0,
+        score=False,
+        skipped=inputs.reward_skipped,
+        skip_bad_rows=stage.data.on_bad_row == "skip",
+    ).pairs
 
 
 def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset, SkippedRows]:
@@ -129,24 +167,18 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
     if isinstance(given, Dataset):
         dataset = given
     elif given is None and is_import_string(config.source):
-        if recipe.dpo is not None and recipe.dpo.pairs == "data":
-            raise Refusal(
-                f"dpo.pairs=data reads columns chosen and rejected, and data.source={config.source} is a function, "
-                f"which returns prompts; name a file or a data set, or set dpo.pairs=sampled"
-            )
         if held_out is not None:
             raise Refusal(f"data.source={config.source} is a function, which holds out its own rows; omit held_out")
-        dataset = _made_by_function(config)
+        dataset = _made_by_function(config, form=recipe.form, stage=recipe.headline if recipe.stages else "")
     else:
-        pairs = recipe.dpo is not None and recipe.dpo.pairs == "data"
         try:
             dataset = read_configured(
                 config,
                 rows=None if given is None else check_rows("data", given),
                 held_out=held_out,
-                form="preferences" if pairs else None,
+                form=recipe.form,
                 imitates=recipe.sft is not None,
-                sampled_by=None if pairs else next((name for name in HEADLINES if name in recipe.stages), None),
+                sampled_by=recipe.sampled_by,
                 seed=recipe.seed,
                 skipped=skipped,
             )
@@ -161,20 +193,44 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
     return dataset, skipped
 
 
-def _made_by_function(config: DataConfig) -> Dataset:
+def load_reward_data(recipe: Recipe) -> tuple[PreferenceData | None, SkippedRows | None]:
+    """Read the pairs of `reward_model.data`; also return which of its rows were left out. None without the section.
+
+    Raises:
+        DataError: the data cannot be read, or one of the rows is bad; the message names file, line and field.
+        Refusal: a function returns something else than pairs, or a package is missing that reads the format.
+    """
+    config = None if recipe.reward_model is None else recipe.reward_model.data
+    if config is None:
+        return None, None
+    skipped = SkippedRows()
+    if is_import_string(config.source):
+        dataset = _made_by_function(config, form="preferences", stage="reward_model", key="reward_model.data")
+    else:
+        try:
+            dataset = read_configured(config, form="preferences", seed=recipe.seed, skipped=skipped)
+        except ImportError as error:
+            raise Refusal(f"reward_model.data.source={error}") from error
+    assert isinstance(dataset, PreferenceData)
+    return dataset, skipped
+
+
+def _made_by_function(config: DataConfig, *, form: str | None = None, stage: str = "", key: str = "data") -> Dataset:
     defaults = DataConfig(source=config.source)
     of_rows = ("held_out_share", "held_out", "held_out_split", "mix", "mix_splits", "mix_weights", "system_prompt")
     for name in (*of_rows, "prompt_template", "columns", "on_bad_row", "split", "name", "revision"):
         if (value := getattr(config, name)) != getattr(defaults, name):
             raise Refusal(
-                f"data.{name}={value} is for rows that are read from a file or a data set, and data.source="
-                f"{config.source} is a function, which reads, checks and holds out its own; leave data.{name} out"
+                f"{key}.{name}={value} is for rows that are read from a file or a data set, and {key}.source="
+                f"{config.source} is a function, which reads, checks and holds out its own; leave {key}.{name} out"
             )
-    dataset = call(config.source, wanted="a function that returns a Dataset (data.source)")
-    if not isinstance(dataset, Dataset):
+    kind = {"preferences": PreferenceData, "labelled": LabelledData}.get(form or "", Dataset)
+    dataset = call(config.source, wanted=f"a function that returns a {kind.__name__} ({key}.source)")
+    if not isinstance(dataset, kind):
+        needed = f", which {stage} learns from" if kind is not Dataset else ""
         raise Refusal(
-            f"data.source={config.source} returned {type(dataset).__name__}, and must return a "
-            f"rl_algorithms.data.Dataset"
+            f"{key}.source={config.source} returned {type(dataset).__name__}, and must return a "
+            f"rl_algorithms.data.{kind.__name__}{needed}"
         )
     return dataset
 

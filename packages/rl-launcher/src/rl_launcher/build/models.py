@@ -166,9 +166,10 @@ def named_by_key(policy: PolicyConfig) -> Iterator[None]:
 
 def copies_reference(recipe: Recipe) -> bool:
     """Whether a frozen copy of the weights is kept beside those that train."""
-    if recipe.grpo is None or recipe.grpo.objective.kl.weight == 0:
+    stage = recipe.grpo or recipe.ppo
+    if stage is None or stage.objective.kl.weight == 0:
         return False
-    is_first = next(iter(recipe.stages)) == "grpo"
+    is_first = next(iter(recipe.stages)) in {"grpo", "ppo"}
     return not is_base(select_backend(recipe.policy).adapters, steps_before=0 if is_first else 1)
 
 

@@ -145,7 +145,7 @@ def _refit(recipe: Recipe, skeleton: nn.Module, placement: Placement) -> str:
         route = "from rank to rank, nothing gathered"
     else:
         route = "over shared memory or CUDA IPC"
-    by_batches = recipe.grpo is not None or recipe.distill is not None
+    by_batches = any(stage is not None for stage in (recipe.grpo, recipe.ppo, recipe.distill))
     when = "after every batch" if by_batches else "at the end of a stage and before each evaluation"
     to = f"{engines} engine{'s' * (engines > 1)}"
     return (

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rl_algorithms import evaluation
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
+from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.evaluation import Accuracy, HeldOut, Measured, Outcome
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
@@ -20,7 +21,7 @@ from rl_launcher.build.parts import Parts
 from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
-from rl_launcher.schema import HOW_TO_JUDGE, Recipe
+from rl_launcher.schema import HOW_TO_JUDGE, STAGES, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
@@ -42,7 +43,7 @@ class Evaluator:
 
     def __init__(self, parts: Parts, recipe: Recipe) -> None:
         self._parts, self._config = parts, recipe.evaluation
-        self._scored, self._seed = recipe.env is not None, recipe.seed
+        self._has_env, self._seed = recipe.env is not None, recipe.seed
         self._imitates = [*recipe.stages] == ["sft"]
         self._sampled = recipe.policy.generation.sampling()
         self._greedy = recipe.policy.generation.sampling(greedy=True)
@@ -51,17 +52,26 @@ class Evaluator:
         self._demonstrations = parts.data.held_out_demonstrations[: self._config.max_prompts_while_training]
 
     @property
+    def _judge(self) -> Judge | None:
+        """What scores responses: `env`, or else the reward model of this run once it is trained; None without either."""
+        return self._parts.environment if self._has_env else self._parts.companions.judge
+
+    @property
     def size(self) -> int:
         """Held-out prompts before and after training; without an `env`, rows or pairs that are measured."""
-        if self._scored:
+        if self._judge is not None:
             return min(self._config.max_prompts, len(self._parts.data.held_out))
+        if self._parts.data.labelled is not None:
+            return min(self._config.max_prompts_while_training, len(self._parts.data.labelled.held_out))
         if self._parts.data.pairs is not None:
             return min(self._config.max_prompts_while_training, len(self._parts.data.pairs.held_out.tokens) // 2)
         return len(self._demonstrations)
 
     def outcome(self) -> Outcome:
         """All that is measured before and after training."""
-        return Outcome(answers=self.both() if self._scored else None, figures=self.loss() if self._imitates else {})
+        return Outcome(
+            answers=self.both() if self._judge is not None else None, figures=self.loss() if self._imitates else {}
+        )
 
     def both(self) -> HeldOut:
         """Sampled and greedy responses to all held-out prompts."""
@@ -70,7 +80,7 @@ class Evaluator:
 
     def quick(self) -> dict[str, float]:
         """Mean reward of greedy responses to the prompts that are used during training; empty without an `env`."""
-        if not self._scored:
+        if self._judge is None:
             return {}
         return {"held_out_greedy": self._sample(self._greedy, self._config.max_prompts_while_training).mean}
 
@@ -123,12 +133,14 @@ class Evaluator:
         self, how: Sampling, num_prompts: int, *, samples: int = 1, environment: Environment | None = None
     ) -> Accuracy:
         parts, config = self._parts, self._config
+        judge = self._judge if environment is None else environment
+        assert judge is not None  # callers check
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
             parts.data.held_out[:num_prompts],
             engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
-            environment=parts.environment if environment is None else environment,
+            environment=judge,
             chat=parts.data.chat,
             samples_per_prompt=samples,
             seed=self._seed,
@@ -139,7 +151,7 @@ class Evaluator:
 
 def turn_limits(recipe: Recipe) -> dict[str, Any]:
     """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
-    stage = recipe.grpo or recipe.distill
+    stage = recipe.grpo or recipe.ppo or recipe.distill
     return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
 
 
@@ -178,10 +190,13 @@ def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measur
     recipe = resolved.value
     if recipe.env is None:
         raise Refusal(f"measuring scores responses to held-out prompts, and the recipe has no env; {HOW_TO_JUDGE}")
-    preflight.check(replace(recipe, sft=None, grpo=None, dpo=None, distill=None), new_run=False)
+    without: Any = dict.fromkeys(STAGES)
+    preflight.check(replace(recipe, **without), new_run=False)
     with tempfile.TemporaryDirectory(prefix="rl-launcher-evaluate-") as folder:
         # On Ray the parts write logs, which nobody reads here. Of the stages only the limits of turns are used.
-        parts = build(replace(recipe, run_dir=folder, sft=None, distill=None), objects=objects)
+        ppo = None if recipe.ppo is None else replace(recipe.ppo, critic=replace(recipe.ppo.critic, start_from=None))
+        unused: Any = dict.fromkeys(("sft", "reward_model", "distill"))
+        parts = build(replace(recipe, run_dir=folder, ppo=ppo, **unused), objects=objects)
         try:
             parts.weight_sync(version=0)
             evaluator = Evaluator(parts, recipe)

@@ -12,9 +12,14 @@ from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyC
 from rl_launcher.schema.recipe import HEADLINES, HOW_TO_JUDGE, STAGES, Recipe
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import (
+    CriticConfig,
     DistillStage,
     DPOStage,
     GRPOStage,
+    KTOStage,
+    ORPOStage,
+    PPOStage,
+    RewardModelStage,
     SFTStage,
     TeacherConfig,
 )
@@ -29,6 +34,7 @@ __all__ = [
     "CheckpointingConfig",
     "ClusterConfig",
     "ColocatedConfig",
+    "CriticConfig",
     "DPOStage",
     "DataConfig",
     "DistillStage",
@@ -37,10 +43,14 @@ __all__ = [
     "GRPOStage",
     "GenerationConfig",
     "HealthConfig",
+    "KTOStage",
     "LoggerConfig",
+    "ORPOStage",
+    "PPOStage",
     "PolicyConfig",
     "Recipe",
     "ResourcesConfig",
+    "RewardModelStage",
     "SFTStage",
     "TeacherConfig",
     "VllmConfig",

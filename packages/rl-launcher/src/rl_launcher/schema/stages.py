@@ -1,13 +1,18 @@
-"""The stages `sft`, `grpo`, `dpo` and `distill`: the loop's own configuration from rl-algorithms, and its optimizer."""
+"""The stages of a recipe: for each the loop's own configuration from rl-algorithms, and its optimizer."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from rl_algorithms.async_grpo import AsyncGRPOConfig
 from rl_algorithms.chat import TrainOn
+from rl_algorithms.data.config import DataConfig
 from rl_algorithms.distill import DistillConfig
 from rl_algorithms.dpo import DPOConfig
 from rl_algorithms.grpo import GRPOConfig
+from rl_algorithms.kto import KTOConfig
+from rl_algorithms.orpo import ORPOConfig
+from rl_algorithms.ppo import PPOConfig
+from rl_algorithms.reward_model import RewardModelConfig
 from rl_algorithms.sft import SFTConfig
 from rl_algorithms.staleness import AsyncConfig
 from rl_backends import OptimizerConfig
@@ -57,6 +62,72 @@ class GRPOStage(GRPOConfig):
         shared = {each.name: getattr(self, each.name) for each in fields(GRPOConfig)}
         own = {each.name: getattr(self.async_grpo, each.name) for each in fields(AsyncConfig)}
         return AsyncGRPOConfig(**shared, **own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelStage(RewardModelConfig):
+    """Train a reward model, from the policy as it is by then. As the last stage it is what the run is about; before
+    grpo or ppo it scores their responses.
+    """
+
+    optimizer: OptimizerConfig
+    """The optimizer of the reward model."""
+
+    data: DataConfig | None = None
+    """The pairs, `prompt`, `chosen` and `rejected`, in a recipe that goes on with grpo or ppo; null reads them from
+    the section `data`, which then has no prompts to sample responses to."""
+
+    def __post_init__(self) -> None:
+        RewardModelConfig.__post_init__(self)
+        if self.objective != "bradley-terry":
+            raise ValueError(
+                f"objective={self.objective} learns from scored responses, and a recipe's data are pairs; set "
+                f"objective=bradley-terry, or call rl_algorithms.reward_model.train in a program of your own"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The critic: a model of its own, which says what each state is worth."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    optimizer: OptimizerConfig
+    """The critic's optimizer. Its learning rate is usually several times the policy's."""
+
+    start_from: Literal["policy", "reward_model"] | None = None
+    """Whose weights it starts with: those of the `policy`, with a head drawn at random, or those of the `reward_model`
+    of this recipe, head included. Null takes the reward model if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOStage(PPOConfig):
+    """Reinforcement learning with PPO: a critic of its own is the baseline of every token."""
+
+    optimizer: OptimizerConfig
+    """The policy's optimizer, whose state starts fresh in this stage."""
+
+    critic: CriticConfig
+    """The model that predicts rewards; what is made of its values is in `value`."""
+
+    def __post_init__(self) -> None:
+        PPOConfig.__post_init__(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KTOStage(KTOConfig):
+    """Preference learning from single responses that are each good or bad: `prompt`, `completion` and `label`."""
+
+    optimizer: OptimizerConfig
+    """The optimizer, whose state starts fresh in this stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ORPOStage(ORPOConfig):
+    """Preference learning on given pairs without a reference: imitation and an odds ratio in one loss."""
+
+    optimizer: OptimizerConfig
+    """The optimizer, whose state starts fresh in this stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
