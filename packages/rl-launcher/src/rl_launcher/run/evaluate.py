@@ -53,7 +53,7 @@ class Evaluator:
 
     @property
     def _judge(self) -> Judge | None:
-        """What scores responses: `env`, or else the reward model of this run once it is trained; None without either."""
+        """What scores responses: `env`, or else the reward model of this run once it is trained; None if neither."""
         return self._parts.environment if self._has_env else self._parts.companions.judge
 
     @property

@@ -44,9 +44,7 @@ METRICS_OF_REWARDS = ("held_out_greedy", "held_out_sampled", "held_out_pass@")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run. Its stages are the sections that are present: `sft` first, then `reward_model`, then one of `grpo`, `ppo`,
-    `dpo`, `kto`, `orpo` and `distill`.
-    """
+    """A run. Its stages are the sections that are present: `sft`, then `reward_model`, then one of the others."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -196,12 +194,14 @@ class Recipe:
 
     @classmethod
     def adjust(cls, recipe: Node) -> tuple[Node, list[str]]:
-        """Expand `grpo.objective.preset`, and fit what a recipe inherits into a run that was made shorter.
+        """Expand the presets of objectives, and fit what a recipe inherits into a run that was made shorter.
 
         A run takes at least the optimizer steps of one batch of rollouts, and a warm-up longer than the run is
         shortened to half of it. What the user set beside the number of steps stays as it is, and is refused.
         """
-        recipe, notes = _expand_preset(recipe)
+        recipe, notes = _expand_preset(recipe, "grpo")
+        recipe, more = _expand_preset(recipe, "ppo", default="ppo")
+        notes += more
 
         def is_inherited(key: Node, beside: Node) -> bool:
             was_overridden = beside.key.override is not None and key.key.override is None
@@ -228,38 +228,46 @@ class Recipe:
         return recipe, notes
 
 
-def _expand_preset(recipe: Node) -> tuple[Node, list[str]]:
-    """Replace `grpo.objective.preset` and its arguments by the fields of that objective; other keys win over these.
+def _expand_preset(recipe: Node, stage: str, *, default: str | None = None) -> tuple[Node, list[str]]:
+    """Replace `preset` and its arguments in a stage's `objective` by the fields of that objective; other keys win.
+
+    Args:
+        recipe: of the run.
+        stage: `grpo` or `ppo`.
+        default: the preset that an objective without one starts from; None leaves it as it is.
 
     Raises:
         RecipeError: there is no such preset, or it refuses an argument.
     """
-    path = ("grpo", "objective")
+    path = (stage, "objective")
     section, found = recipe.find(path)
     if not found or not isinstance(section.value, dict):
         return recipe, []
     children = dict(section.value)
     named = children.pop("preset", None)
-    if named is None or named.value is None:
+    is_given = named is not None and named.value is not None
+    if not is_given and default is None:
         return recipe, []
+    name = str(named.value) if named is not None and is_given else str(default)
+    where = named if named is not None and is_given else section
     try:
-        arguments = presets.preset_arguments(str(named.value))
-        given = {name: children.pop(name).plain() for name in arguments if name in children}
-        made = presets.preset(str(named.value), **given)
+        arguments = presets.preset_arguments(name)
+        given = {each: children.pop(each).plain() for each in arguments if each in children}
+        made = presets.preset(name, **given)
     except (TypeError, ValueError) as error:
         problem = Problem(
-            key="grpo.objective.preset",
-            where=named.where,
+            key=f"{stage}.objective.preset",
+            where=where.where,
             message=str(error),
             hint="`rl-algorithms explain` lists the presets, and `rl-algorithms explain NAME` prints one",
         )
         raise RecipeError("the recipe", [problem]) from error
-    base = node_of(to_plain(made), named.origin)
+    base = node_of(to_plain(made), where.origin)
     expanded = merge(base, replace(section, value=children))
-    note = f"grpo.objective starts from the preset {named.value} ({named.where})"
+    note = f"{stage}.objective starts from the preset {name} ({where.where})"
     if children:
-        note += f", and {', '.join(f'grpo.objective.{name}' for name in children)} change it"
-    return recipe.with_value(path, expanded), [note]
+        note += f", and {', '.join(f'{stage}.objective.{each}' for each in children)} change it"
+    return recipe.with_value(path, expanded), [note] if is_given else []
 
 
 def _refuse_what_needs_rewards(recipe: Recipe) -> None:

@@ -66,9 +66,7 @@ class GRPOStage(GRPOConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelStage(RewardModelConfig):
-    """Train a reward model, from the policy as it is by then. As the last stage it is what the run is about; before
-    grpo or ppo it scores their responses.
-    """
+    """A reward model, trained from the policy as it is by then; before grpo or ppo it scores their responses."""
 
     optimizer: OptimizerConfig
     """The optimizer of the reward model."""
