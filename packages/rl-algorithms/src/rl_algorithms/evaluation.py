@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -243,11 +243,11 @@ class EvaluationConfig:
     """Number of held-out prompts before and after training, at most."""
 
     max_prompts_while_training: int = 256
-    """Number of held-out prompts during training, at most; they are decoded greedily. `held_out_loss` uses as many
-    demonstrations, the same ones before, during and after."""
+    """Number of held-out prompts during training, at most. `held_out_loss` uses as many demonstrations, the same ones
+    before, during and after."""
 
     samples_per_prompt: int = 1
-    """Sampled responses to each held-out prompt, before and after. More narrow the interval and allow pass@k."""
+    """Sampled responses to each held-out prompt. More narrow the interval and allow pass@k."""
 
     pass_at: tuple[int, ...] = (1,)
     """The values of k for pass@k, the chance that one of k sampled responses passes; at most `samples_per_prompt`."""
@@ -255,12 +255,38 @@ class EvaluationConfig:
     pass_reward: float = 1.0
     """Reward at or above which a response passes."""
 
+    temperature: float | None = None
+    """Temperature of sampled responses to held-out prompts; null takes that of training."""
+
+    top_p: float | None = None
+    """Their `top_p`; null takes that of training."""
+
+    top_k: int | None = None
+    """Their `top_k`; null takes that of training, 0 samples from all tokens."""
+
+    min_p: float | None = None
+    """Their `min_p`; null takes that of training."""
+
+    max_new_tokens: int | None = None
+    """Length limit of a held-out response in tokens; null takes that of training."""
+
+    greedy: bool = True
+    """Whether held-out prompts are decoded greedily too, before and after training."""
+
+    while_training: Literal["greedy", "sampled"] = "greedy"
+    """What is measured during training: one greedy response to each prompt, or `samples_per_prompt` sampled ones with
+    their pass@k, as is usual for small sets such as AIME."""
+
     samples: int = 12
     """Held-out responses, before and after, that are kept for the report."""
 
     def __post_init__(self) -> None:
         at_least = {"every": 0, "samples": 0, "max_prompts": 1, "max_prompts_while_training": 1}
-        check_fields(self, at_least={**at_least, "samples_per_prompt": 1})
+        check_fields(
+            self,
+            at_least={**at_least, "samples_per_prompt": 1, "max_new_tokens": 1, "top_k": 0},
+            above={"temperature": 0},
+        )
         if beyond := [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]:
             raise ValueError(
                 f"pass_at={list(self.pass_at)} has {beyond[0]}, and each k must be from 1 to samples_per_prompt="
@@ -277,13 +303,20 @@ class HeldOut:
     """Sampled and greedy responses to the same held-out prompts, and how they are shown."""
 
     sampled: Accuracy
-    greedy: Accuracy
+
+    greedy: Accuracy | None
+    """None where responses were sampled only."""
+
+    @property
+    def num_failed(self) -> int:
+        """Responses that could not be judged."""
+        return self.sampled.num_failed + (0 if self.greedy is None else self.greedy.num_failed)
 
     def metrics(self) -> dict[str, float]:
         """Both figures and the pass@k, for the log; intervals as `/low` and `/high`, where there are any."""
         named = {
             "held_out_sampled": self.sampled.reward,
-            "held_out_greedy": self.greedy.reward,
+            **({} if self.greedy is None else {"held_out_greedy": self.greedy.reward}),
             **{f"held_out_pass@{k}": estimate for k, estimate in self.sampled.pass_at.items() if k > 1},
         }
         figures = {name: estimate.mean for name, estimate in named.items()}
@@ -294,7 +327,8 @@ class HeldOut:
 
     def describe(self) -> str:
         """Both figures with their standard errors, where there are any, and the pass@k."""
-        parts = [f"sampled {_with_error(self.sampled.reward)}", f"greedy {_with_error(self.greedy.reward)}"]
+        parts = [f"sampled {_with_error(self.sampled.reward)}"]
+        parts += [] if self.greedy is None else [f"greedy {_with_error(self.greedy.reward)}"]
         parts += [f"pass@{k} {_with_error(estimate)}" for k, estimate in self.sampled.pass_at.items() if k > 1]
         return ", ".join(parts)
 
@@ -302,10 +336,10 @@ class HeldOut:
         """One line for each figure, with its interval."""
         lines = [
             f"{'sampled reward':<16}{_with_interval(self.sampled.reward)}",
-            f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}",
+            *([] if self.greedy is None else [f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}"]),
             *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.sampled.pass_at.items()),
         ]
-        if failed := self.sampled.num_failed + self.greedy.num_failed:
+        if failed := self.num_failed:
             lines.append(f"{failed} responses could not be judged, and are left out of these figures")
         return "\n".join(lines)
 
@@ -345,7 +379,8 @@ class Measured:
 
     def text(self) -> str:
         """For people."""
-        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
+        greedy = "" if self.held_out.greedy is None else " and 1 greedy"
+        each = f"{self.samples_per_prompt} sampled{greedy} response each"
         sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
         return f"{self.model}: {sizes}\n{self.held_out.table()}"
 

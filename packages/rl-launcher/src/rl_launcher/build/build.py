@@ -60,7 +60,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
         dtypes=dtypes_of(policy.shards()),
     )
-    made = make_in_process(spec, model=engine_model)
+    made = make_in_process(spec, model=engine_model, tokenizer=tokenizer)
     refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
     companions = Companions(load=partial(_load_companion, inputs.selection))
     adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit

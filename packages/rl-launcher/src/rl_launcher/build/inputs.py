@@ -102,11 +102,11 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
         Chat(
             tokenizer,
             prompt_format=recipe.data.prompt_format,
-            stop_token_ids=stop_token_ids(model, tokenizer),
+            stop_token_ids=_stop_token_ids(recipe, model, tokenizer),
             template_options=recipe.data.chat_template_kwargs,
         ),
         context_length=getattr(model.config, "max_position_embeddings", None),
-        max_new_tokens=recipe.policy.generation.max_new_tokens,
+        max_new_tokens=max(recipe.policy.generation.max_new_tokens, recipe.evaluation.max_new_tokens or 0),
         sample=[*recipe.stages] != ["sft"],
         score=not isinstance(inputs.environment, NoEnvironment),
         imitate=None if recipe.sft is None else recipe.sft.train_on,
@@ -114,6 +114,17 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
         skipped=inputs.skipped,
         skip_bad_rows=recipe.data.on_bad_row == "skip",
     )
+
+
+def _stop_token_ids(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the model's, and those of the recipe."""
+    others = recipe.policy.generation.stop_token_ids
+    if unknown := [token for token in others if not 0 <= token < len(tokenizer)]:
+        raise Refusal(
+            f"policy.generation.stop_token_ids has {unknown[0]}, and the tokenizer of policy.model_name="
+            f"{recipe.policy.model_name} has the tokens 0 to {len(tokenizer) - 1}"
+        )
+    return tuple(dict.fromkeys((*stop_token_ids(model, tokenizer), *others)))
 
 
 def tokenize_reward_pairs(

@@ -34,6 +34,8 @@ class _Unscored:
         return [EnvironmentReturn(reward=0.0, terminated=True) for _ in conversations]
 
 
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+"""Keys of `evaluation` that replace those of `policy.generation`."""
 FIRST_CALL = 1 << 40
 """The number of an evaluation's first engine call: always the same, and far from those of training."""
 
@@ -45,8 +47,10 @@ class Evaluator:
         self._parts, self._config = parts, recipe.evaluation
         self._has_env, self._seed = recipe.env is not None, recipe.seed
         self._imitates = [*recipe.stages] == ["sft"]
-        self._sampled = recipe.policy.generation.sampling()
-        self._greedy = recipe.policy.generation.sampling(greedy=True)
+        given = {name: getattr(recipe.evaluation, name) for name in OWN_SAMPLING}
+        own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._sampled = replace(recipe.policy.generation.sampling(), **own)
+        self._greedy = replace(self._sampled, temperature=0.0)
         self._num_with_tokens = recipe.logger.num_samples_with_tokens
         self._turns = turn_limits(recipe)
         self._demonstrations = parts.data.held_out_demonstrations[: self._config.max_prompts_while_training]
@@ -74,15 +78,20 @@ class Evaluator:
         )
 
     def both(self) -> HeldOut:
-        """Sampled and greedy responses to all held-out prompts."""
+        """Sampled responses to all held-out prompts, and greedy ones unless `evaluation.greedy` is false."""
         sampled = self._sample(self._sampled, self.size, samples=self._config.samples_per_prompt)
-        return HeldOut(sampled=sampled, greedy=self._sample(self._greedy, self.size))
+        greedy = self._sample(self._greedy, self.size) if self._config.greedy else None
+        return HeldOut(sampled=sampled, greedy=greedy)
 
     def quick(self) -> dict[str, float]:
-        """Mean reward of greedy responses to the prompts that are used during training; empty without an `env`."""
+        """What `evaluation.while_training` measures, of the prompts that are used then; empty without a reward."""
         if self._judge is None:
             return {}
-        return {"held_out_greedy": self._sample(self._greedy, self._config.max_prompts_while_training).mean}
+        number = self._config.max_prompts_while_training
+        if self._config.while_training == "greedy":
+            return {"held_out_greedy": self._sample(self._greedy, number).mean}
+        sampled = self._sample(self._sampled, number, samples=self._config.samples_per_prompt)
+        return HeldOut(sampled=sampled, greedy=None).metrics()
 
     def loss(self) -> dict[str, float]:
         """The policy's `held_out_loss`: -logp of a trained token of held-out demonstrations, in nats; {} without any.
@@ -208,5 +217,5 @@ def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measur
         held_out=held_out,
         num_prompts=evaluator.size,
         samples_per_prompt=recipe.evaluation.samples_per_prompt,
-        num_failed=held_out.sampled.num_failed + held_out.greedy.num_failed,
+        num_failed=held_out.num_failed,
     )

@@ -147,6 +147,21 @@ class Recipe:
             _check_turns("grpo", self.grpo.max_turns, self.env, judged_by_model=self.is_judged_by_model)
         if self.ppo is not None and self.ppo.max_turns > 1:
             _check_turns("ppo", self.ppo.max_turns, self.env, judged_by_model=self.is_judged_by_model)
+        for name, rl in (("grpo", self.grpo), ("ppo", self.ppo)):
+            if rl is not None and self.policy.generation.cuts and rl.objective.ratio.proximal == "sampler":
+                cut = ", ".join(f"{key}={value:g}" for key, value in self.policy.generation.cuts.items())
+                raise ValueError(
+                    f"policy.generation has {cut}, so that the engine reports probabilities among the tokens that are "
+                    f"left, and {name}.objective.ratio.proximal=sampler compares them with the policy's among all; "
+                    f"set {name}.objective.ratio.proximal=recomputed, or cut for evaluation alone (evaluation.top_p)"
+                )
+        greedy = self.evaluation.greedy or self.evaluation.while_training == "greedy"
+        if (best := self.checkpointing).keep_top_k and best.metric_name == "held_out_greedy" and not greedy:
+            raise ValueError(
+                f"checkpointing.keep_top_k={best.keep_top_k} keeps the best by metric_name=held_out_greedy, and "
+                f"evaluation.greedy=false with while_training=sampled never measures it; set metric_name="
+                f"held_out_sampled"
+            )
         saved = self.checkpointing
         if saved.keep_top_k and saved.metric_name == HELD_OUT_LOSS and saved.higher_is_better:
             raise ValueError(
