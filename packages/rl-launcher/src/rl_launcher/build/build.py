@@ -16,7 +16,7 @@ from rl_backends.loading import pad_token_id
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
-from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs
+from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
 from rl_launcher.build.models import load_policy, load_teacher, named_by_key
 from rl_launcher.build.parts import Parts, RunEngine
 from rl_launcher.schema import Recipe
@@ -47,6 +47,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
     tokenized = tokenize(recipe, inputs, model=model, tokenizer=tokenizer)
     reward_pairs = tokenize_reward_pairs(recipe, inputs, tokenized, model=model)
+    validation = tokenize_validation(recipe, inputs, tokenized, model=model)
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
     engine_model = copy.deepcopy(model)  # the policy takes `model` over, and the engine has weights of its own
     with named_by_key(recipe.policy):
@@ -74,6 +75,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         companions=companions,
         data=tokenized,
         reward_pairs=reward_pairs,
+        validation=validation,
         tokenizer=tokenizer,
         placement="everything is in this process",
         close=closing(inputs.environment, made, teacher, companions, policy),

@@ -4,17 +4,26 @@
 tokenizing themselves are `rl_algorithms.data` and `rl_algorithms.tokenized_data`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_algorithms.chat import Chat
-from rl_algorithms.data import Dataset, LabelledData, PreferenceData, SkippedRows, Source
+from rl_algorithms.chat import Chat, Prompt
+from rl_algorithms.data import (
+    DataError,
+    Dataset,
+    LabelledData,
+    PreferenceData,
+    Row,
+    SkippedRows,
+    Source,
+    read_rows,
+)
 from rl_algorithms.data import held_out_demonstrations as held_out_responses
 from rl_algorithms.data.config import read_configured
 from rl_algorithms.data.datasets import check_rows
@@ -52,6 +61,9 @@ class Inputs:
     reward_skipped: SkippedRows | None = None
     """Which of them were left out."""
 
+    validation: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    """The rows of `evaluation.sets`, by name."""
+
 
 def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
     """Read what costs little, or refuse; objects take precedence over what the recipe names.
@@ -88,6 +100,7 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
         skipped=skipped,
         reward_data=reward_data,
         reward_skipped=reward_skipped,
+        validation=load_validation(recipe, dataset, environment),
     )
 
 
@@ -202,6 +215,65 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
             f"nothing would be measured; give them answers, or {HOW_TO_JUDGE}"
         )
     return dataset, skipped
+
+
+def load_validation(recipe: Recipe, dataset: Dataset, environment: Judge) -> dict[str, list[Row]]:
+    """Read `evaluation.sets`.
+
+    Raises:
+        DataError: a set cannot be read, a row is bad, or its prompt is also trained on.
+        Refusal: nothing scores responses; or a package is missing that reads the format.
+    """
+    found: dict[str, list[Row]] = {}
+    if recipe.evaluation.sets and recipe.env is None and not recipe.is_judged_by_model:
+        names = ", ".join(recipe.evaluation.sets)
+        raise Refusal(
+            f"evaluation.sets names {names}, whose responses need a reward, and env is missing; {HOW_TO_JUDGE}"
+        )
+    trained_on = {row.question for row in dataset.train} if recipe.evaluation.sets else set()
+    for name, config in recipe.evaluation.sets.items():
+        try:
+            rows = read_rows(
+                config.rows,
+                kind=Row,
+                columns=config.columns,
+                name=f"evaluation.sets.{name}",
+                prompts=recipe.data.prompts,
+            )
+        except ImportError as error:
+            raise Refusal(f"evaluation.sets.{name}.source={error}") from error
+        for row in rows:
+            if row.question in trained_on:
+                raise DataError(
+                    f"{row.where}: the prompt {row.prompt!r:.200} of evaluation.sets.{name} is also trained on; its "
+                    f"accuracy would measure memory. Remove it from one of the two"
+                )
+        if recipe.env is not None:
+            environment.check({column for row in rows for column in row.columns})
+        found[name] = rows
+    return found
+
+
+def tokenize_validation(
+    recipe: Recipe, inputs: Inputs, tokenized: TokenizedData, *, model: Any
+) -> dict[str, list[Prompt]]:
+    """Tokenize the rows of `evaluation.sets`.
+
+    Raises:
+        DataError: a prompt leaves no room for a response.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    length = recipe.evaluation.max_new_tokens or recipe.policy.generation.max_new_tokens
+    found = {name: [tokenized.chat.prompt(row) for row in rows] for name, rows in inputs.validation.items()}
+    for name, prompts in found.items():
+        for prompt in prompts:
+            if context is not None and len(prompt.tokens) + length > context:
+                raise DataError(
+                    f"{prompt.row.where}: the prompt has {len(prompt.tokens)} tokens, and with a response of {length} "
+                    f"(evaluation.max_new_tokens) it does not fit into the model's context of {context}; leave it out "
+                    f"of evaluation.sets.{name}, or lower evaluation.max_new_tokens"
+                )
+    return found
 
 
 def load_reward_data(recipe: Recipe) -> tuple[PreferenceData | None, SkippedRows | None]:

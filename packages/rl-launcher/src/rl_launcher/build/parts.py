@@ -3,11 +3,12 @@
 The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); what is added here starts, saves and ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_algorithms.background_collection import GatedEngine
+from rl_algorithms.chat import Prompt
 from rl_algorithms.contracts import Teacher
 from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.replay import ReplayBuffer
@@ -57,6 +58,8 @@ class Parts:
     """Prompts, demonstrations, pairs or labelled responses, and what is held out of them."""
     reward_pairs: PreferenceExamples | None
     """What the reward model learns from; None without such a stage."""
+    validation: Mapping[str, list[Prompt]]
+    """The prompts of `evaluation.sets`, by name."""
     tokenizer: Any
     placement: str
     """Which process holds what, in words."""

@@ -136,4 +136,5 @@ NUMBER_FIELDS = tuple(
 def data_digest(parts: Parts) -> str:
     """Return a digest of all prompts, demonstrations and pairs in order, with the columns that a reward may read."""
     rows = (parts.data.prompts, parts.data.held_out, parts.data.demonstrations, parts.data.held_out_demonstrations)
+    rows = (*rows, *parts.validation.values())
     return rows_digest(rows, parts.data.pairs, parts.data.labelled, parts.reward_pairs)

@@ -121,6 +121,10 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
     sources = {"data.source": recipe.data.source}
     if recipe.reward_model is not None and recipe.reward_model.data is not None:
         sources["reward_model.data.source"] = recipe.reward_model.data.source
+    sources |= {f"data.mix.{name}": source for name, source in recipe.data.mix.items()}
+    sources |= {f"evaluation.sets.{name}.source": each.source for name, each in recipe.evaluation.sets.items()}
+    if recipe.data.held_out is not None:
+        sources["data.held_out"] = recipe.data.held_out
     for key, source in sources.items():
         if not is_import_string(source):
             path = Path(source).expanduser()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_algorithms import evaluation
+from rl_algorithms.chat import Prompt
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
 from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.evaluation import Accuracy, HeldOut, Measured, Outcome
@@ -73,25 +74,45 @@ class Evaluator:
 
     def outcome(self) -> Outcome:
         """All that is measured before and after training."""
-        return Outcome(
-            answers=self.both() if self._judge is not None else None, figures=self.loss() if self._imitates else {}
-        )
+        if self._judge is None:
+            return Outcome(answers=None, figures=self.loss() if self._imitates else {})
+        sets = {name: value for each, held in self.sets().items() for name, value in held.metrics_of(each).items()}
+        return Outcome(answers=self.both(), figures=sets)
+
+    def sets(self, *, most: int | None = None) -> dict[str, HeldOut]:
+        """The same of each of `evaluation.sets`; while training, of at most `most` of their prompts."""
+        config, found = self._config, {}
+        for name, prompts in self._parts.validation.items():
+            asked = prompts[: config.max_prompts if most is None else most]
+            each = config.sets[name].samples_per_prompt or config.samples_per_prompt
+            sampled = most is None or config.while_training == "sampled"
+            greedy = config.greedy if most is None else config.while_training == "greedy"
+            found[name] = HeldOut(
+                sampled=self._sample(self._sampled, asked, samples=each) if sampled else None,
+                greedy=self._sample(self._greedy, asked) if greedy else None,
+            )
+        return found
 
     def both(self) -> HeldOut:
         """Sampled responses to all held-out prompts, and greedy ones unless `evaluation.greedy` is false."""
-        sampled = self._sample(self._sampled, self.size, samples=self._config.samples_per_prompt)
-        greedy = self._sample(self._greedy, self.size) if self._config.greedy else None
+        prompts = self._parts.data.held_out[: self.size]
+        sampled = self._sample(self._sampled, prompts, samples=self._config.samples_per_prompt)
+        greedy = self._sample(self._greedy, prompts) if self._config.greedy else None
         return HeldOut(sampled=sampled, greedy=greedy)
 
     def quick(self) -> dict[str, float]:
         """What `evaluation.while_training` measures, of the prompts that are used then; empty without a reward."""
         if self._judge is None:
             return {}
-        number = self._config.max_prompts_while_training
+        most = self._config.max_prompts_while_training
+        prompts = self._parts.data.held_out[:most]
+        sets = {
+            name: value for each, held in self.sets(most=most).items() for name, value in held.metrics_of(each).items()
+        }
         if self._config.while_training == "greedy":
-            return {"held_out_greedy": self._sample(self._greedy, number).mean}
-        sampled = self._sample(self._sampled, number, samples=self._config.samples_per_prompt)
-        return HeldOut(sampled=sampled, greedy=None).metrics()
+            return {"held_out_greedy": self._sample(self._greedy, prompts).mean, **sets}
+        sampled = self._sample(self._sampled, prompts, samples=self._config.samples_per_prompt)
+        return {**HeldOut(sampled=sampled, greedy=None).metrics(), **sets}
 
     def loss(self) -> dict[str, float]:
         """The policy's `held_out_loss`: -logp of a trained token of held-out demonstrations, in nats; {} without any.
@@ -108,8 +129,9 @@ class Evaluator:
         if not prompts:
             return []
         if outcome.answers is None:
-            rollouts, each = self._sample(self._sampled, len(prompts), environment=_Unscored()).rollouts, 1
+            rollouts, each = self._sample(self._sampled, prompts, environment=_Unscored()).rollouts, 1
         else:
+            assert outcome.answers.sampled is not None  # `both` samples
             rollouts, each = outcome.answers.sampled.rollouts, self._config.samples_per_prompt
         samples: list[Sample] = []
         for number, prompt in enumerate(prompts):
@@ -139,14 +161,14 @@ class Evaluator:
         )
 
     def _sample(
-        self, how: Sampling, num_prompts: int, *, samples: int = 1, environment: Environment | None = None
+        self, how: Sampling, prompts: Sequence[Prompt], *, samples: int = 1, environment: Environment | None = None
     ) -> Accuracy:
         parts, config = self._parts, self._config
         judge = self._judge if environment is None else environment
         assert judge is not None  # callers check
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
-            parts.data.held_out[:num_prompts],
+            prompts,
             engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
             environment=judge,
@@ -209,7 +231,7 @@ def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measur
         try:
             parts.weight_sync(version=0)
             evaluator = Evaluator(parts, recipe)
-            held_out = evaluator.both()
+            held_out, sets = evaluator.both(), evaluator.sets()
         finally:
             parts.close()
     return Measured(
@@ -218,4 +240,5 @@ def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measur
         num_prompts=evaluator.size,
         samples_per_prompt=recipe.evaluation.samples_per_prompt,
         num_failed=held_out.num_failed,
+        sets=sets,
     )

@@ -56,7 +56,7 @@ from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
 from rl_launcher.run.stages import distill, dpo, grpo, kto, orpo, ppo, reward_model, sft
-from rl_launcher.schema import Recipe
+from rl_launcher.schema import Recipe, steps_of_epochs
 from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
 from rl_observe import (
     LiveView,
@@ -217,6 +217,7 @@ class Run:
         """Make the parts, and check that they are those that the run began with."""
         parts = self._make_parts(self.recipe)
         try:
+            self.recipe = within_epochs(self.recipe, parts)
             if self.resumption is not None:
                 self.resumption.progress.check(parts)
         except BaseException:
@@ -494,6 +495,33 @@ class Run:
         (directory.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier process that this one has resumed
         self.state = "finished"
         return {**summary, "unwritten": unwritten} if unwritten else summary
+
+
+def within_epochs(recipe: Recipe, parts: Parts) -> Recipe:
+    """The recipe with `max_num_steps` of each stage lowered to what `max_num_epochs` passes over its data take.
+
+    Raises:
+        Refusal: a warm-up is then as long as the stage.
+    """
+    data, stages = parts.data, {}
+    for name, stage in recipe.stages.items():
+        if stage.max_num_epochs is None:
+            continue
+        given = parts.reward_pairs if name == "reward_model" else data.pairs
+        if name == "sft":
+            number = len(data.demonstrations)
+        elif name == "kto" and data.labelled is not None:
+            number = len(data.labelled.train)
+        elif name in {"reward_model", "dpo", "orpo"} and given is not None:
+            number = len(given.train.tokens) // 2
+        else:
+            number = len(data.prompts)
+        stages[name] = replace(stage, max_num_steps=steps_of_epochs(stage, num_items=number))
+    try:
+        limited: Recipe = replace(recipe, **stages) if stages else recipe
+    except ValueError as error:
+        raise Refusal(f"{error}; {', '.join(f'{name}.max_num_epochs' for name in stages)} set these steps") from error
+    return limited
 
 
 def _cause(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from rl_launcher.schema.stages import (
     RewardModelStage,
     SFTStage,
     TeacherConfig,
+    steps_of_epochs,
 )
 from rl_observe import HealthConfig
 from rl_observe.config import LoggerConfig
@@ -54,4 +55,5 @@ __all__ = [
     "SFTStage",
     "TeacherConfig",
     "VllmConfig",
+    "steps_of_epochs",
 ]

@@ -17,6 +17,7 @@ from rl_launcher.recipe_files.problems import Problem, RecipeError
 from rl_launcher.schema.policy import PolicyConfig
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import (
+    MOST_STEPS,
     DistillStage,
     DPOStage,
     GRPOStage,
@@ -128,6 +129,8 @@ class Recipe:
         if len(given := [name for name in HEADLINES if name in self.stages]) > 1:
             raise ValueError(f"{' and '.join(given)} are given, and a run has only one of them; set the others to null")
         for name, stage in self.stages.items():
+            if stage.max_num_epochs is not None and not 0 < stage.max_num_epochs < float("inf"):
+                raise ValueError(f"{name}.max_num_epochs={stage.max_num_epochs} must be null or > 0")
             optimizers = {f"{name}.optimizer": stage.optimizer}
             if isinstance(stage, PPOStage):
                 optimizers["ppo.critic.optimizer"] = stage.critic.optimizer
@@ -223,6 +226,7 @@ class Recipe:
             return was_overridden or (key.key.is_shipped and not beside.key.is_shipped)
 
         for name in STAGES:
+            recipe = _steps_of_epochs_alone(recipe, name)
             steps, has_steps = recipe.find((name, "max_num_steps"))
             if not has_steps or type(steps.value) is not int or steps.value < 1:
                 continue
@@ -241,6 +245,16 @@ class Recipe:
                     notes.append(f"{was} is shortened to {half}, since {given}")
                     recipe = recipe.with_value(path, replace(steps, value=half))
         return recipe, notes
+
+
+def _steps_of_epochs_alone(recipe: Node, name: str) -> Node:
+    """Give a stage that says `max_num_epochs` alone more steps than these can be."""
+    epochs, found = recipe.find((name, "max_num_epochs"))
+    if not found or epochs.value is None or recipe.find((name, "max_num_steps"))[1]:
+        return recipe
+    each, has_each = recipe.find((name, "steps_per_generation"))
+    size = each.value if has_each and type(each.value) is int and each.value > 0 else 4 if name == "ppo" else 1
+    return recipe.with_value((name, "max_num_steps"), replace(epochs, value=MOST_STEPS // size * size))
 
 
 def _expand_preset(recipe: Node, stage: str, *, default: str | None = None) -> tuple[Node, list[str]]:

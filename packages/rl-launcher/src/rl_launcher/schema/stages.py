@@ -1,7 +1,7 @@
 """The stages of a recipe: for each the loop's own configuration from rl-algorithms, and its optimizer."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rl_algorithms.async_grpo import AsyncGRPOConfig
 from rl_algorithms.chat import TrainOn
@@ -18,6 +18,9 @@ from rl_algorithms.staleness import AsyncConfig
 from rl_backends import OptimizerConfig
 from rl_launcher.recipe_files.dataclass_schema import STRICT
 
+MOST_STEPS = 10**9
+"""`max_num_steps` of a stage that is measured in epochs alone."""
+
 SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_prompt"})
 """Keys of DPO that have no effect on given pairs."""
 
@@ -25,6 +28,10 @@ SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_pr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTStage(SFTConfig):
     """Supervised fine-tuning on the answers of the data, before any other stage."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
@@ -38,6 +45,10 @@ class SFTStage(SFTConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOStage(GRPOConfig):
     """Reinforcement learning with GRPO."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
@@ -67,6 +78,10 @@ class GRPOStage(GRPOConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelStage(RewardModelConfig):
     """A reward model, trained from the policy as it is by then; before grpo or ppo it scores their responses."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer of the reward model."""
@@ -102,6 +117,10 @@ class CriticConfig:
 class PPOStage(PPOConfig):
     """Reinforcement learning with PPO: a critic of its own is the baseline of every token."""
 
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
     optimizer: OptimizerConfig
     """The policy's optimizer, whose state starts fresh in this stage."""
 
@@ -116,6 +135,10 @@ class PPOStage(PPOConfig):
 class KTOStage(KTOConfig):
     """Preference learning from single responses that are each good or bad: `prompt`, `completion` and `label`."""
 
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
 
@@ -124,6 +147,10 @@ class KTOStage(KTOConfig):
 class ORPOStage(ORPOConfig):
     """Preference learning on given pairs without a reference: imitation and an odds ratio in one loss."""
 
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
 
@@ -131,6 +158,10 @@ class ORPOStage(ORPOConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOStage(DPOConfig):
     """Preference learning on pairs of responses, either sampled from the policy or given."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
@@ -143,6 +174,25 @@ class DPOStage(DPOConfig):
         DPOConfig.__post_init__(self)
         if self.pairs == "data":
             _refuse_what_only_sampling_has(self)
+        elif self.max_num_epochs is not None:
+            raise ValueError(
+                f"max_num_epochs={self.max_num_epochs:g} counts passes over given pairs, and pairs=sampled makes its "
+                f"own; set max_num_steps instead, or pairs=data"
+            )
+
+
+def steps_of_epochs(stage: Any, *, num_items: int) -> int:
+    """The steps that a stage takes: `max_num_steps`, or fewer where `max_num_epochs` passes end before.
+
+    Args:
+        stage: with rows or prompts per batch, and one or several steps on each.
+        num_items: rows, pairs or prompts in its data.
+    """
+    if stage.max_num_epochs is None:
+        return int(stage.max_num_steps)
+    size = stage.num_prompts if hasattr(stage, "steps_per_generation") else stage.batch_size
+    batches = max(1, int(stage.max_num_epochs * num_items / size + 1e-9))  # a product such as 0.1 * 30 may be 2.999...
+    return min(int(stage.max_num_steps), batches * int(getattr(stage, "steps_per_generation", 1)))
 
 
 def _refuse_what_only_sampling_has(stage: DPOStage) -> None:
@@ -173,6 +223,10 @@ class TeacherConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillStage(DistillConfig):
     """On-policy distillation: the policy learns the teacher's distribution on its own rollouts."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
