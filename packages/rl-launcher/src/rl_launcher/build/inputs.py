@@ -90,8 +90,7 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
             )
     environment = load_environment(recipe.env, objects)
     dataset, skipped = load_dataset(recipe, objects)
-    if recipe.sampled_by is not None or recipe.env is not None:
-        environment.check(dataset.columns)
+    environment.check(dataset.columns)
     reward_data, reward_skipped = load_reward_data(recipe)
     return Inputs(
         selection=selection,

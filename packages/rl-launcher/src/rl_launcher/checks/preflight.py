@@ -166,7 +166,9 @@ def _check_metric(recipe: Recipe) -> None:
         like = nearest(name, list(METRICS))
         raise Refusal(f"{what} no run logs that{f'; did you mean {like[0]}?' if like else ''}")
     if (stages := LOGGED_BY.get(name)) is not None and not {*stages} & {*recipe.stages}:
-        raise Refusal(f"{what} only {' and '.join(stages)} log that, not in this recipe; choose another")
+        *others, last = stages
+        who = f"{', '.join(others)} and {last} log" if others else f"{last} logs"
+        raise Refusal(f"{what} only {who} that, which is not in this recipe; choose another")
 
 
 def taken(run_dir: str) -> str | None:
@@ -222,8 +224,9 @@ class MemoryNeeds(NamedTuple):
     """The least bytes that a run holds, summed over all its GPUs or processes."""
 
     trainer_bytes: int
+    """The policy with gradients and optimizer state, and the critic or reward model that trains beside it."""
     frozen_bytes: int
-    """The reference model, if there is a separate one."""
+    """The reference model, if there is a separate one, and the reward model that scores responses."""
     engine_bytes: int
 
 
@@ -271,8 +274,10 @@ def least_needed(recipe: Recipe, *, model: KnownModel, placement: Placement) -> 
     generation = recipe.policy.generation
     half = generation.backend == "vllm" and generation.vllm_cfg.precision in {"bfloat16", "float16", "half"}
     return MemoryNeeds(
-        trainer_bytes=trainer.trainer_bytes,
-        frozen_bytes=trainer.weight_bytes if copies_reference(recipe) else 0,
+        # A critic, or a reward model while it learns, is another model that is trained; a reward model that scores is
+        # not trained any more.
+        trainer_bytes=trainer.trainer_bytes * (2 if recipe.ppo or recipe.reward_model else 1),
+        frozen_bytes=trainer.weight_bytes * (copies_reference(recipe) + recipe.is_judged_by_model),
         engine_bytes=model.parameters * (2 if half else trainer.element_bytes) * len(placement.engines),
     )
 

@@ -24,8 +24,9 @@ def run(stage: RewardModelStage, *, recipe: Recipe, parts: Parts, evaluator: Eva
     if pairs is None:
         raise Refusal("the reward_model stage has no pairs: reward_model.data or data names them")
     taken = progress.steps_of(NAME)
-    if taken == stage.max_num_steps and folder.is_dir():
-        return  # this resumed run has finished the stage
+    if taken == stage.max_num_steps and folder.is_dir():  # this resumed run has finished the stage
+        progress.versions = parts.versions
+        return
     model = parts.companions.make(
         NAME, policy=parts.policy, folder=recorder.keeper.start_folder(NAME), seed=recipe.seed
     )
