@@ -58,8 +58,8 @@ class PreferenceExamples:
     def digest(self) -> str:
         """SHA-256 of all tokens in order, of which of them are trainable, and of the margins."""
         digest = hashlib.sha256()
-        for examples in (self.scored, self.held_out_scored):
-            for tensor in (examples.tokens, examples.lengths, examples.trainable, examples.margin):
+        for examples, scored in ((self.train, self.scored), (self.held_out, self.held_out_scored)):
+            for tensor in (examples.tokens, examples.lengths, examples.trainable, scored.margin):
                 _add(digest, tensor)
         return digest.hexdigest()
 
