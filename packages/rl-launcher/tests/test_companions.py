@@ -53,9 +53,9 @@ def lines(run_dir, stage):
 
 
 def test_a_reward_model_learns_which_response_is_better_and_scores_those_of_ppo(folder):
-    without_env = [*of_chain(folder, steps=30), "env=null"]
-    summary = run_recipe(folder, *without_env)
-    assert (summary["algorithm"], summary["steps"]) == ("ppo", 3 + 30 + 8)
+    speaks = ["sft.max_num_steps=30", "ppo.optimizer.lr=1e-4"]  # digits, not the special tokens that no row may spell
+    summary = run_recipe(folder, *of_chain(folder, steps=30), *speaks, "env=null")
+    assert (summary["algorithm"], summary["steps"]) == ("ppo", 30 + 30 + 8)
     learned = [line for line in lines(folder / "run", "reward_model") if "held_out_pair_accuracy" in line]
     assert learned[-1]["held_out_pair_accuracy"] == 1.0
     assert learned[-1]["held_out_score_margin"] > learned[0]["held_out_score_margin"]
@@ -158,7 +158,10 @@ def test_orpo_separates_pairs_without_a_reference(folder):
             ["grpo=null", "{pairs}", "dpo={pairs: data, max_num_steps: 2, optimizer: {lr: 0.1}}"],
             ["grpo or ppo", "dpo has no use for it"],
         ),
-        (["{pairs}", "grpo.async_grpo={}"], ["grpo.async_grpo", "reward model is on the ranks that train"]),
+        (
+            ["{pairs}", "grpo.async_grpo={max_staleness: 3}"],
+            ["grpo.async_grpo", "reward model is on the ranks that train"],
+        ),
         (
             ["grpo=null", PPO, "ppo.critic.start_from=reward_model"],
             ["no stage reward_model", "ppo.critic.start_from=policy"],
@@ -173,7 +176,7 @@ def test_orpo_separates_pairs_without_a_reference(folder):
             ["{pairs}", "reward_model.objective=regression"],
             ["objective=regression learns from scored responses", "bradley-terry"],
         ),
-        (["grpo=null", PPO, "ppo.objective={advantage: {baseline: group}}"], ["the critic compares"]),
+        (["grpo=null", PPO, "ppo.objective={advantage: {baseline: group_mean}}"], ["the critic compares"]),
     ],
 )
 def test_what_means_nothing_together_is_refused_with_the_keys(folder, overrides, said):
