@@ -95,7 +95,7 @@ def test_while_training_samples_can_be_measured_in_the_place_of_greedy_responses
     assert {"held_out_sampled", "held_out_pass@2"} <= measured.keys()
     assert "held_out_greedy" not in measured
     assert (summary["held_out_greedy_after"], summary["held_out_sampled_after"] is None) == (None, False)
-    with pytest.raises(RecipeError, match="evaluation.greedy=false with while_training=sampled never measures it"):
+    with pytest.raises(RecipeError, match=r"evaluation.greedy=false with while_training=sampled never measures it"):
         load(recipe, *sampled, "checkpointing.keep_top_k=1")
 
 
@@ -123,7 +123,7 @@ def test_a_set_that_is_also_trained_on_is_refused_by_the_row(recipe, tmp_path):
 
 
 def test_a_set_without_a_reward_is_refused(recipe, tmp_path, other_sets):
-    with pytest.raises(Refusal, match="evaluation.sets names easy, hard, whose responses need a reward"):
+    with pytest.raises(Refusal, match=r"evaluation.sets names easy, hard, whose responses need a reward"):
         build(load(recipe, "grpo=null", "env=null", *other_sets).value)
 
 

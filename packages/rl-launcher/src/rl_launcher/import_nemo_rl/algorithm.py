@@ -19,8 +19,16 @@ def steps_per_generation(source: Source, section: str) -> int:
 
 def _rounds(source: Source, section: str, steps: int) -> dict[str, Any]:
     """Return the keys that both loops share: number of steps, prompts and rollouts."""
-    ours = source.copy(section)
-    return {**ours, "max_num_steps": ours["max_num_steps"] * steps, "steps_per_generation": steps}  # theirs are batches
+    ours = length(source.copy(section), steps=steps)
+    return {**ours, "steps_per_generation": steps}
+
+
+def length(ours: dict[str, Any], *, steps: int = 1) -> dict[str, Any]:
+    """Return the keys of a stage with our number of steps: theirs counts batches, and -1 leaves the end to epochs."""
+    number = ours.pop("max_num_steps", -1)
+    if number is not None and number > 0:
+        ours["max_num_steps"] = number * steps
+    return ours
 
 
 def grpo(source: Source) -> dict[str, Any]:
@@ -110,11 +118,32 @@ def distillation(source: Source) -> dict[str, Any]:
     return ours
 
 
+def ppo(source: Source) -> dict[str, Any]:
+    """Return our `ppo`, without its optimizers."""
+    epochs = source.take("ppo.ppo_epochs", 1)
+    steps = steps_per_generation(source, "ppo") * epochs
+    objective = source.copy("loss_fn")
+    weight = objective["kl"]["weight"]
+    for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
+        kind: Kind = "untranslated" if weight and source.peek(f"loss_fn.{name}") is not None else "dropped"
+        source.note(kind, f"loss_fn.{name}", "the KL is not clamped here" if weight else "its weight is 0")
+    objective["selection"] = source.copy("ppo.selection", "ppo")
+    if source.take("ppo.reward_shaping.enabled"):
+        objective["overlong"] = source.copy("grpo.reward_shaping", "ppo.reward_shaping")
+    value = {**source.copy("ppo.adv_estimator"), **source.copy("value_loss_fn")}
+    return {**_rounds(source, "ppo", steps), "num_epochs": epochs, "objective": objective, "value": value}
+
+
+def reward_model(source: Source) -> dict[str, Any]:
+    """Return our `reward_model`."""
+    return {**length(source.copy("rm")), "batch_size": source.take("policy.train_global_batch_size")}
+
+
 def sft(source: Source) -> dict[str, Any]:
     """Return our `sft`."""
-    return {**source.copy("sft"), "batch_size": source.take("policy.train_global_batch_size")}
+    return {**length(source.copy("sft")), "batch_size": source.take("policy.train_global_batch_size")}
 
 
 def dpo(source: Source) -> dict[str, Any]:
     """Return our `dpo` on given pairs."""
-    return {"pairs": "data", **source.copy("dpo"), "batch_size": source.take("policy.train_global_batch_size")}
+    return {"pairs": "data", **length(source.copy("dpo")), "batch_size": source.take("policy.train_global_batch_size")}

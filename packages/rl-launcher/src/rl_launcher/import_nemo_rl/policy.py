@@ -16,8 +16,6 @@ def model(source: Source) -> dict[str, Any]:
     name = source.take("policy.model_name")
     if source.take("policy.tokenizer.name", name) != name:
         source.untranslated("policy.tokenizer.name", "the tokenizer is the model's own; save both into one folder")
-    if source.peek("policy.tokenizer.chat_template_kwargs"):  # false has an effect, too
-        source.untranslated("policy.tokenizer.chat_template_kwargs", "save the template with the tokenizer")
     ours: dict[str, Any] = {"model_name": str(name), "padded_vocabulary": True}
     source.take("policy.dtensor_cfg.enabled")
     if not source.take("policy.megatron_cfg.enabled", default=False):
@@ -195,11 +193,36 @@ def generation(source: Source) -> dict[str, Any]:
         if length is None:
             length, reason = FOR_EVALUATION, "theirs has neither it nor policy.max_total_sequence_length"
         source.note("fill_in", f"{section}.max_new_tokens", reason, value=length)
-    ours |= {"max_new_tokens": length, "temperature": source.take(f"{section}.temperature", 1.0)}
-    if source.take(f"{section}.val_temperature", ours["temperature"]) != ours["temperature"]:
-        reason = "evaluation samples at the temperature of training, and decodes greedily"
-        source.untranslated(f"{section}.val_temperature", reason)
+    ours |= {"max_new_tokens": length, **source.copy(section), **_cuts(source, "")}
+    if isinstance(ours.get("stop"), str):
+        ours["stop"] = [ours["stop"]]
     _separate(source, ours)
+    return ours
+
+
+def _cuts(source: Source, prefix: str) -> dict[str, Any]:
+    """Return `top_p` and `top_k`, if they leave any token out."""
+    given = {name: source.take(f"policy.generation.{prefix}{name}") for name in ("top_p", "top_k")}
+    return {name: value for name, value in given.items() if value not in (None, -1, 0, 1.0 if name == "top_p" else 0)}
+
+
+def evaluation_sampling(source: Source) -> dict[str, Any]:
+    """Return the keys of `evaluation` that say how held-out prompts are sampled, where it differs from training."""
+    section = "policy.generation"
+    ours: dict[str, Any] = {}
+    usual = source.peek(f"{section}.temperature", 1.0)
+    temperature = source.take(f"{section}.val_temperature", usual)
+    if temperature == 0:
+        source.note("dropped", f"{section}.val_temperature", "held-out prompts are decoded greedily, too")
+    elif temperature is not None and temperature != usual:
+        ours["temperature"] = temperature
+    of_training, off = _cuts(source, ""), {"top_p": 1.0, "top_k": 0}
+    of_evaluation = _cuts(source, "val_")
+    for name in ("top_p", "top_k"):
+        if source.peek(f"{section}.val_{name}") is not None:
+            value = of_evaluation.get(name, off[name])
+            if value != of_training.get(name, off[name]):
+                ours[name] = value
     return ours
 
 
