@@ -30,6 +30,7 @@ COMMANDS = {
     "keys",
     "schema",
     "import-nemo-rl",
+    "import-verl",
     "doctor",
     "render",
 }

@@ -44,6 +44,12 @@ class Translation:
     problems: tuple[str, ...]
     """What our schema refuses; empty if the recipe is valid."""
 
+    framework: str = "NeMo-RL"
+    """Whose recipe it was."""
+
+    command: str = "import-nemo-rl"
+    """The command that translates it."""
+
     def of(self, kind: Kind) -> tuple[Note, ...]:
         """Return the notes of one kind."""
         return tuple(note for note in self.notes if note.kind == kind)
@@ -51,7 +57,7 @@ class Translation:
     @property
     def yaml(self) -> str:
         """The recipe as a file, with what has to be done about it in comments at the top."""
-        lines = [f"# Translated from {self.source.name} of NeMo-RL by `rl-launcher import-nemo-rl`."]
+        lines = [f"# Translated from {self.source.name} of {self.framework} by `rl-launcher {self.command}`."]
         for kind in ("fill_in", "untranslated"):
             if notes := self.of(kind):
                 lines += ["#", f"# {HEADINGS[kind].capitalize()}:", *(f"#   {note}" for note in notes)]
@@ -75,9 +81,6 @@ def translate(file: str | Path) -> Translation:
     Raises:
         NemoRLError: it cannot be read, or is for an algorithm or for images, which a recipe does not support.
     """
-    from rl_launcher.recipe_files import RecipeError, load_recipe
-    from rl_launcher.schema import Recipe
-
     path = Path(file)
     resolved, failures = interpolate(read(path))
     source = Source(resolved)
@@ -85,12 +88,19 @@ def translate(file: str | Path) -> Translation:
         source.note("untranslated", key, f"it could not be resolved: {reason}")
     recipe = _recipe(source, path)
     _account_for_the_rest(source)
-    problems: tuple[str, ...] = ()
+    return Translation(source=path, recipe=recipe, notes=tuple(source.notes), problems=problems_of(recipe))
+
+
+def problems_of(recipe: dict[str, Any]) -> tuple[str, ...]:
+    """What our schema refuses of a translated recipe."""
+    from rl_launcher.recipe_files import RecipeError, load_recipe
+    from rl_launcher.schema import Recipe
+
     try:
         load_recipe(recipe, schema=Recipe)
     except RecipeError as error:
-        problems = tuple(f"{problem.key}: {problem.message}" for problem in error.problems)
-    return Translation(source=path, recipe=recipe, notes=tuple(source.notes), problems=problems)
+        return tuple(f"{problem.key}: {problem.message}" for problem in error.problems)
+    return ()
 
 
 def _recipe(source: Source, path: Path) -> dict[str, Any]:
