@@ -75,7 +75,7 @@ def translate(file: str | Path) -> Translation:
 # -- The shell -----------------------------------------------------------------------------------------------------
 
 ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+|local\s+)?([A-Za-z_]\w*)=(.*)$")
-ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*?)^?\)[ \t]*$", re.MULTILINE | re.DOTALL)
+ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
 ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
@@ -120,7 +120,8 @@ def read(path: Path) -> dict[str, Any]:
         if word.startswith("--config-name"):
             data["config_name"] = word.partition("=")[2].removesuffix(".yaml")
         elif equals and re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
-            _put(data, key.split("."), _value(value))
+            # Hidden until now, so that a default that holds one is no nested expression.
+            _put(data, key.split("."), _value(value.replace("\0", "${").replace("\1", "}")))
     return data
 
 
@@ -154,8 +155,7 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
         text, before = VARIABLE.sub(of, text), text
         if text == before:
             break
-    text = ARITHMETIC.sub(lambda found: _calculated(found[1], variables), text)
-    return text.replace("\0", "${").replace("\1", "}")
+    return ARITHMETIC.sub(lambda found: _calculated(found[1], variables), text)
 
 
 def _calculated(text: str, variables: dict[str, str]) -> str:

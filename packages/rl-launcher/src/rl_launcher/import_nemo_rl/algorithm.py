@@ -28,6 +28,8 @@ def length(ours: dict[str, Any], *, steps: int = 1) -> dict[str, Any]:
     number = ours.pop("max_num_steps", -1)
     if number is not None and number > 0:
         ours["max_num_steps"] = number * steps
+    if (epochs := ours.get("max_num_epochs")) is not None and epochs <= 0:
+        del ours["max_num_epochs"]
     return ours
 
 
@@ -36,9 +38,7 @@ def grpo(source: Source) -> dict[str, Any]:
     steps = steps_per_generation(source, "grpo")
     objective = {**source.copy("loss_fn"), "advantage": _advantage(source)}
     weight = objective["kl"]["weight"]
-    for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-        kind: Kind = "untranslated" if weight and source.peek(f"loss_fn.{name}") is not None else "dropped"
-        source.note(kind, f"loss_fn.{name}", "the KL is not clamped here" if weight else "its weight is 0")
+    _kl_clamps(source, weight)
     batches = source.take("grpo.dynamic_sampling_max_gen_batches", 10)
     objective["selection"] = source.copy("grpo.selection", "grpo")
     if objective["selection"]["groups_without_signal"] == "drop":
@@ -62,6 +62,17 @@ def grpo(source: Source) -> dict[str, Any]:
         **ours,
         "async_grpo": {"max_staleness": staleness, "weights": ("between_calls", "in_flight")[bool(in_flight)]},
     }
+
+
+def _kl_clamps(source: Source, weight: float) -> None:
+    """Note once that the KL is not clamped, where it counts."""
+    clamps = {name: source.peek(f"loss_fn.{name}") for name in ("kl_input_clamp_value", "kl_output_clamp_value")}
+    given = {name: value for name, value in clamps.items() if value is not None}
+    for name in clamps:
+        is_first = name == next(iter(given), None)
+        kind: Kind = "untranslated" if weight and is_first else "dropped"
+        reason = "the KL of a token is not clamped here" if weight else "its weight is 0"
+        source.note(kind, f"loss_fn.{name}", reason, value=given.get(name))
 
 
 def _advantage(source: Source) -> dict[str, Any]:
@@ -124,9 +135,7 @@ def ppo(source: Source) -> dict[str, Any]:
     steps = steps_per_generation(source, "ppo") * epochs
     objective = source.copy("loss_fn")
     weight = objective["kl"]["weight"]
-    for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-        kind: Kind = "untranslated" if weight and source.peek(f"loss_fn.{name}") is not None else "dropped"
-        source.note(kind, f"loss_fn.{name}", "the KL is not clamped here" if weight else "its weight is 0")
+    _kl_clamps(source, weight)
     objective["selection"] = source.copy("ppo.selection", "ppo")
     if source.take("ppo.reward_shaping.enabled"):
         objective["overlong"] = source.copy("grpo.reward_shaping", "ppo.reward_shaping")
