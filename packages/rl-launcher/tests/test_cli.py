@@ -31,6 +31,7 @@ COMMANDS = {
     "schema",
     "import-nemo-rl",
     "import-verl",
+    "import-trl",
     "doctor",
     "render",
 }

@@ -1,4 +1,4 @@
-"""`recipes`, `keys`, `schema` and `import-nemo-rl`: recipes to start from and the keys of a recipe."""
+"""`recipes`, `keys`, `schema` and `import-...`: recipes to start from, or of others, and the keys of a recipe."""
 
 import json
 from pathlib import Path
@@ -105,6 +105,26 @@ def import_verl(
     from rl_launcher.import_verl import translate
 
     _write_translation(or_refuse(lambda: translate(file)), out, verbose=verbose)
+
+
+def import_trl(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML of TRL, or a text with a command.", show_default=False)
+    ],
+    *,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="Of a YAML: grpo, rloo, sft, dpo, kto, orpo or reward.")
+    ] = None,
+    out: Out = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the keys that have no effect here.")] = False,
+) -> None:
+    """Translate a configuration of TRL, or the arguments of `trl grpo` in a script; what could not be is listed.
+
+    Exit codes are those of `import-nemo-rl`.
+    """
+    from rl_launcher.import_trl import translate
+
+    _write_translation(or_refuse(lambda: translate(file, algorithm=algorithm)), out, verbose=verbose)
 
 
 def _write_translation(translation: "Translation", out: Path | None, *, verbose: bool) -> None:
