@@ -369,8 +369,9 @@ def test_a_prompt_file_that_is_not_there_is_told(tmp_path):
 PPO = """
     defaults: theirs.yaml
     grpo: null
-    ppo: {num_prompts_per_step: 8, num_generations_per_prompt: 2, max_num_steps: 100, max_num_epochs: -1, ppo_epochs: 2,
-          val_period: 5, seed: 7, adv_estimator: {name: gae, gae_lambda: 0.9, gae_gamma: 1.0, normalize_advantages: true}}
+    ppo: {num_prompts_per_step: 8, num_generations_per_prompt: 2, max_num_steps: 100, max_num_epochs: -1,
+          ppo_epochs: 2, val_period: 5, seed: 7,
+          adv_estimator: {name: gae, gae_lambda: 0.9, gae_gamma: 1.0, normalize_advantages: true}}
     value_loss_fn: {scale: 0.5, cliprange: 0.3}
     value: {model_name: Qwen/Qwen2.5-1.5B}
 """
