@@ -139,7 +139,8 @@ def _arguments(text: str) -> dict[str, Any]:
     for word in words:
         if word.startswith("--"):
             key, equals, value = word[2:].replace("-", "_").partition("=")
-            found[key] = _value(value) if equals else True
+            key, negated = (key[3:], True) if key.startswith("no_") else (key, False)
+            found[key] = _value(value) if equals else not negated
         elif key and re.match(r"[\w./:{\[~+-]", word):
             value = _value(word)
             found[key] = value if found[key] is True else [*_listed(found[key]), value]
@@ -183,7 +184,8 @@ def _recipe(source: Source, path: Path, algorithm: str, *, processes: int) -> di
     else:
         stage["max_num_epochs"] = epochs
     stage["optimizer"] = _optimizer(source, stage_name, steps=stage.get("max_num_steps", MOST_STEPS))
-    every = source.take("eval_steps", 0) if source.take("eval_strategy", "no") == "steps" else 0
+    period = source.take("eval_steps", 0)
+    every = period if source.take("eval_strategy", "no") == "steps" else 0
     saves = source.take("save_steps", 500)
     trackers = _listed(source.take("report_to") or [])
     recipe: dict[str, Any] = {

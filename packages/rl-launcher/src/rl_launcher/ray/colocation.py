@@ -193,7 +193,7 @@ class ColocatedModel:
         row = POLICY_METHODS.get(name)
         if row is None or row.phase is None:
             return attribute
-        phase, returns_model = row.phase, row.returns == "model"
+        phase, returns_model = row.phase, row.returns.endswith("model")
 
         def call(*arguments: Any, **options: Any) -> Any:
             self._colocation.enter(phase)

@@ -62,7 +62,7 @@ class RayPolicy:
             call = RemoteCall(
                 method=method.name,
                 model=model,
-                result=next(self._numbers) if method.returns == "model" else None,
+                result=next(self._numbers) if method.returns.endswith("model") else None,
                 version=self._version if self._set_version else None,
                 forgotten=forgotten,
             )
@@ -79,9 +79,9 @@ class RayPolicy:
                 return first.value
             case "merged":
                 return {name: value for reply in replies for name, value in reply.value.items()}
-            case "model":
+            case "frozen model" | "trained model":
                 assert call.result is not None
-                handle = RayModel(self, call.result)
+                handle = RayModel(self, call.result, trained=method.returns == "trained model")
                 # The ranks learn of it with the next call: a finalizer may run anywhere, so it makes no call itself.
                 handle.forget = weakref.finalize(handle, self._forgotten.append, call.result)
                 return handle
@@ -167,14 +167,15 @@ class RayModel:
     forget: Callable[[], object]
     """Have the ranks free the model with their next call; once is enough."""
 
-    def __init__(self, policy: RayPolicy, number: int) -> None:
-        self._policy, self.number = policy, number
+    def __init__(self, policy: RayPolicy, number: int, *, trained: bool) -> None:
+        self._policy, self.number, self._trained = policy, number, trained
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the table that is not the policy's alone."""
+        """A method of the table that such a model has."""
         method = POLICY_METHODS.get(name)
-        if method is None or method.of == "policy":
-            raise AttributeError(f"a model beside the policy has no method {name!r} on Ray")
+        if method is None or method.of not in ({"trained", "any"} if self._trained else {"any"}):
+            kind = "trained" if self._trained else "frozen"
+            raise AttributeError(f"a {kind} model on Ray has no method {name!r}")
         return functools.partial(self._policy.call, method, self.number)
 
     @property

@@ -29,7 +29,7 @@ class RemoteMethod:
     sends: Literal["values", "batch", "folder"] = "values"
     """What the first argument is. A `batch` is put into Ray's object store once, and the backend of each rank reads its
     own rows of it. A `folder` is made absolute: ranks may work in another directory."""
-    returns: Literal["rank 0", "merged", "nothing", "model"] = "rank 0"
+    returns: Literal["rank 0", "merged", "nothing", "frozen model", "trained model"] = "rank 0"
     """What the driver gets: rank 0's result, the dicts of all ranks merged, None, or a handle of a model that stays on
     the ranks."""
     phase: Phase | None = "training"
@@ -56,9 +56,11 @@ POLICY_METHODS = {
         RemoteMethod(name=TrainingBackend.forward_backward.__name__, sends="batch", of="trained"),
         RemoteMethod(name=TrainingBackend.optim_step.__name__, of="trained"),
         RemoteMethod(name=TrainingBackend.metrics.__name__, phase=None),
-        RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="model"),
-        RemoteMethod(name="load_teacher", runs="worker", returns="model", limit="start_timeout_s"),
-        RemoteMethod(name="load_companion", runs="worker", sends="folder", returns="model", limit="start_timeout_s"),
+        RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="frozen model"),
+        RemoteMethod(name="load_teacher", runs="worker", returns="frozen model", limit="start_timeout_s"),
+        RemoteMethod(
+            name="load_companion", runs="worker", sends="folder", returns="trained model", limit="start_timeout_s"
+        ),
         RemoteMethod(name=TrainingBackend.save_pretrained.__name__, of="trained", sends="folder", returns="nothing"),
         RemoteMethod(name=TrainingBackend.save_adapter.__name__, sends="folder", returns="nothing"),
         RemoteMethod(name=TrainingBackend.save_checkpoint.__name__, of="trained", sends="folder", returns="nothing"),
