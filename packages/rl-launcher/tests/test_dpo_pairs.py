@@ -280,7 +280,7 @@ def test_pairs_of_a_function_and_sampled_pairs_without_a_reward_are_refused(pref
     with pytest.raises(
         Refusal, match=r"returned Dataset, and must return a rl_algorithms.data.PreferenceData, which dpo learns from"
     ):
-        run(load(preferences, "data.source=rl_launcher.quickstart.sort_digits:dataset"))
+        run(load(preferences, "data.source=rl_launcher.quickstart.sort_digits:dataset", "data.held_out_share=null"))
     with pytest.raises(RecipeError, match=r"dpo\.pairs=data"):
         load(preferences, "dpo.pairs=sampled")
 

@@ -209,7 +209,7 @@ def checkpointing(source: Source, *, steps: int) -> dict[str, Any]:
             ours |= {"keep_top_k": best, "metric_name": "held_out_loss", "higher_is_better": False}
         elif metric in {"val:accuracy", "val_reward", None}:
             ours["keep_top_k"] = best
-            if source.peek("dpo") is not None:
+            if source.peek("dpo") is not None or source.peek("rm") is not None:
                 ours["metric_name"] = "held_out_pair_accuracy"
         else:
             reason = "our log has other names: set checkpointing.metric_name, and checkpointing.keep_top_k"
